@@ -30,8 +30,6 @@ from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 
-# ---------------------------------------------------------------------------------------------------- tasks
-
 Batch = dict[str, Tensor]
 """Inputs of a model by name, and its targets: −100 where nothing is asked."""
 IGNORED = -100
@@ -112,10 +110,8 @@ class ListOps:
         table = torch.zeros(LISTOPS, 10)
         for text, value in drawn:
             table[text[1], value] += 1
-        return {
-            "one value": round(float(table.sum(0).max()) / count, 3),
-            "by the first operator": round(float(table.max(1).values.sum()) / count, 3),
-        }
+        right = {"one value": table.sum(0).max(), "by the first operator": table.max(1).values.sum()}
+        return {guess: round(float(number) / count, 3) for guess, number in right.items()}
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,6 @@ class Text:
         return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
 
 
-# ------------------------------------------------------------------------------------------------- training
-
 Models = dict[str, dict[str, Any]]
 Figures = dict[str, Any]
 SMALL = {
@@ -205,8 +199,7 @@ class Sizes(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Return the seed of the first row; runs of different seeds share no row."""
-        return (self.seed - 1) * 2**20
+        return (self.seed - 1) * 2**20  # of the first row; runs of different seeds share no row
 
 
 def stack_near_and_full(pattern: dict[str, Any], n_near: int) -> dict[str, Any]:
@@ -277,14 +270,14 @@ def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
         return model(**inputs).logits[batch["targets"] != IGNORED]
 
 
-def measure_accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
+def check_answers(model: nn.Module, batch: Batch) -> Tensor:
+    """Return 1.0 for each question that is answered correctly, else 0.0."""
+    return (compute_logits(model, batch).argmax(-1) == batch["targets"][batch["targets"] != IGNORED]).float()
+
+
+def summarize(right: Tensor) -> Figures:
     """Return the share of questions that are answered correctly, and their number."""
-    right = asked = 0
-    for batch in batches:
-        targets = batch["targets"][batch["targets"] != IGNORED]
-        right += int((compute_logits(model, batch).argmax(-1) == targets).sum())
-        asked += len(targets)
-    return {"right": round(right / asked, 3), "of": asked}
+    return {"right": round(float(right.mean()), 3) if len(right) else None, "of": len(right)}
 
 
 def select(models: Models, only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -307,7 +300,9 @@ def learn_listops(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str,
         figures: Figures = {}
         for i, ((low, high), stage) in enumerate(zip(bounds, stages, strict=True)):
             judged = islice(stage.iter_batches(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
-            figures[f"{low} to {high} tokens"] = measure_accuracy(network, judged)
+            figures[f"{low} to {high} tokens"] = summarize(
+                torch.cat([check_answers(network, batch) for batch in judged])
+            )
         yield name, {**figures, "seconds": seconds}
 
 
@@ -333,19 +328,16 @@ def learn_recall(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, 
 def measure_by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Figures:
     """Return the accuracy by the distance from question to fact; the first range is the window."""
     bounds = [0, *(2**n * near for n in range(20) if 2**n * near < sizes.length), sizes.length]
-    right, asked = torch.zeros(len(bounds) - 1), torch.zeros(len(bounds) - 1)
+    distances, answers = [], []
     for row in range(sizes.judged):
         batch = task.draw_batch(1, sizes.length, 2**40 + row)
-        which = torch.bucketize(task.find_distances(batch), torch.tensor(bounds[1:-1]), right=True)
-        is_right = compute_logits(model, batch).argmax(-1) == batch["targets"][batch["targets"] != IGNORED]
-        right.index_add_(0, which, is_right.float())
-        asked.index_add_(0, which, torch.ones(len(which)))
-    names = [*(f"{low} to {high}" for low, high in pairwise(bounds)), "all"]
-    right, asked = (torch.cat((counts, counts.sum(0, keepdim=True))) for counts in (right, asked))
-    return {
-        name: {"right": round(float(r / n), 3) if n else None, "of": int(n)}
-        for name, r, n in zip(names, right, asked, strict=True)
+        distances.append(task.find_distances(batch))
+        answers.append(check_answers(model, batch))
+    distance, right = torch.cat(distances), torch.cat(answers)
+    stretches = {
+        f"{low} to {high}": summarize(right[(distance >= low) & (distance < high)]) for low, high in pairwise(bounds)
     }
+    return {**stretches, "all": summarize(right)}
 
 
 def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
@@ -394,16 +386,17 @@ def main() -> None:
     parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
-    seed_help = "of weights and rows; a seed other than 1 is added to the names in the result"
-    parser.add_argument("--seed", type=int, default=1, help=seed_help)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of weights and rows; another than 1 is named in the result"
+    )
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     args = parser.parse_args()
     torch.set_num_threads(1)
     learn, full_size = TASKS[args.task]
     sizes = (Sizes(*args.sizes) if args.sizes else full_size)._replace(seed=args.seed)
     machine = f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}"
-    settings = {"date": common.today(), "machine": machine, **sizes._asdict()}
-    del settings["seed"]  # models of several seeds share a result
+    amounts = {"length": sizes.length, "steps": sizes.steps, "judged": sizes.judged}
+    settings = {"date": common.today(), "machine": machine, **amounts}
     for name, figures in learn(args, sizes):
         if "seconds" in figures:
             figures["seconds"] = round(figures["seconds"])

@@ -115,17 +115,26 @@ def run_megatfm(*words: str) -> float:
 
 
 class Page:
-    """A result in Markdown: lines are printed as they come, and the file is written anew with each row."""
+    """A result in Markdown: lines are printed as they come, and the file is written anew with each.
 
-    def __init__(self, path: Path | None, *heading: str) -> None:
-        self.path, self.lines = path, list(heading)
-        if heading:
-            print("\n".join(heading), flush=True)
+    The title gets the date. table: the head of a table that follows.
+    """
 
-    def add(self, *lines: str) -> None:
+    def __init__(self, path: Path | None, title: str, *notes: str, table: str = "") -> None:
+        self.path = path
+        self.lines = [f"# {title}, {today()}", *([""] if notes else []), *notes, *make_table_head(table)]
+        print("\n".join(self.lines), flush=True)
+
+    def add(self, *lines: str, table: str = "") -> None:
+        lines = (*lines, *make_table_head(table))
         self.lines += lines
         print("\n".join(lines), flush=True)
         write_text(self.path, "\n".join(self.lines))
+
+
+def make_table_head(names: str) -> list[str]:
+    """Return the first lines of a table whose columns are named; none without names."""
+    return ["", names, "|" + "---|" * (names.count("|") - 1)] if names else []
 
 
 def format_error(error: Exception, longest: int = 160) -> str:

@@ -92,14 +92,11 @@ def run_resources(args: argparse.Namespace) -> None:
     """Compile all, print a table and write it."""
     page = common.Page(
         args.out,
-        f"# Kernels compiled for sm_90, {common.today()}",
-        "",
+        "Kernels compiled for sm_90",
         f"Triton {triton.__version__}, without a GPU: compiled, not run there. `python benchmarks/compiled_kernels.py "
         f"resources`. Bytes are those of {TOKENS:,} tokens over a vocabulary of {VOCABULARY:,} (GPT-2, 16 rows of "
         f"1,024), times at {COPIED / 1e12} TB/s.",
-        "",
-        "| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
-        "|---|---|---|---|---|---|",
+        table="| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
     )
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for how, options in (("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})):
@@ -190,8 +187,7 @@ def run_fusion(args: argparse.Namespace) -> None:
     """Print the lists, and write them with --out."""
     page = common.Page(
         common.make_dated_path(args.out, "fusion.md"),
-        f"# Kernels of a compiled block, {common.today()}",
-        "",
+        "Kernels of a compiled block",
         f"{common.get_cpu_name()}, torch {torch.__version__}, written by inductor for Triton and not run; `python "
         "benchmarks/compiled_kernels.py fusion`. Matrix products and attention, which libraries do, are not counted.",
     )
@@ -276,13 +272,10 @@ def run_blocks(args: argparse.Namespace) -> None:
     """Print a table, and write it where asked to."""
     page = common.Page(
         common.make_dated_path(args.out, "block-kernels.md"),
-        f"# Kernels of compiled blocks on sm_90, {common.today()}",
-        "",
+        "Kernels of compiled blocks on sm_90",
         f"torch {torch.__version__}, Triton {triton.__version__}, without a GPU: compiled, not run. `python "
         "benchmarks/compiled_kernels.py blocks`, whose head says how.",
-        "",
-        "| Preset | | Kernels | Registers a thread, at most | Spilled bytes |",
-        "|---|---|---|---|---|",
+        table="| Preset | | Kernels | Registers a thread, at most | Spilled bytes |",
     )
     for preset in args.presets:
         for dtype in args.dtypes:

@@ -177,16 +177,13 @@ def write_page(path: Path | None, folder: Path, runs: dict[str, Contender], roun
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
     page = common.Page(
         path,
-        f"# Reading training data, {common.today()}",
-        "",
+        "Reading training data",
         f"{facts['documents']:,} documents, {facts['bytes']:,} bytes of text, {facts['tokens']:,} tokens; {disk:,} "
         f"bytes on disk as zstd frames, made in {facts['seconds']:.0f} s.",
         f"`python benchmarks/data.py`; {common.get_cpu_name()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of {len(rounds)} "
         f"interleaved rounds. webdataset reads {N_SLOW_SHARDS} of the shards of 64 MB, the others all.",
-        "",
-        "| | M tokens/s | M tokens/CPU s | speed against | in parts of it |",
-        "|---|---|---|---|---|",
+        table="| | M tokens/s | M tokens/CPU s | speed against | in parts of it |",
     )
     for name, (_, against) in runs.items():
         wall, processor = (statistics.median(speeds[name][i] for speeds in rounds) for i in (0, 1))

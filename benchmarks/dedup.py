@@ -8,7 +8,8 @@ GB (5 KB a document; a tenth copies of others, with a tenth of the hashes change
 scanning and thinning text, passes over it once each: `prep.py` measures its speed. Each measurement is a process of its
 own, on one thread; sizes, memories and others take turns. DuckDB gets the same hashes as Parquet, one thread and the
 same memory; datatrove's MinHash the same text as ours, `--text` megabytes, from documents to clusters, with words at
-white space, as spaCy's would be slower. Imports don't count.
+white space, as spaCy's would be slower. Imports don't count. It needs `pip install duckdb`, and datatrove, which
+`megatfm[test]` brings.
 """
 
 import argparse

@@ -214,11 +214,10 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     steps = run_ranks(configs, args, args.rounds)[0][0]
     disk_speed = measure_disk(args.offload)
     elements = sum(p.numel() for p in build(configs["none"].model).parameters()) // args.ranks
-    page.add(
-        "",
-        "| Stage 3, optimizer and parameters | step / none | MB moved a step and rank | MB/s and rank | MB by rank |",
-        "|---|---|---|---|---|",
+    table = (
+        "| Stage 3, optimizer and parameters | step / none | MB moved a step and rank | MB/s and rank | MB by rank |"
     )
+    page.add(table=table)
     for place in PLACES:
         seconds, plain = ([step["wall"] for step in steps[name]] for name in (place, "none"))
         ratio = common.compute_median_ratio(seconds, plain)
@@ -245,19 +244,17 @@ def main() -> None:
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(["deepspeed", "megatfm.train.build", "megatfm.verify.shrink"])
 
-    heading = [
-        f"# Native against DeepSpeed, {common.today()}",
-        "",
+    settings = ", " + " ".join(args.set) if args.set else ""
+    page = common.Page(
+        args.out,
+        "Native against DeepSpeed",
         f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}, {args.ranks} ranks on {args.device}, "
-        f"{args.rounds} rounds{', ' + ' '.join(args.set) if args.set else ''}, load of the "
-        f"machine's {os.cpu_count()} cores by others at the start: {os.getloadavg()[0]:.1f}; `python "
-        "benchmarks/engines.py`, whose head says how it is measured.",
-        "",
-    ]
+        f"{args.rounds} rounds{settings}, load of the machine's {os.cpu_count()} cores by others at the start: "
+        f"{os.getloadavg()[0]:.1f}; `python benchmarks/engines.py`, whose head says how it is measured.",
+    )
     if args.cases:
         heads = "clock (lowest – highest) | CPU | MB by rank, native / DeepSpeed | MB sent a step |"
-        heading += [f"| | DeepSpeed / native, {heads}", "|---|---|---|---|---|"]
-    page = common.Page(args.out, *heading)
+        page.add(table=f"| | DeepSpeed / native, {heads}")
     for case in args.cases:
         name = case.removesuffix(", offloaded")
         page.add(measure_case(case, CASES[name], [OFFLOADED] if name != case else [], args))

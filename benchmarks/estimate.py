@@ -247,11 +247,11 @@ def scale_efficiency(cluster: Cluster, share: float) -> Cluster:
     return replace(cluster, device=replace(cluster.device, matmul_efficiency=share))
 
 
-def print_ptd_p() -> None:
-    """Print table 1 of PTD-P, as is and with the rate of its first row."""
+def add_ptd_p(page: common.Page) -> None:
+    """Add table 1 of PTD-P, as is and with the rate of its first row."""
     share = calibrate_cluster(load_cluster("a100", PTD_P[0].gpus), PTD_P[0], PTD_P[0].tflops)
-    print(f"| PTD-P, table 1 | GPUs | layout | published | as is | error | rate of row 1 ({share:.3f}) | error |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    ours = f"as is | error | rate of row 1 ({share:.3f}) | error"
+    page.add(table=f"| PTD-P, table 1 | GPUs | layout | published | {ours} |")
     errors: tuple[list[float], list[float]] = [], []
     for row in PTD_P:
         cluster, cells, layout = load_cluster("a100", row.gpus), [], ""
@@ -265,10 +265,10 @@ def print_ptd_p() -> None:
                 its_errors.append(tflops / row.tflops - 1)
                 cells.append(f"{tflops:.0f} | {100 * its_errors[-1]:+.1f} %")
                 layout = format_layout(row, best[1])
-        print(f"| {row.name} | {row.gpus:,} | {layout} | {row.tflops} | {' | '.join(cells)} |", flush=True)
+        page.add(f"| {row.name} | {row.gpus:,} | {layout} | {row.tflops} | {' | '.join(cells)} |")
     for name, shown in zip(("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True):
         sizes = list(map(abs, shown))
-        print(f"\n{name}: median error {100 * median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.")
+        page.add("", f"{name}: median error {100 * median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.")
 
 
 def format_layout(row: Row, estimate: Estimate) -> str:
@@ -278,9 +278,9 @@ def format_layout(row: Row, estimate: Estimate) -> str:
     return f"tp {row.tp}, pp {row.pp}{virtual}, micro-batch {estimate.config.train.micro_batch}"
 
 
-def print_llama() -> None:
-    """Print table 4 of Llama 3; stages, which the paper gives, are interleaved, ZeRO 2 keeps gathered weights."""
-    print("\n| Llama 3 405B, table 4 | published | as is | error |\n|---|---|---|---|", flush=True)
+def add_llama(page: common.Page) -> None:
+    """Add table 4 of Llama 3; stages, which the paper gives, are interleaved, ZeRO 2 keeps gathered weights."""
+    page.add(table="| Llama 3 405B, table 4 | published | as is | error |")
     plain = ["parallel.tp=8", "parallel.dp_shard=-1", "parallel.zero=2", "train.micro_batch=1"]
     plain += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
     for name, gpus, overrides, published in LLAMA:
@@ -288,7 +288,7 @@ def print_llama() -> None:
             estimate = opened.estimate(opened.base)
         tflops = estimate.mfu[0] * estimate.cluster.device.peak("bf16") / 1e12
         error = 100 * (tflops / published - 1)
-        print(f"| {name} | {published} | {tflops:.0f} | {error:+.1f} % |", flush=True)
+        page.add(f"| {name} | {published} | {tflops:.0f} | {error:+.1f} % |")
 
 
 def add_published(parser: argparse.ArgumentParser) -> common.Run:
@@ -297,11 +297,10 @@ def add_published(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_published(args: argparse.Namespace) -> None:
     """Print both tables."""
-    print("# Estimates against published runs\n")
     how = "`python benchmarks/estimate.py published`; what papers leave open, see its head"
-    print(f"TFLOP/s a GPU, {common.today()}: {how}.\n")
-    print_ptd_p()
-    print_llama()
+    page = common.Page(None, "Estimates against published runs", f"TFLOP/s a GPU: {how}.")
+    add_ptd_p(page)
+    add_llama(page)
 
 
 # ------------------------------------------------------------------------------------------------ search
@@ -318,10 +317,12 @@ def add_search(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_search(args: argparse.Namespace) -> None:
     """Print one row for each search."""
-    print("# Searching for a layout\n")
-    how = "`OMP_NUM_THREADS=1 python benchmarks/estimate.py search`"
-    print(f"CPU seconds on one core, imports left out, {common.today()}: {how}.\n")
-    print("| Preset | GPUs | layouts | refused | fit | CPU seconds | ms a layout |\n|---|---|---|---|---|---|---|")
+    page = common.Page(
+        None,
+        "Searching for a layout",
+        "CPU seconds on one core, imports left out: `OMP_NUM_THREADS=1 python benchmarks/estimate.py search`.",
+        table="| Preset | GPUs | layouts | refused | fit | CPU seconds | ms a layout |",
+    )
     for preset, gpus in SEARCHES:
         cluster = load_cluster("h100", gpus)
         tp_sizes = [size for size in list_divisors(gpus) if size <= cluster.node.gpus]
@@ -330,7 +331,7 @@ def run_search(args: argparse.Namespace) -> None:
             result = search(opened)
             seconds = time.process_time() - start
         counts = f"{result.tried:,} | {result.refused.total():,} | {result.n_fit:,}"
-        print(f"| {preset} | {gpus} | {counts} | {seconds:.1f} | {1e3 * seconds / result.tried:.2f} |", flush=True)
+        page.add(f"| {preset} | {gpus} | {counts} | {seconds:.1f} | {1e3 * seconds / result.tried:.2f} |")
 
 
 PARTS = {"calibrate": add_calibrate, "published": add_published, "search": add_search}

@@ -139,8 +139,7 @@ def run_compare(args: argparse.Namespace) -> None:
         ]
         for name, arm, run in runs:
             scores.setdefault(name, {}).setdefault(arm, []).append(run.result())
-            print(f"{name}  {arm}: {run.result():.4f}", flush=True)
-            common.write_text(common.make_dated_path(args.out, f"{args.page}.md"), format_page(scores, args))
+            write_page(common.make_dated_path(args.out, f"{args.page}.md"), scores, args)
 
 
 def prepare(texts: Path, work: Path, vocab: int) -> None:
@@ -200,27 +199,26 @@ def prepare_labelled_subset(texts: Path, work: Path, comparison: Comparison) -> 
     return path
 
 
-def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argparse.Namespace) -> str:
-    """Format results as a page in Markdown."""
-    lines = [
-        f"# Fine-tuning with and without pretraining, {common.today()}",
-        "",
+def write_page(
+    path: Path | None, scores: Mapping[str, Mapping[str, Sequence[float]]], args: argparse.Namespace
+) -> None:
+    """Write the results so far."""
+    page = common.Page(
+        path,
+        "Fine-tuning with and without pretraining",
         f"`benchmarks/finetuning.py compare`: models of 2 layers, d_model {args.width}, {args.heads} heads; "
         f"{args.steps} steps of pretraining by Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; "
         f"fine-tuning by AdamW at a learning rate of {args.lr:g} for all arms, on the first 64 tokens of each text, "
         "one subset of labels for all seeds, the last checkpoint. The metric is accuracy on the test file.",
-        "",
-        "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
-        "|---|---|---|---|---|",
-    ]
+        table="| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
+    )
     for name, arms in scores.items():
         comparison = COMPARISONS[name]
         task = f"{comparison.task}, {comparison.n_labels or 'all'}, {comparison.epochs}"
         for arm, values in arms.items():
             spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
             seeds = ", ".join(f"{value:.4f}" for value in values)
-            lines.append(f"| {name} | {task} | {arm} | {statistics.mean(values):.4f}{spread} | {seeds} |")
-    return "\n".join(lines)
+            page.add(f"| {name} | {task} | {arm} | {statistics.mean(values):.4f}{spread} | {seeds} |")
 
 
 # ---------------------------------------------------------------------------------------------------- speed
@@ -252,14 +250,11 @@ def run_speed(args: argparse.Namespace) -> None:
 
     page = common.Page(
         common.make_dated_path(args.out, "finetuning-speed.md"),
-        f"# Fine-tuning against Hugging Face's Trainer, {common.today()}",
-        "",
+        "Fine-tuning against Hugging Face's Trainer",
         f"`benchmarks/finetuning.py speed`: a BERT of {args.layers} layers, width {args.width}, float32, one thread of "
         f"{common.get_cpu_name()}, transformers {transformers.__version__}; {args.examples} examples, at most {LENGTH} "
         f"tokens each, 8 a step on both sides, {args.rounds} rounds.",
-        "",
-        "| Texts | Tokens an example | Rows × tokens a step | Trainer / megatfm, CPU | lowest – highest | clock |",
-        "|---|---|---|---|---|---|",
+        table="| Texts | Tokens an example | Rows × tokens a step | Trainer / megatfm, CPU | lowest, highest | clock |",
     )
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

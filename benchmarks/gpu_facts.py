@@ -223,11 +223,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     page = common.Page(
         common.make_dated_path(args.out, "gpu-facts.md"),
-        f"# What a GPU can do, {common.today()}",
-        "",
+        "What a GPU can do",
         f"{common.get_device_name(device.type)}, torch {torch.__version__}.",
     )
-    page.add("", "| Copies and products | measured | expected |", "|---|---|---|")
+    page.add(table="| Copies and products | measured | expected |")
     for rows in (
         measure_copies(device, repeats, elements),
         measure_matmuls(device, repeats, shrink),
@@ -235,9 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         for row in rows:
             page.add(row)
-    page.add(
-        "", "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |", "|---|---|---|---|---|---|"
-    )
+    page.add(table="| Attention, both passes | kernel | TFLOP/s | expected | finite | error |")
     for row in measure_attention(device, repeats, shapes):
         page.add(row)
     return int(any("**NO**" in line for line in page.lines))

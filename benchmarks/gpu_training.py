@@ -166,14 +166,13 @@ def run_steps(args: argparse.Namespace) -> int:
     for title in args.case:
         page = common.Page(
             common.make_dated_path(args.out, f"gpu-{title}.md"),
-            f"# Decoders on one GPU: {title}, {common.today()}",
-            "",
+            f"Decoders on one GPU: {title}",
             f"{common.get_device_name(device.type)}, torch {torch.__version__}, bfloat16, AdamW; `python "
             f"benchmarks/gpu_training.py steps --case {title}`.",
-            "",
-            "| Model | Parameters | Tokens a row | Rows | How | Tokens a second | Wanted | Peak memory, GB | "
-            "MFU 6N + 12Lhs | 6N + 6Lhs |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            table=(
+                "| Model | Parameters | Tokens a row | Rows | How | Tokens a second | Wanted | Peak memory, GB | "
+                "MFU 6N + 12Lhs | 6N + 6Lhs |"
+            ),
         )
         for case in TINY if args.tiny else CASES[title]:
             try:
@@ -199,12 +198,9 @@ class Stages:
         device = common.get_device_name("cuda" if torch.cuda.is_available() else "cpu")
         self.page = common.Page(
             result,
-            f"# A run, a stop, a resume, {common.today()}",
-            "",
+            "A run, a stop, a resume",
             f"{device}, torch {torch.__version__}; `python benchmarks/gpu_training.py run`.",
-            "",
-            "| Stage | Expected | Outcome | Seconds |",
-            "|---|---|---|---|",
+            table="| Stage | Expected | Outcome | Seconds |",
         )
 
     def add_row(self, stage: str, expected: str, outcome: str, seconds: float, *, right: bool) -> None:

@@ -181,49 +181,40 @@ def run_labels(args: argparse.Namespace) -> None:
     for seed in range(args.supervised_seeds):
         runs["vit"].append(train(plan, "vit", "train", plan.steps, seed, *VIT_8))
         runs["swin"].append(train(plan, "swin", "train", plan.steps, seed, *SWIN))
-    text = format_report(args, counts, runs)
-    print(text)
-    common.write_text(common.make_dated_path(args.out, "vision-learns.md"), text)
+    write_labels_page(args, counts, runs)
 
 
-def format_report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Format the table."""
+def write_labels_page(
+    args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]
+) -> None:
+    few = f"{args.per_class} images of each class"
     titles = {
         "vit": ("ViT, patches of 8, 4 layers, d_model 128", "all labels"),
         "swin": ("Swin, patches of 4, stages of 2 and 2 layers, d_model 64 and 128", "all labels"),
-        "scratch": ("ViT, patches of 4, from scratch", f"{args.per_class} images of each class"),
-        "pretrained": ("ViT, patches of 4, from the masked autoencoder", f"{args.per_class} images of each class"),
-    }  # fmt: skip
-    rows = []
-    for name, (title, labels) in titles.items():
-        values = [run["test"] for run in runs[name]]
-        if not values:
-            continue
-        if "scale" in runs[name][0]:
-            title += f", learning rates × {runs[name][0]['scale']:g}"
-        seconds = statistics.mean(run["cpu_seconds"] for run in runs[name])
-        figures = " ".join(f"{100 * value:.1f}" for value in values)
-        mean = f"{100 * statistics.mean(values):.1f}"
-        if len(values) > 1:
-            mean += f" ± {100 * statistics.stdev(values):.1f}"
-        rows.append(f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |")
-    pretraining = runs["mae"][0]["cpu_seconds"]
-    return "\n".join([
-        f"# Small models of images, {common.today()}",
-        "",
+        "scratch": ("ViT, patches of 4, from scratch", few),
+        "pretrained": ("ViT, patches of 4, from the masked autoencoder", few),
+    }
+    page = common.Page(
+        common.make_dated_path(args.out, "vision-learns.md"),
+        "Small models of images",
         f"`python benchmarks/images_learn.py labels IMAGES --steps {args.steps} --pretraining-steps "
         f"{args.pretraining_steps} --few-steps {args.few_steps} --per-class {args.per_class}`, one thread of a shared "
         "machine.",
         f"{counts['train']:,} training and {counts['test']:,} test images. Rows of 64 images a step. Top-1 accuracy on "
         "the test images, a figure for each seed.",
-        f"Pretraining without labels: {args.pretraining_steps:,} steps once, {pretraining} CPU seconds. The seeds "
-        "after it differ in labelled images, classifier and order.",
-        "",
-        "| Model | Labels | Steps | CPU s | Top-1, % | Mean ± sd |",
-        "|---|---|---|---|---|---|",
-        *rows,
-        "",
-    ])  # fmt: skip
+        f"Pretraining without labels: {args.pretraining_steps:,} steps once, {runs['mae'][0]['cpu_seconds']} CPU "
+        "seconds. The seeds after it differ in labelled images, classifier and order.",
+        table="| Model | Labels | Steps | CPU s | Top-1, % | Mean ± sd |",
+    )
+    for name, (title, labels) in titles.items():
+        if not (values := [100 * run["test"] for run in runs[name]]):
+            continue
+        scale = f", learning rates × {runs[name][0]['scale']:g}" if "scale" in runs[name][0] else ""
+        seconds = statistics.mean(run["cpu_seconds"] for run in runs[name])
+        figures = " ".join(f"{value:.1f}" for value in values)
+        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        steps = f"{runs[name][0]['steps']:,} | {seconds:.0f}"
+        page.add(f"| {title}{scale} | {labels} | {steps} | {figures} | {statistics.mean(values):.1f}{spread} |")
 
 
 # ------------------------------------------------------------------------------------------------- captions
@@ -337,25 +328,16 @@ def run_captions(args: argparse.Namespace) -> None:
     runs = [train_towers(work, groups, args.steps, seed) for seed in range(args.seeds)]
     page = common.Page(
         common.make_dated_path(args.out, "captions-learn.md"),
-        *format_heading(args, len(pairs), len(groups)),
-        "| Seed | Own caption first, % | among the first five, % | CPU s |",
-        "|---|---|---|---|",
+        f"Captions found among {GROUP}",
+        f"`benchmarks/images_learn.py captions IMAGES --steps {args.steps}`: an image encoder of 4 layers and a text "
+        "encoder of 2, d_model 96, features of 64 numbers; CLIP's loss over 128 pairs a step, "
+        f"{len(pairs):,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among "
+        f"the training images look for their caption among {GROUP}; mean of {len(groups)} groups. By chance: 1 and 5 "
+        "%.",
+        table="| Seed | Own caption first, % | among the first five, % | CPU s |",
     )
     for seed, figures in enumerate(runs):
         page.add(f"| {seed} | {100 * figures['top1']:.1f} | {100 * figures['top5']:.1f} | {figures['cpu_seconds']} |")
-
-
-def format_heading(args: argparse.Namespace, n_pairs: int, n_groups: int) -> list[str]:
-    """Return the lines above the table."""
-    return [
-        f"# Captions found among {GROUP}, {common.today()}",
-        "",
-        f"`benchmarks/images_learn.py captions IMAGES --steps {args.steps}`: an image encoder of 4 layers and a text "
-        "encoder of 2, d_model 96, features of 64 numbers; CLIP's loss over 128 pairs a step, "
-        f"{n_pairs:,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among "
-        f"the training images look for their caption among {GROUP}; mean of {n_groups} groups. By chance: 1 and 5 %.",
-        "",
-    ]
 
 
 PARTS = {"labels": add_labels, "captions": add_captions}

@@ -1,6 +1,6 @@
 """Speed of models on this CPU: passes and generation against transformers', and what parts of a step cost.
 
-    python benchmarks/model_speed.py passes --rounds 10 --threads 2 --out benchmarks/results/DATE-zoo-speed.json
+    python benchmarks/model_speed.py passes --rounds 10 --threads 2 --out benchmarks/results/DATE-zoo-speed.md
     python benchmarks/model_speed.py generation --rounds 10 --out benchmarks/results/DATE-generation.md
     python benchmarks/model_speed.py initial [--threads 2] [--rounds 10]
     python benchmarks/model_speed.py layer-statistics --out benchmarks/results
@@ -25,10 +25,12 @@ process, batches of 2,048 tokens in rows of 512; eager, since outputs of compile
 """
 
 import argparse
+import functools
+import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
@@ -41,7 +43,6 @@ from torch import Tensor, nn
 
 from megatfm.config import Config, load_config
 from megatfm.convert.load import load_hf_model
-from megatfm.engines.interface import Engine
 from megatfm.inference.decoding import Prompts, generate
 from megatfm.layers.initialisation import Normal, TruncatedNormal, draw, initialise
 from megatfm.models import build
@@ -121,31 +122,26 @@ def add_passes(parser: argparse.ArgumentParser) -> common.Run:
 def run_passes(args: argparse.Namespace) -> None:
     """Run what the arguments ask for; print a table and write it."""
     torch.set_num_threads(args.threads)
-    results = []
-    for name in args.models:
-        for dtype in args.dtypes:
-            for state in args.states:
-                torch.manual_seed(0)
-                torch._dynamo.reset()
-                losses = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                ours, theirs = (common.make_side(lambda loss=loss: loss().backward()) for loss in losses)
-                figures = common.summarize(common.compare(ours, theirs, args.rounds))
-                row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
-                results.append(row)
-                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)
-    if args.out:
-        facts = {
-            "date": common.today(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": python_version(),
-            "processor": common.get_cpu_name(instructions=True),
-            "threads": args.threads,
-            "rows": args.rows,
-            "length": args.length,
-            "rounds": args.rounds,
-        }
-        common.write_json(args.out, {**facts, "results": results}, indent=2)
+    page = common.Page(
+        args.out,
+        "Forward and backward passes against transformers",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {python_version()}, "
+        f"{common.get_cpu_name(instructions=True)}, {args.threads} threads, {args.rows} rows of {args.length} tokens, "
+        f"{args.rounds} interleaved rounds. Ratio: transformers' seconds / megatfm's, median (lowest to highest).",
+        table="| Model | Numbers | State | Processor's seconds | Seconds on the wall |",
+    )
+    for name, dtype, state in itertools.product(args.models, args.dtypes, args.states):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        losses = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+        ours, theirs = (common.make_side(lambda loss=loss: loss().backward()) for loss in losses)
+        page.add(f"| {name} | {dtype} | {state} | {format_ratios(common.compare(ours, theirs, args.rounds))} |")
+
+
+def format_ratios(ratios: Mapping[str, Sequence[float]]) -> str:
+    """Format the cells of both clocks: the median, the lowest and the highest ratio."""
+    medians = {clock: statistics.median(ratios[clock]) for clock in ("cpu", "wall")}
+    return " | ".join(f"{m:.2f} ({min(ratios[clock]):.2f} to {max(ratios[clock]):.2f})" for clock, m in medians.items())
 
 
 # ----------------------------------------------------------------------------------------------- generation
@@ -170,8 +166,8 @@ class Case:
 CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(1, 32, 32, 32))
 
 
-def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
-    """Return a function for each side, which returns the new tokens [rows, new_tokens]."""
+def make_generators(folder: Path, case: Case) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Return our function and theirs, which return the new tokens [rows, new_tokens]."""
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     model, prompts = load_hf_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
@@ -189,16 +185,7 @@ def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     def generate_ours() -> Tensor:
         return generate(model, Prompts(prompts), max_tokens=case.new_tokens)[:, longest:]
 
-    return {"transformers": generate_theirs, "megatfm": generate_ours}
-
-
-def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
-    """Return the median, the lowest and the highest ratio by each clock. Raises AssertionError where tokens differ."""
-    both = make_sides(folder, case)
-    assert torch.equal(both["transformers"](), both["megatfm"]()), "the sides generate different tokens"
-    return common.summarize(
-        common.compare(common.make_side(both["megatfm"]), common.make_side(both["transformers"]), rounds)
-    )
+    return generate_ours, generate_theirs
 
 
 def add_generation(parser: argparse.ArgumentParser) -> common.Run:
@@ -219,29 +206,23 @@ def run_generation(args: argparse.Namespace) -> None:
     )  # fmt: skip
     page = common.Page(
         args.out,
-        f"# Greedy generation against transformers, {common.today()}",
-        "",
+        "Greedy generation against transformers",
         f"{common.get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
         f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. torch {torch.__version__}, "
         f"transformers {transformers.__version__}.",
         f"GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32. {args.rounds} "
         "interleaved rounds.",
         "Ratio: transformers' seconds / megatfm's, median (lowest to highest) over rounds.",
-        "",
-        "| Prompts | Tokens of a prompt | New tokens | Processor's seconds | Seconds on the wall |",
-        "|---|---|---|---|---|",
+        table="| Prompts | Tokens of a prompt | New tokens | Processor's seconds | Seconds on the wall |",
     )
     with tempfile.TemporaryDirectory() as folder:
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         for case in CASES:
-            measured = measure_ratios(Path(folder), case, args.rounds)
-            cells = [
-                f"{measured[clock]:.2f} ({measured[f'{clock}_lowest']:.2f} to {measured[f'{clock}_highest']:.2f})"
-                for clock in ("cpu", "wall")
-            ]
-            page.add(
-                f"| {case.rows} | {case.shortest} to {case.longest} | {case.new_tokens} | {cells[0]} | {cells[1]} |"
-            )
+            ours, theirs = make_generators(Path(folder), case)
+            assert torch.equal(ours(), theirs()), "the sides generate different tokens"
+            ratios = common.compare(common.make_side(ours), common.make_side(theirs), args.rounds)
+            sizes = f"{case.rows} | {case.shortest} to {case.longest} | {case.new_tokens}"
+            page.add(f"| {sizes} | {format_ratios(ratios)} |")
 
 
 # -------------------------------------------------------------------------------------------------- initial
@@ -281,24 +262,20 @@ def load_model_config(width: int) -> Config:
     return load_config("gpt2-124m", [*sizes, *plain, *batch])
 
 
-def take_step(engine: Engine, batch: dict[str, Tensor], *, records_stats: bool) -> None:
-    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=records_stats)
-    if records_stats:
-        engine.layer_statistics()
-    engine.step(1e-4, clip=1.0)
-
-
 def measure_layer_statistics(width: int, rounds: int) -> list[float]:
     """Return the ratios of steps with norms to steps without, by round."""
     config = load_model_config(width)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
     tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch, objective = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, Causal(SpecialTokens(bos=1, eos=2, pad=0))
 
-    def time_step(records_stats: bool) -> float:
-        return common.time_call(lambda: take_step(engine, batch, records_stats=records_stats))
+    def step(records_stats: bool) -> None:
+        engine.forward_backward([batch], objective, record_activations=records_stats)
+        if records_stats:
+            engine.layer_statistics()
+        engine.step(1e-4, clip=1.0)
 
-    calls = {kind: lambda kind=kind: time_step(kind) for kind in (False, True)}
+    calls = {kind: functools.partial(common.time_call, functools.partial(step, kind)) for kind in (False, True)}
     seconds = common.take_turns(calls, rounds, warmup=1)  # the first round allocates
     return [recorded / plain for recorded, plain in zip(seconds[True], seconds[False], strict=True)]
 
@@ -314,13 +291,10 @@ def run_layer_statistics(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     page = common.Page(
         common.make_dated_path(args.out, "layer-statistics.md"),
-        f"# What norms by layer cost, {common.today()}",
-        "",
+        "What norms by layer cost",
         f"`python benchmarks/model_speed.py layer-statistics`, {args.rounds} rounds, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s).",
-        "",
-        "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
-        "|---|---|---|---|",
+        table="| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
     )
     for width in args.widths:
         ratios = measure_layer_statistics(width, args.rounds)

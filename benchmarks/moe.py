@@ -247,8 +247,7 @@ def run_speed(args: argparse.Namespace) -> None:
     keep_freed_memory(torch.device("cpu"))  # as in training
     page = common.Page(
         args.out,
-        f"# Whole steps of a mixture of experts, {common.today()}",
-        "",
+        "Whole steps of a mixture of experts",
         f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), a load of "
         f"{os.getloadavg()[0]:.1f} besides;",
         f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
@@ -256,9 +255,7 @@ def run_speed(args: argparse.Namespace) -> None:
         f"{args.length} tokens, a vocabulary of {VOCABULARY:,}, scores falling by {args.skew:g} nats; {args.rounds} "
         "interleaved rounds. `python benchmarks/moe.py speed`,",
         "whose head says how it is measured. Ratio: CPU seconds by those of dropless experts, median (range).",
-        "",
-        "| Numbers | Model | Tokens/s | Ratio | kB kept a token | Busiest expert by the mean |",
-        "|---|---|---|---|---|---|",
+        table="| Numbers | Model | Tokens/s | Ratio | kB kept a token | Busiest expert by the mean |",
     )
     for name in args.dtypes:
         for row in measure(args, name):
@@ -370,12 +367,9 @@ def run_flips(args: argparse.Namespace) -> None:
     """Print a table, and write it with --out."""
     page = common.Page(
         args.out,
-        f"# Routes that differ between layouts, {common.today()}",
-        "",
+        "Routes that differ between layouts",
         f"`python benchmarks/moe.py flips`, whose head says what is counted; torch {torch.__version__}, gloo.",
-        "",
-        "| Numbers | Ranks | Layout | Tokens with other experts | % |",
-        "|---|---|---|---|---|",
+        table="| Numbers | Ranks | Layout | Tokens with other experts | % |",
     )
     workers = Workers()
     for precision in args.precisions:

@@ -77,7 +77,7 @@ def add_padding(parser: argparse.ArgumentParser) -> common.Run:
 
 
 def run_padding(args: argparse.Namespace) -> None:
-    print("| Documents | Row | Cut | Whole | Bytes on disk a token |\n|---|---|---|---|---|")
+    page = common.Page(None, "Padding of rows", table="| Documents | Row | Cut | Whole | Bytes on disk a token |")
     for kind, (middle, spread) in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
             write_documents(Path(folder, "corpus"), middle, spread, args.tokens)
@@ -86,10 +86,8 @@ def run_padding(args: argparse.Namespace) -> None:
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
             for row in (size for size in ROW_LENGTHS if size <= args.longest):
                 cut_padding, sequence_padding = measure_padding(lengths, corpus.blocks, row)
-                print(
-                    f"| {kind} | {row:,} | {100 * cut_padding:.2f} % | {100 * sequence_padding:.2f} % | {disk:.2f} |",
-                    flush=True,
-                )
+                shares = f"{100 * cut_padding:.2f} % | {100 * sequence_padding:.2f} %"
+                page.add(f"| {kind} | {row:,} | {shares} | {disk:.2f} |")
 
 
 # ----------------------------------------------------------------------------------------------- objectives
@@ -193,13 +191,10 @@ def run_objectives(args: argparse.Namespace) -> None:
     corpus = CorpusStub(args.documents)
     page = common.Page(
         common.make_dated_path(args.out, "objectives.md"),
-        f"# Objectives, {common.today()}",
-        "",
+        "Objectives",
         f"`python benchmarks/packing.py objectives`, {common.get_cpu_name(instructions=True)}, NumPy {np.__version__}, "
         f"{args.documents:,} documents, {args.rows:,} rows.",
-        "",
-        "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |",
-        "|---|---|---|---|---|---|",
+        table="| Objective | Family | build, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |",
     )
     for name, families in FAMILIES.items():
         for family in families:
@@ -311,15 +306,15 @@ def measure_ranks(folder: Path, ranks: int, cache: Path | None, lookups: int) ->
 
 
 def print_ranks(documents: int, ranks: int) -> None:
-    print(f"| {documents:,} documents, {ranks} ranks | Opened | | and blocks looked up | a block |")
-    print("|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder, cache = Path(place) / "corpus", Path(place) / "cache"
         folder.mkdir()
         write_corpus(folder, documents)
-        print(f"| own indexes | {measure_ranks(folder, ranks, None, 300)} |", flush=True)
+        table = f"| {documents:,} documents, {ranks} ranks | Opened | | and blocks looked up | a block |"
+        page = common.Page(None, "Indexes of ranks", table=table)
+        page.add(f"| own indexes | {measure_ranks(folder, ranks, None, 300)} |")
         for title in ("shared, first start", "shared, later starts"):
-            print(f"| {title} | {measure_ranks(folder, ranks, cache, 20_000)} |", flush=True)
+            page.add(f"| {title} | {measure_ranks(folder, ranks, cache, 20_000)} |")
 
 
 def add_memory(parser: argparse.ArgumentParser) -> common.Run:
@@ -337,8 +332,8 @@ def run_memory(args: argparse.Namespace) -> None:
         for documents in args.documents:
             print_ranks(documents, args.ranks)
         return
-    print("| Documents | Opened | | and cut rows planned | | and whole sequences | |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    table = "| Documents | Opened | | and cut rows planned | | and whole sequences | |"
+    common.Page(None, "Memory of opening and planning a corpus", table=table)
     for documents in args.documents:
         with tempfile.TemporaryDirectory() as place:
             write_corpus(Path(place), documents)

@@ -1,27 +1,38 @@
-"""Cost of a layout besides communication: forward and backward of blocks under a layout against plain blocks.
+"""Cost of layouts on one process: blocks besides their communication, and the traffic of context parallelism.
 
-    OMP_NUM_THREADS=1 python benchmarks/parallel.py --out benchmarks/results
+    OMP_NUM_THREADS=1 python benchmarks/parallel.py blocks --out benchmarks/results
+    python benchmarks/parallel.py traffic [--rows 8192 32768 131072] [--ranks 2 4 8 16] [--draws 8]
 
-The process group is torch's fake one, rank 0 of 2, which copies a rank's own part where the others' would arrive. Plain
-blocks are as large as what a rank computes: under tensor parallelism half of the heads and of the feed-forward width.
+blocks: forward and backward of blocks under a layout against plain blocks. The process group is torch's fake one, rank
+0 of 2, which copies a rank's own part where the others' would arrive. Plain blocks are as large as what a rank
+computes: under tensor parallelism half of the heads and of the feed-forward width. Communication is what happens inside
+a call of the process group, and is taken off; what styles, copies and autograd add around it stays in. Rounds of layout
+and plain blocks alternate; a ratio is the median of the rounds' ratios of CPU seconds, the one with calls beside the
+one without. Traffic is what was dispatched in one forward and backward pass. Moved is what operators that only move or
+fill memory read and write in a pass, beyond those of plain blocks, and what that takes at the speed of a copy of
+COPY_BYTES into memory that was written before: it explains what lies beyond it. Kept is what a block holds from its
+forward to its backward pass, gathered weights among it; state is weights, gradients and two moments; both counted by
+storages.
 
-Communication is what happens inside a call of the process group, and is taken off; what styles, copies and autograd add
-around it stays in. Rounds of layout and plain blocks alternate; a ratio is the median of the rounds' ratios of CPU
-seconds, the one with calls beside the one without. Traffic is what was dispatched in one forward and backward pass.
-Moved is what operators that only move or fill memory read and write in a pass, beyond those of plain blocks, and what
-that takes at the speed of a copy of COPY_BYTES into memory that was written before: it explains what lies beyond it.
-Kept is what a block holds from its forward to its backward pass, gathered weights among it; state is weights, gradients
-and two moments; both counted by storages.
+traffic: bytes of keys and values by length of documents, counted, so no clock matters. Rows are filled with documents
+of exponentially distributed lengths. Causal attention, zigzag shards, one row a micro-batch. The figures are those of
+the rank that receives most, in both passes of a layer: bytes with a ring, bytes with the method that is chosen, and
+exchanges. A token's keys and values are 8 heads of 128 each, in bfloat16; a ring sends their gradients in float32.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest import mock
 
 import common
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,12 +46,17 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import shard_parameters
 from megatfm.engines.native.zero import DataParallel, ZeroOptions
+from megatfm.layers.attention.patterns.local import Full
+from megatfm.layers.attention.patterns.mask import find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, compute_token_indices, is_sparse_fetch
 from megatfm.parallel.mesh import AXES, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.train.profiling import keep_freed_memory
 from megatfm.verify.traffic import TrafficCounter
+
+# --------------------------------------------------------------------------------------------------- blocks
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2, dp_shard=1, zero=0),
@@ -58,6 +74,10 @@ MOVES = (
     *("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_foreach_copy_"),
 )
 """Operators that compute nothing; the last line's are FSDP2's."""
+COLLECTIVES = (
+    *("_allgather_base", "_reduce_scatter_base", "allreduce"),
+    *("all_gather_single", "reduce_scatter_single"),  # their names from torch 2.13 on
+)
 
 
 class Blocks(nn.Module):
@@ -89,50 +109,32 @@ class MovedBytes(TorchDispatchMode):
         return result
 
 
-class CallSeconds:
-    """Context manager that adds up the CPU seconds spent in calls of the process group."""
+@contextmanager
+def time_collectives() -> Iterator[list[float]]:
+    """Context manager that lists the CPU seconds of each call of the process group."""
+    seconds: list[float] = []
 
-    METHODS = (
-        "_allgather_base",
-        "all_gather_single",  # its name from torch 2.13 on
-        "_reduce_scatter_base",
-        "reduce_scatter_single",
-        "allreduce",
-    )
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        methods = vars(dist.ProcessGroup)  # descriptors, which bind where what getattr gives would not
-        self._kept = {name: methods[name] for name in self.METHODS if name in methods}
-
-    def __enter__(self) -> "CallSeconds":
-        for name in self._kept:
-            setattr(dist.ProcessGroup, name, self._timed(getattr(dist.ProcessGroup, name)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, method in self._kept.items():
-            setattr(dist.ProcessGroup, name, method)
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def make_timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.process_time() - start
+                seconds.append(time.process_time() - start)
 
         return call
 
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            if method := getattr(dist.ProcessGroup, name, None):
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, make_timed(method)))
+        yield seconds
+
 
 def make_model_config(width: int, layers: int, parts: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=64,
-        d_model=width,
-        n_layers=layers,
-        attention={"n_heads": width // HEAD // parts, "head_dim": HEAD},
-        ffn={"d_ff": 8 * width // 3 // 16 * 16 // parts},
-    )
+    attention = {"n_heads": width // HEAD // parts, "head_dim": HEAD}
+    ffn = {"d_ff": 8 * width // 3 // 16 * 16 // parts}
+    return ModelConfig(vocab_size=64, d_model=width, n_layers=layers, attention=attention, ffn=ffn)
 
 
 def make_blocks(width: int, layers: int, parallel: ParallelConfig, parts: int) -> tuple[Blocks, DataParallel]:
@@ -250,9 +252,9 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     moved = (count_moved_bytes(actual) - count_moved_bytes(reference)) / args.layers
     rounds = []
     for _ in range(args.rounds):
-        with CallSeconds() as inside:
+        with time_collectives() as in_calls:
             layout_time = time_calls(actual, args.times)
-        times = layout_time, inside.seconds / args.times, time_calls(reference, args.times)
+        times = layout_time, sum(in_calls) / args.times, time_calls(reference, args.times)
         rounds.append([1e3 * value / args.layers for value in times])
     held_bytes = measure_saved_bytes(blocks, data, width, args.tokens, held)
     cells = (
@@ -273,9 +275,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what the arguments ask for; print a table, and write it where asked to."""
-    parser = common.make_parser(__doc__)
+def add_blocks(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--widths", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=128)
@@ -283,30 +283,116 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--times", type=int, default=5, help="passes in a round")
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-parallel.md")
-    args = parser.parse_args(arguments)
+    return run_blocks
+
+
+def run_blocks(args: argparse.Namespace) -> None:
+    """Run what the arguments ask for; print a table, and write it where asked to."""
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))  # as in training
     args.copy_rate = measure_copy_rate()
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     page = common.Page(
         common.make_dated_path(args.out, "parallel.md"),
-        f"# Blocks under a layout, {common.today()}",
-        "",
+        "Blocks under a layout",
         f"torch {torch.__version__}, one thread of {os.cpu_count()} cores, float32, eager, {args.layers} blocks, "
-        f"a row of {args.tokens} tokens,",
-        f"{args.rounds} rounds of {args.times} passes; `python benchmarks/parallel.py`, whose head says how it is ",
-        "measured. A pass goes forward and back through all blocks; times are CPU time of a block. More and ratio are ",
-        f"without the process group's own calls. The target of the ratio is {TARGET} for tensor parallelism.",
-        "",
-        "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
-        "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"a row of {args.tokens} tokens, {args.rounds} rounds of {args.times} passes; `python benchmarks/parallel.py "
+        "blocks`, whose head says how it is measured. A pass goes forward and back through all blocks; times are CPU "
+        "time of a block. More and ratio are without the process group's own calls. The target of the ratio is "
+        f"{TARGET} for tensor parallelism.",
+        table=(
+            "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
+            "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |"
+        ),
     )
     for width in args.widths:
         for name in args.layouts:
             page.add(compare(name, width, args))
 
 
+# -------------------------------------------------------------------------------------------------- traffic
+
+NUMBERS_PER_TOKEN = 2 * 8 * 128
+"""Numbers of keys and values."""
+ROW_LENGTH = 0
+"""A length that stands for documents as long as the row."""
+LENGTHS = (300, 1000, 4000, 16_000, ROW_LENGTH)
+
+
+@dataclass(frozen=True)
+class RankStub:
+    """Stands for `ContextParallel` on one of several ranks."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of both passes that a rank gets, and exchanges; needed: bytes of the keys that are seen, and gradients."""
+
+    ring: float
+    now: float
+    needed: float
+    exchanges: int
+    plan_ms: float
+
+
+def draw_row(length: int, mean: int, random: np.random.Generator) -> SequenceMetadata:
+    """Draw a row of documents; the last is cut at the row's end."""
+    documents = torch.zeros(1, length, dtype=torch.int64)
+    if mean != ROW_LENGTH:
+        ends = np.cumsum(np.maximum(1, random.exponential(mean, 8 * length // mean + 64)).astype(np.int64))
+        documents = torch.from_numpy(np.searchsorted(ends, np.arange(length), "right"))[None]
+    return SequenceMetadata(torch.zeros_like(documents), documents)
+
+
+def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
+    """Count the traffic of a ring, and of the method that context parallelism chooses."""
+    length, dealt = row.length, compute_token_indices(row.length, ranks, is_zigzag=True)
+    start = time.perf_counter()
+    needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
+    if fetches := is_sparse_fetch(dealt, needs):
+        FetchPlan.build(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
+    plan_ms = 1000 * (time.perf_counter() - start)
+    round_ = length * (ranks - 1) / ranks
+    ring = NUMBERS_PER_TOKEN * (2 * 2 * round_ + 4 * round_)
+    fetched = NUMBERS_PER_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+    now, exchanges = (fetched, 2) if fetches else (ring, 3 * (ranks - 1))
+    return Traffic(ring, now, fetched, exchanges, plan_ms)
+
+
+def format_row(length: int, size: int, mean: int, draws: int) -> str:
+    """Format a line of the table: medians over draws."""
+    random = np.random.default_rng(length + size)
+    traffic = [count_traffic(draw_row(length, mean, random), size) for _ in range(draws)]
+    ring, now, needed, plan = (
+        statistics.median(getattr(x, name) for x in traffic) for name in ("ring", "now", "needed", "plan_ms")
+    )
+    exchanges = " or ".join(map(str, sorted({x.exchanges for x in traffic})))
+    fetched = sum(x.exchanges == 2 for x in traffic)
+    return (
+        f"| {length:,} | {size} | {f'{mean:,}' if mean else 'the row'} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
+        f"{now / 1e6:.1f} | {ring / now:.1f} | {3 * (size - 1)} → {exchanges} | {fetched}/{draws} | {plan:.1f} |"
+    )
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32_768, 131_072])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--draws", type=int, default=8)
+    return run_traffic
+
+
+def run_traffic(args: argparse.Namespace) -> None:
+    figures = "needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms"
+    page = common.Page(None, "Traffic of context parallelism", table=f"| row | cp | mean document | {figures} |")
+    for length, size, mean in itertools.product(args.rows, args.ranks, LENGTHS):
+        if mean < length:
+            page.add(format_row(length, size, mean, args.draws))
+
+
+PARTS = {"blocks": add_blocks, "traffic": add_traffic}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

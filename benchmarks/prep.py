@@ -63,9 +63,7 @@ def run_speed(args: argparse.Namespace) -> None:
     parts = [documents[number :: args.rounds] for number in range(args.rounds)]
     with TemporaryDirectory() as name:
         speeds = measure_rounds(parts, Path(name), args.vocabulary)
-    page = format_page(speeds, sum(len(text.encode()) for text in documents), len(documents), args)
-    print(page)
-    common.write_text(common.make_dated_path(args.out, "prep.md"), page)
+    write_page(speeds, documents, args)
 
 
 def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
@@ -203,21 +201,21 @@ def iter_batches(documents: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def format_page(speeds: dict[str, list[float]], size: int, count: int, args: argparse.Namespace) -> str:
+def write_page(speeds: dict[str, list[float]], documents: Sequence[str], args: argparse.Namespace) -> None:
     names = ("numpy", "rensa", "gigatoken", "pyarrow", "tokenizers", "sentencepiece", "py3langid", "ftfy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    machine = common.get_cpu_name()
-    more = f" --places ({len(args.places)} more folders)" if args.places else ""
-    lines = [
-        f"# Preparing text, {common.today()}\n",
-        f"`python benchmarks/prep.py speed --megabytes {args.megabytes} --rounds {args.rounds}{more}`\n",
-        f"{size / 1e6:,.0f} MB in {count:,} documents; {machine}, one thread; Python",
-        f"{platform.python_version()}, {versions}.\n",
-        "| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|",
-    ]
+    places = f" --places ({len(args.places)} more folders)" if args.places else ""
+    page = common.Page(
+        common.make_dated_path(args.out, "prep.md"),
+        "Preparing text",
+        f"`python benchmarks/prep.py speed --megabytes {args.megabytes} --rounds {args.rounds}{places}`",
+        "",
+        f"{count_megabytes(documents):,.0f} MB in {len(documents):,} documents; {common.get_cpu_name()}, one thread; "
+        f"Python {platform.python_version()}, {versions}.",
+        table="| Stage | Median | Lowest | Highest |",
+    )
     for name, values in sorted(speeds.items()):
-        lines.append(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} | {max(values):.1f} |")
-    return "\n".join(lines) + "\n"
+        page.add(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} | {max(values):.1f} |")
 
 
 # --------------------------------------------------------------------------------------------------- recall
@@ -247,15 +245,14 @@ def run_recall(args: argparse.Namespace) -> None:
     """Measure all languages, and write the page."""
     page = common.Page(
         common.make_dated_path(args.out, "language-recall.md"),
-        f"# Near duplicates and evaluation texts by language, {common.today()}",
-        "",
+        "Near duplicates and evaluation texts by language",
         f"Python {platform.python_version()}, `python benchmarks/prep.py recall`: {args.rounds} texts of "
         f"{CHARACTERS:,} random characters of the language, evaluation texts of {EVALUATION} characters in the middle "
         "of others; a share of the characters is replaced by others.",
-        "",
-        "| Language | Characters that differ | Similarity: exact | estimated | taken for near, at 0.75 | evaluation "
-        "texts found |",
-        "|---|---|---|---|---|---|",
+        table=(
+            "| Language | Characters that differ | Similarity: exact | estimated | taken for near, at 0.75 | "
+            "evaluation texts found |"
+        ),
     )
     for language in LETTERS:
         for share in SHARES:

@@ -1,10 +1,13 @@
-"""Small models on the quickstart's corpus: experts against a dense network, routers, and presets of the zoo.
+"""Small models on the quickstart's corpus: experts, routers, presets of the zoo, and what a longer context is worth.
 
     megatfm prep quickstart-data tokenizer.vocab_size=512 out=corpora/quickstart-512
     python benchmarks/quickstart_learns.py moe --out benchmarks/results/DATE-moe-learns.md
     python benchmarks/quickstart_learns.py routers --out benchmarks/results/DATE-moe-routers.md
     megatfm prep quickstart-data
     python benchmarks/quickstart_learns.py zoo --out benchmarks/results/DATE-zoo-learns.md
+    megatfm launch quickstart --nproc 2 parallel.zero=0
+    python benchmarks/quickstart_learns.py context runs/quickstart --corpus corpora/quickstart/validation \
+        --out benchmarks/results
 
 moe: a small mixture of experts, against the dense model of equally many active parameters. All are the preset
 `quickstart-moe`, see the same tokens in the same order, and differ in the feed-forward network alone. A token goes
@@ -24,13 +27,19 @@ text, in nats, after STEPS steps. A cross-entropy over the vocabulary is to be s
 tokens' frequencies, which a model reaches that has learnt nothing else. The corpus is the standard library of the
 Python that made it, so figures differ between machines. The curves that must repeat are those of `tests/golden`, on
 text that is the same everywhere.
+
+context: the loss of the same held-out tokens by how many before them the model sees. For a context of c tokens it reads
+rows of c, each beginning c/2 after the one before. The second half of their targets counts, which have c/2 + 1 to c
+tokens before them: every token of a document counts once, and the same ones at each c (Khandelwal et al. 2018 cut
+contexts likewise). Targets are told apart by how far back the same token occurred last: where that is far, far context
+can pay; where it never did, copying can't. Nats a token.
 """
 
 import argparse
+import itertools
+import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -38,9 +47,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import common
-import numpy as np
 import torch
+from torch import Tensor, nn
 
+from megatfm import load
 from megatfm.config import load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.describe import describe
@@ -118,15 +128,10 @@ def train(ffn: dict[str, object], corpora: Path, steps: int, seed: int, run: Pat
     words = make_network_overrides(ffn, corpora, steps, seed, run)
     record = run / "metrics.jsonl"
     if not record.exists() or '"evaluation"' not in record.read_text():
-        subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
+        common.run_megatfm("train", "quickstart-moe", *words)
     lines = common.read_rows(record)
-    layers = [
-        layer
-        for line in lines
-        if line["step"] > WARM * steps
-        for layer in line.get("norms", {}).values()
-        if "load_max" in layer
-    ]
+    norms = [line.get("norms", {}).values() for line in lines if line["step"] > WARM * steps]
+    layers = [layer for layer in itertools.chain.from_iterable(norms) if "load_max" in layer]
     counts, held_out = describe(load_config("quickstart-moe", words)), lines[-1]["evaluation"]["validation"]
     return Outcome(
         counts.active,
@@ -166,21 +171,18 @@ def add_moe(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_moe(args: argparse.Namespace) -> None:
     """Train all, print a table and write it."""
-    chosen = [
-        name for name in NETWORKS if name == "dense" or any(name.startswith(beginning) for beginning in args.models)
-    ]
+    chosen = [name for name in NETWORKS if name.startswith(("dense", *args.models))]
     outcomes: dict[str, list[Outcome]] = {}
     page = common.Page(
         args.out,
-        f"# Small mixtures of experts on the quickstart's corpus, {common.today()}",
-        "",
+        "Small mixtures of experts on the quickstart's corpus",
         f"`python benchmarks/quickstart_learns.py moe --steps {args.steps} --seeds {' '.join(map(str, args.seeds))}`, "
         f"torch {torch.__version__},",
         f"the standard library of Python {python_version()}. One figure a seed. Parameters in millions.",
-        "",
-        "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
-        "Busiest: mean, highest | Dropped, % |",
-        "|---|---|---|---|---|---|---|",
+        table=(
+            "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
+            "Busiest: mean, highest | Dropped, % |"
+        ),
     )
     with TemporaryDirectory() as folder:
         runs_folder, every = args.runs or Path(folder), list(NETWORKS)
@@ -224,12 +226,9 @@ def run_routers(args: argparse.Namespace) -> None:
     """Train all, print a table and write it."""
     page = common.Page(
         args.out,
-        f"# Routers on made-up documents, {common.today()}",
-        "",
+        "Routers on made-up documents",
         f"`python benchmarks/quickstart_learns.py routers`, torch {torch.__version__}, float64.",
-        "",
-        "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
-        "|---|---|---|",
+        table="| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
     )
     with distributed.distributed_session(device="cpu"):
         for name, ffn in make_networks(DENSE_WIDTH).items():
@@ -248,23 +247,23 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "gpt2-124m": (),
     "bert-base": (),
     "t5-base": ("data.target_length=64",),
-    "electra-small": (
-        "model.embedding.dim=32", "model.generator.d_model=32", "model.generator.d_ff=128",
-        "model.generator.n_heads=1",
-    ),
+    "electra-small": ("model.embedding.dim=32",
+                      *("model.generator.d_model=32", "model.generator.d_ff=128", "model.generator.n_heads=1")),
 }  # fmt: skip
+
+
+def iter_documents(corpus: Path) -> Iterator[Tensor]:
+    """Yield the tokens of each document."""
+    opened = Corpus.open(corpus)
+    for block in range(opened.n_blocks):
+        for _, tokens in opened.read_block(block):
+            yield torch.tensor(tokens.astype("int64"))
 
 
 def compute_entropy(corpus: Path) -> float:
     """Return the entropy of a corpus's token frequencies, in nats."""
-    opened = Corpus.open(corpus)
-    counts = sum(
-        np.bincount(tokens, minlength=4096)
-        for number in range(opened.n_blocks)
-        for _, tokens in opened.read_block(number)
-    )
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    counts = sum(torch.bincount(tokens, minlength=4096).double() for tokens in iter_documents(corpus))
+    return float(torch.special.entr(counts / counts.sum()).sum())
 
 
 def make_preset_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
@@ -278,7 +277,7 @@ def make_preset_overrides(preset: str, corpora: Path, steps: int, run: Path) -> 
 def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
     """Train in a separate process; return each loss term on held-out text after the last step."""
     words = make_preset_overrides(preset, corpora, steps, run)
-    subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
+    common.run_megatfm("train", preset, *words)
     result = common.read_rows(run / "metrics.jsonl")[-1]["evaluation"]["held-out"]
     return result.get("terms") or {"loss": result["loss"]}
 
@@ -295,14 +294,11 @@ def run_zoo(args: argparse.Namespace) -> None:
     corpora = args.corpus.resolve()
     page = common.Page(
         args.out,
-        f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
-        "",
+        "Small models of the zoo on the quickstart's corpus",
         f"`python benchmarks/quickstart_learns.py zoo --steps {args.steps}`, torch {torch.__version__}; the text",
         f"is the standard library of Python {python_version()}. The held-out tokens' frequencies alone: "
         f"{compute_entropy(corpora / 'validation'):.3f} nats.",
-        "",
-        "| Preset, made small | Term | Held-out loss, nats |",
-        "|---|---|---|",
+        table="| Preset, made small | Term | Held-out loss, nats |",
     )
     with TemporaryDirectory() as folder:
         for preset in PRESETS:
@@ -310,7 +306,92 @@ def run_zoo(args: argparse.Namespace) -> None:
                 page.add(f"| `{preset}` | {term} | {loss:.3f} |")
 
 
-PARTS = {"moe": add_moe, "routers": add_routers, "zoo": add_zoo}
+# -------------------------------------------------------------------------------------------------- context
+
+SHORTEST = 16
+AT_ONCE = 4096
+"""Tokens of a forward pass."""
+
+
+def list_contexts(longest: int) -> list[int]:
+    """Return context lengths, each twice the one before."""
+    return [2**n for n in range(20) if SHORTEST <= 2**n <= longest]
+
+
+def find_distances(text: Tensor) -> Tensor:
+    """Return the distance to the last occurrence of the same token, int64 [n]; 0 if there is none."""
+    last: dict[int, int] = {}
+    back = torch.zeros(len(text), dtype=torch.int64)
+    for position, token in enumerate(text.tolist()):
+        back[position] = position - last.get(token, position)
+        last[token] = position
+    return back
+
+
+def compute_losses(model: nn.Module, text: Tensor, context: int, first: int, end: int) -> Tensor:
+    """Return the losses of the tokens `first` … `end - 1` of a text [n], with context/2 + 1 to `context` tokens before.
+
+    first - 1 and end - 1 must be multiples of context/2, and first > context.
+    """
+    half = context // 2
+    rows = text[first - 1 - half : end].unfold(0, context + 1, half)
+    parts = []
+    for some_rows in rows.split(max(AT_ONCE // context, 1)):
+        with torch.no_grad():
+            logits = model(tokens=some_rows[:, :-1].contiguous()).logits.float()
+        predicted_and_targets = logits[:, half:].transpose(1, 2), some_rows[:, half + 1 :]
+        parts.append(nn.functional.cross_entropy(*predicted_and_targets, reduction="none").flatten())
+    return torch.cat(parts)
+
+
+def judge(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, Any]:
+    """Return the mean loss by context length, of all targets and by the distance to their last occurrence."""
+    bounds = [0, *list_contexts(longest // 2)]
+    all_losses: dict[int, list[Tensor]] = {context: [] for context in list_contexts(longest)}
+    back = []
+    for text in texts:
+        first = longest + 1
+        end = (len(text) - 1) // (longest // 2) * (longest // 2) + 1
+        if end > first:
+            back.append(find_distances(text)[first:end])
+            for context, parts in all_losses.items():
+                parts.append(compute_losses(model, text, context, first, end))
+    far = torch.cat(back)
+    groups = {"all": far >= 0}
+    groups |= {f"{low + 1} to {high} back": (far > low) & (far <= high) for low, high in itertools.pairwise(bounds)}
+    groups[f"more than {bounds[-1]} back"] = far > bounds[-1]
+    groups["never"] = far == 0
+    losses = {context: torch.cat(parts) for context, parts in all_losses.items()}
+    return {
+        name: {"of": int(mask.sum()), "nats": {c: round(float(values[mask].mean()), 3) for c, values in losses.items()}}
+        for name, mask in groups.items()
+        if mask.any()
+    }
+
+
+def add_context(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
+    parser.add_argument("--longest", type=int, default=256, help="the longest context, a power of two")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for the result of the day")
+    return run_context
+
+
+def run_context(args: argparse.Namespace) -> None:
+    """Judge runs one after the other."""
+    torch.set_num_threads(1)
+    machine = f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}"
+    result: dict[str, Any] = {"date": common.today(), "machine": machine, "runs": {}}
+    for run in args.runs:
+        model = load(run).module
+        parameters = sum(p.numel() for p in model.parameters())
+        judgement = judge(model, iter_documents(args.corpus), args.longest)
+        result["runs"][run.name] = {"parameters": parameters, **judgement}
+        print(run.name, json.dumps(judgement, indent=1), flush=True)
+        common.write_json(common.make_dated_path(args.out, "context-worth.json"), result)
+
+
+PARTS = {"moe": add_moe, "routers": add_routers, "zoo": add_zoo, "context": add_context}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -50,14 +50,11 @@ def run_few_shot(args: argparse.Namespace) -> None:
     questions = list(make_questions(args.texts / "topics.test.jsonl"))[: args.questions]
     page = common.Page(
         common.make_dated_path(args.out, "few-shot.md"),
-        f"# Which text goes on: shots against model size, {common.today()}",
-        "",
+        "Which text goes on: shots against model size",
         f"`benchmarks/texts_learn.py few-shot`: decoders of 2 layers, {args.steps} steps of 16 rows of 256 tokens, one "
         f"thread of {common.get_cpu_name()}; {len(questions)} questions with 4 choices of one section. Accuracy by "
         "bits per byte, with its 95 % interval; bits per byte of the right texts.",
-        "",
-        "| d_model | Shots | Accuracy | Interval | Bits per byte |",
-        "|---|---|---|---|---|",
+        table="| d_model | Shots | Accuracy | Interval | Bits per byte |",
     )
     common.write_rows(args.work / "questions.jsonl", questions)
     for shots in SHOTS:
@@ -197,15 +194,12 @@ def run_translation(args: argparse.Namespace) -> None:
 
     page = common.Page(
         common.make_dated_path(args.out, "translation.md"),
-        f"# English to German by a small Transformer, {common.today()}",
-        "",
+        "English to German by a small Transformer",
         f"`benchmarks/texts_learn.py translation`: {args.layers} + {args.layers} layers, d_model {args.width}, dropout "
         f"{args.dropout}, label smoothing 0.1, {args.epochs} passes over the training file, one thread of "
         f"{common.get_cpu_name()}; the first {args.rows} rows of the test file. Seconds are of the "
         "whole command, on a machine with other work.",
-        "",
-        "| Beams | Length penalty | BLEU | chrF | Length of output / reference | Seconds |",
-        "|---|---|---|---|---|---|",
+        table="| Beams | Length penalty | BLEU | chrF | Length of output / reference | Seconds |",
     )
     train_translator(args, prepare_both_languages(args))
     rows = common.read_rows(args.texts / "translation.test.jsonl")[: args.rows]

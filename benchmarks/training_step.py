@@ -120,15 +120,14 @@ def make_page(args: argparse.Namespace, inputs: str) -> common.Page:
     """Begin the table of a part."""
     return common.Page(
         args.out,
-        f"# A whole step of {args.preset}, {common.today()}",
-        "",
+        f"A whole step of {args.preset}",
         f"torch {torch.__version__}, {common.get_cpu_name(instructions=True)}, {args.threads} threads, {inputs}, "
         f"{args.pairs} pairs of processes, {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
         "`python benchmarks/training_step.py`, whose head says how it is measured.",
-        "",
-        "| Precision | | Theirs | Memory | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | "
-        "First step, s |",
-        "|---|---|---|---|---|---|---|---|",
+        table=(
+            "| Precision | | Theirs | Memory | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | "
+            "First step, s |"
+        ),
     )
 
 

@@ -156,22 +156,19 @@ def make_page(args: argparse.Namespace, pictures: list[bytes], peer: str) -> com
     n = len(pictures)
     return common.Page(
         common.make_dated_path(args.out, "vision-loader.md"),
-        f"# Images a second of the loader, {common.today()}",
-        "",
+        "Images a second of the loader",
         f"`python benchmarks/vision_loader.py --images {args.images} --rounds {args.rounds}`: "
         f"{common.describe_system()}, {common.get_cpu_name()}; {n} JPEGs of 500 × 375, "
         f"{sum(map(len, pictures)) // n:,} bytes each; "
         f"Pillow {version('pillow')}, simplejpeg "
         f"{'present' if images.simplejpeg else 'absent'}; webdataset {webdataset.__version__}, {peer}. Ratios are "
         "the others' seconds over ours, of pairs in turns: median, lowest, highest.",
-        "",
-        "| Beside | CPU seconds | | | wall | | | ours, images/s of CPU |",
-        "|---|---|---|---|---|---|---|---|",
+        table="| Beside | CPU seconds | | | wall | | | ours, images/s of CPU |",
     )
 
 
 def compare_row(name: str, ours: common.Step, theirs: common.Step, n_images: int, rounds: int) -> str:
-    """Time a side against ours in turns; returns its row of the page."""
+    """Time a side against ours in turns; return its row of the page."""
     rates: list[float] = []
 
     def our_side() -> dict[str, float]:

@@ -108,7 +108,7 @@ def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int
 
 @pytest.fixture(scope="module")
 def worth() -> Any:
-    return load_script("context")
+    return load_script("quickstart_learns")
 
 
 class PreviousTokenCounter(nn.Module):

@@ -28,7 +28,6 @@ OURS = ("megatfm", "tests")
 SMALL = (
     "checkpoint.py speed FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
     "compiled_kernels.py resources",
-    "context.py traffic --rows 2048 --ranks 2 3 --draws 1",
     "control_plane.py checkpoint --ranks 64 --replicas 1 --layers 2 --out FOLDER",
     "control_plane.py ranks --ranks 16 --out FOLDER",
     "model_speed.py generation --rounds 1 --width 64 --layers 1 --vocabulary 100 --out FOLDER/result.md",
@@ -40,6 +39,7 @@ SMALL = (
     "packing.py memory --documents 1000",
     "packing.py objectives --documents 640 --rows 64 --out FOLDER",
     "packing.py padding --tokens 200000 --longest 2048",
+    "parallel.py traffic --rows 2048 --ranks 2 3 --draws 1",
     "prep.py recall --rounds 1 --out FOLDER",
     "prep.py speed --megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
     "texts.py letters FOLDER",
@@ -111,7 +111,7 @@ def test_attention_calls_add_to_the_result_of_the_day(tmp_path: Path) -> None:
 
 def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     """In a process of its own: it needs a process group that isn't one."""
-    small = ["--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
+    small = ["blocks", "--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
     script = ForkedCommand([*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py")
     assert script.wait(120) == 0, script.output
     (result,) = tmp_path.glob("*-parallel.md")
@@ -210,11 +210,14 @@ def test_every_item_has_its_turn_in_every_round(common: Any) -> None:
 
 def test_a_page_is_written_anew_with_each_row(common: Any, tmp_path: Path) -> None:
     path = common.make_dated_path(common.make_output_folder(str(tmp_path / "a/b")), "x.md")
-    page = common.Page(path, "# Title", "")
+    page = common.Page(path, "Title", "Of two lines,", "with a table.", table="| a | b |")
     assert not path.exists(), "nothing was measured"
-    page.add("| one |")
-    page.add("| two |", "| drei ÷ |")
-    assert path.read_text(encoding="utf-8") == "# Title\n\n| one |\n| two |\n| drei ÷ |\n"
+    page.add("| one | 1 |")
+    page.add("| two | 2 |", "| drei ÷ | 3 |")
+    head = f"# Title, {common.today()}\n\nOf two lines,\nwith a table.\n\n| a | b |\n|---|---|\n"
+    assert path.read_text(encoding="utf-8") == f"{head}| one | 1 |\n| two | 2 |\n| drei ÷ | 3 |\n"
+    page.add(table="| c |")
+    assert path.read_text(encoding="utf-8").endswith("| drei ÷ | 3 |\n\n| c |\n|---|\n")
     assert path.name == f"{common.today()}-x.md"
     common.write_json(common.make_output_file(str(tmp_path / "c/d.json")), {"a": [1]})
     assert json.loads((tmp_path / "c/d.json").read_text(encoding="utf-8")) == {"a": [1]}
