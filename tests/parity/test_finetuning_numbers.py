@@ -25,6 +25,8 @@ from tests.support.workers import Workers
 
 ROWS = 29
 """Examples: no multiple of 2, 3, 7 or 32."""
+RANKS = [3, pytest.param(2, marks=pytest.mark.slow)]
+"""Ranks that are compared with one process; 3 have unequal shares, as 2 have."""
 WORDS = (*TOWNS, *NAMES, *FILLERS)
 LABELS: Mapping[str, Callable[[int], Any]] = {
     "classification": lambda n: "abc"[n * 5 % 3],
@@ -158,18 +160,18 @@ def check(result: Mapping[str, float], expected: Mapping[str, float]) -> None:
             assert math.isclose(result[metric], value, rel_tol=1e-12), metric
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("form", "family"), CASES)
-def test_every_form_has_the_same_metrics(workers: Workers, folder: Path, form: str, family: str) -> None:
+def test_every_form_has_the_same_metrics(workers: Workers, folder: Path, form: str, family: str, ranks: int) -> None:
     (alone,) = workers.run(evaluate_form, 1, folder, form, family)
     expected = alone[0]
     assert set(EXPECTED_METRICS[form]) <= expected.keys(), "every metric of the form is compared"
     assert len({value for metric, value in expected.items() if metric != "rows"} - {0.0, 1.0}) >= 1
-    for ranks in (1, 2, 3):
-        for results in workers.run(evaluate_form, ranks, folder, form, family) if ranks > 1 else [alone]:
-            for number, result in enumerate(results):
-                is_packed = number >= len(results) // 2
-                assert result["rows"] <= ROWS // 2 if is_packed else result["rows"] == ROWS
-                check(result, expected)
+    for results in (alone, *workers.run(evaluate_form, ranks, folder, form, family)):
+        for number, result in enumerate(results):
+            is_packed = number >= len(results) // 2
+            assert result["rows"] <= ROWS // 2 if is_packed else result["rows"] == ROWS
+            check(result, expected)
 
 
 def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], dict[str, float]]]:
@@ -194,11 +196,12 @@ def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], 
     return [(list(answers.answers), answers.summarise(references)["metrics"]) for answers in results]
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     ("family", "beams", "distinct"), [("decoder", 1, 6), ("decoder", 3, 6), ("encoder_decoder", 2, 3)]
 )
 def test_generated_answers_and_their_metrics_are_the_same(
-    workers: Workers, folder: Path, family: str, beams: int, distinct: int
+    workers: Workers, folder: Path, family: str, beams: int, distinct: int, ranks: int
 ) -> None:
     """BLEU, chrF and exact match follow from the texts, so all are equal to the last bit.
 
@@ -208,6 +211,5 @@ def test_generated_answers_and_their_metrics_are_the_same(
     answers, metrics = alone[0]
     assert len(set(answers)) >= distinct
     assert metrics.keys() == set(TEXT_METRICS)
-    for ranks in (1, 2, 3):
-        for results in workers.run(answer_form, ranks, folder, family, beams) if ranks > 1 else [alone]:
-            assert results == [alone[0]] * 3
+    for results in (alone, *workers.run(answer_form, ranks, folder, family, beams)):
+        assert results == [alone[0]] * 3
