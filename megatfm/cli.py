@@ -35,9 +35,9 @@ COMMANDS = {
         "megatfm.commands.runs",
         "end a run's jobs and processes; the run saves first if time is left",
     ),
-    "generate": ("megatfm.commands.models", "sample text from a run"),
+    "generate": ("megatfm.commands.generation", "sample text from a run"),
     "convert": (
-        "megatfm.commands.models",
+        "megatfm.commands.conversion",
         "convert to and from the Hugging Face format, or to a mixture of experts",
     ),
     "evaluate": (
@@ -50,7 +50,7 @@ COMMANDS = {
         "compare runs: their settings, results and curves",
     ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
-    "describe": ("megatfm.commands.models", "show modules, parameter counts and FLOPs of a config's model"),
+    "describe": ("megatfm.commands.estimate", "show modules, parameter counts and FLOPs of a config's model"),
     "estimate": (
         "megatfm.commands.estimate",
         "estimate whether a run fits GPUs, how fast it will be, and what to change; needs no GPU",

@@ -3,12 +3,17 @@
 import argparse
 import io
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 from megatfm.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatfm.tokenizers import Tokenizer
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,62 +53,74 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_command(args: argparse.Namespace) -> int:
-    """Verify, show, count, export or index a corpus."""
-    from megatfm import tokenizers
-    from megatfm.corpus.corpus import Corpus
-    from megatfm.corpus.export import Detokenizer, export_corpus
-    from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
-    from megatfm.corpus.webdataset_index import index_folder
-    from megatfm.data.bin_packing import describe_padding
+    """Verify, show, count, export or index a corpus, and print the result."""
+    print(ACTIONS[args.action](args))
+    return 0
 
-    if args.action == "check":
-        print(check_corpus(args.dir))
-        return 0
-    if args.action == "index":
-        if args.labels:
-            print(_index_images(args))
-            return 0
-        if not args.tokenizer or args.classes:
-            raise UsageError(
-                "data index: give --tokenizer for shards of token ids, or --labels for images, such as --labels cls"
-            )
-        tokenizer = tokenizers.load(args.tokenizer)
-        print(index_folder(Path(args.dir), tokenizer.hash, Path(args.to) if args.to else None))
-        return 0
+
+def _check(args: argparse.Namespace) -> str:
+    from megatfm.corpus.inspect import check_corpus
+
+    return str(check_corpus(args.dir))
+
+
+def _show(args: argparse.Namespace) -> str:
+    """Describe a corpus or one of its samples, or draw its images."""
+    from megatfm.corpus.corpus import Corpus
+    from megatfm.corpus.inspect import describe_corpus
+    from megatfm.data.bin_packing import describe_padding
+    from megatfm.tasks.answers import describe_example
+
+    if args.images:
+        return _draw_images(args)
+    tokenizer = _load_tokenizer(args)
+    if tokenizer is None:
+        return str(describe_corpus(args.dir, args.sample, None, describe_padding, None))
+    task = Corpus.open(args.dir).manifest.provenance.get("task") or {}
+    labels = task.get("labels", []) if isinstance(task, dict) else []
+    describe_sample = partial(describe_example, tokenizer=tokenizer, colour=sys.stdout.isatty(), labels=labels)
+    return str(describe_corpus(args.dir, args.sample, tokenizer.decode, describe_padding, describe_sample))
+
+
+def _count(args: argparse.Namespace) -> str:
+    from megatfm.corpus.inspect import tabulate_stats
+
+    tokenizer = _load_tokenizer(args)
+    return str(tabulate_stats(args.dir, tokenizer.id_to_piece if tokenizer else None))
+
+
+def _export(args: argparse.Namespace) -> str:
+    from megatfm.corpus.export import Detokenizer, export_corpus
+
+    tokenizer = _load_tokenizer(args)
+    return str(export_corpus(args.dir, args.out, Detokenizer(tokenizer.decode, tokenizer.eos) if tokenizer else None))
+
+
+def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
+    """Load the tokenizer of --tokenizer, or the one beside the corpus; None if there is none."""
+    from megatfm import tokenizers
+
     path = args.tokenizer
     if path is None and "://" not in args.dir:
         folder = Path(args.dir).resolve().parent
         # A task's corpora are one folder deeper in their run.
         path = tokenizers.find_tokenizer_file(folder) or tokenizers.find_tokenizer_file(folder.parent)
-    text_tokenizer = tokenizers.load(path) if path else None
-    if args.action == "export":
-        codec = Detokenizer(text_tokenizer.decode, text_tokenizer.eos) if text_tokenizer else None
-        print(export_corpus(args.dir, args.out, codec))
-    elif args.action == "stats":
-        print(tabulate_stats(args.dir, text_tokenizer.id_to_piece if text_tokenizer else None))
-    elif args.images:
-        print(_draw_images(args))
-    else:
-        from megatfm.tasks.answers import describe_example
+    return tokenizers.load(path) if path else None
 
-        task = Corpus.open(args.dir).manifest.provenance.get("task") or {}
-        labels = task.get("labels", []) if isinstance(task, dict) else []
-        colour = sys.stdout.isatty()
-        spell = (
-            partial(describe_example, tokenizer=text_tokenizer, colour=colour, labels=labels)
-            if text_tokenizer
-            else None
+
+def _index(args: argparse.Namespace) -> str:
+    """Index shards of token ids, or of images."""
+    from megatfm import tokenizers
+    from megatfm.corpus.webdataset_index import index_folder
+
+    if args.labels:
+        return _index_images(args)
+    if not args.tokenizer or args.classes:
+        raise UsageError(
+            "data index: give --tokenizer for shards of token ids, or --labels for images, such as --labels cls"
         )
-        print(
-            describe_corpus(
-                args.dir,
-                args.sample,
-                text_tokenizer.decode if text_tokenizer else None,
-                describe_padding,
-                spell,
-            )
-        )
-    return 0
+    tokenizer = tokenizers.load(args.tokenizer)
+    return str(index_folder(Path(args.dir), tokenizer.hash, Path(args.to) if args.to else None))
 
 
 def _index_images(args: argparse.Namespace) -> str:
@@ -149,6 +166,16 @@ def _draw_images(args: argparse.Namespace) -> str:
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
     atomic_write(Path(args.images), out.getvalue())
     return f"{args.images}: {args.count} images of {position} rows of training"
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "check": _check,
+    "show": _show,
+    "stats": _count,
+    "export": _export,
+    "index": _index,
+}
+"""Action of `megatfm data` → function that carries it out and returns what is printed."""
 
 
 def add_prep_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ OPTIONAL = {
     "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "deepspeed": ("parallel.engine = 'deepspeed'", "make deepspeed"),
-    "megablocks": ("experts on GPUs by MegaBlocks' kernels instead of torch's", "make moe"),
+    "grouped_gemm": ("experts on GPUs by MegaBlocks' kernel instead of torch's", "make moe"),
 }
 """Package → (purpose, way to install it)."""
 

@@ -1,4 +1,4 @@
-"""`megatfm estimate` and `explain-oom`: whether a run fits in memory, how fast it is, and which layout is best."""
+"""`megatfm describe`, `estimate` and `explain-oom`: the size of a model, whether a run fits, and how fast it is."""
 
 import argparse
 import json
@@ -20,6 +20,23 @@ MAX_LAYOUTS = 10
 """Largest number of layouts that a search lists."""
 MAX_CHANGES = 3
 """Largest number of changes that are suggested."""
+
+
+def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the config."""
+    add_config_and_overrides(parser, "model.n_layers=8")
+    add_trust_argument(parser)
+
+
+def describe_command(args: argparse.Namespace) -> int:
+    """Print the description."""
+    from megatfm.describe import describe, to_lines
+
+    config = load_config(args.config, args.overrides)
+    check_trust(config, args)
+    for label, text in to_lines(describe(config)):
+        print(f"{label:<16}  {text}".rstrip())
+    return 0
 
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,22 +95,23 @@ def estimate_command(args: argparse.Namespace) -> int:
 
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
     with estimator(config, cluster, sizes) as opened_estimator:
-        estimate = (
-            _best(opened_estimator, args.json) if args.search else opened_estimator.estimate(opened_estimator.base)
-        )
+        if args.search:
+            estimate = _find_best_layout(opened_estimator, args.json)
+        else:
+            estimate = opened_estimator.estimate(opened_estimator.base)
         if args.json:
             print(json.dumps(as_dict(estimate), indent=2))
         else:
-            _print(opened_estimator, estimate)
+            _print_estimate(opened_estimator, estimate)
         if args.html:
             from megatfm.estimate.page import write_estimate_page
 
             write_estimate_page(opened_estimator, estimate, args.html)
             print(f"written: {args.html}", file=sys.stderr if args.json else sys.stdout)
         if args.traced:
-            _trace(args, opened_estimator, estimate)
+            _print_traced_step(args, opened_estimator, estimate)
     if args.write:
-        _write(args, estimate)
+        _write_job(args, estimate)
     return 0 if estimate.fits else 1
 
 
@@ -135,14 +153,14 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
     args.hardware, args.device = args.calibrate, NODE
 
 
-def _best(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
+def _find_best_layout(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
     """Search for the best layout, print a table, and return the best estimate. Raises UsageError if nothing fits."""
     from megatfm.estimate.search import search
     from megatfm.estimate.text import search_summary, search_table
 
     result = search(opened_estimator)
     if not result.best:
-        raise UsageError(_search_failure(opened_estimator, result))
+        raise UsageError(_describe_failed_search(opened_estimator, result))
     if not is_quiet:
         for line in search_summary(result):
             print(line)
@@ -150,7 +168,7 @@ def _best(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
     return result.best[0]
 
 
-def _search_failure(opened_estimator: "Estimator", result: "SearchResult") -> str:
+def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult") -> str:
     """Return the error message of a search without a result: the memory of the smallest layout."""
     cluster = opened_estimator.cluster
     if result.smallest is None:
@@ -163,7 +181,7 @@ def _search_failure(opened_estimator: "Estimator", result: "SearchResult") -> st
     )
 
 
-def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
+def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
     from megatfm.estimate.text import traced_lines, traced_table
     from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
@@ -183,7 +201,7 @@ def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "E
         print(line)
 
 
-def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
+def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
     from megatfm.estimate.write import launch_words, write_layout
     from megatfm.files import atomic_write
@@ -202,7 +220,8 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
 
 
-def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
+def _print_estimate(opened_estimator: "Estimator", estimate: "Estimate") -> None:
+    """Print whether the run fits, and tables of its memory, time and traffic."""
     from megatfm.estimate.stalls import failure_line
     from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
 
@@ -212,10 +231,10 @@ def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     for table in (memory_table(estimate), time_table(estimate), traffic_table(estimate)):
         if table.rows:
             print_table(table)
-    _advise(opened_estimator, estimate)
+    _print_advice(opened_estimator, estimate)
 
 
-def _advise(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
+def _print_advice(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
     """Print a larger micro-batch that fits, too; or, if the run doesn't fit or needs less memory, what to change."""
     from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
 
@@ -255,5 +274,5 @@ def explain_oom_command(args: argparse.Namespace) -> int:
             print(line)
         print_table(memory_table(estimate))
         print_table(phases_table(estimate))
-        _advise(opened, estimate, needs_less=bool(recorded.failures))
+        _print_advice(opened, estimate, needs_less=bool(recorded.failures))
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_trust_argument
-from megatfm.commands.models import load_text_model
+from megatfm.commands.generation import load_text_model
 from megatfm.errors import UsageError
 from megatfm.terminal import print_table
 
@@ -204,11 +204,15 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
 
 
 def _parse_sets(arguments: list[str]) -> dict[str, str]:
-    """Parse values NAME=DIR of --validation."""
-    pairs = [argument.partition("=") for argument in arguments]
-    for name, _, folder in pairs:
+    """Parse values NAME=DIR of --validation. Raises UsageError."""
+    folders: dict[str, str] = {}
+    for argument in arguments:
+        name, _, folder = argument.partition("=")
         if not name or not folder:
             raise UsageError(
-                f"--validation {name}{folder}: expected NAME=DIR, for example --validation code=corpora/code/validation"
+                f"--validation {argument}: expected NAME=DIR, for example --validation code=corpora/code/validation"
             )
-    return {name: folder for name, _, folder in pairs}
+        if name in folders:
+            raise UsageError(f"--validation {argument}: {name} is {folders[name]} already: give another name")
+        folders[name] = folder
+    return folders

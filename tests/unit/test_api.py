@@ -11,7 +11,7 @@ import torch
 
 import megatfm
 from megatfm import cli
-from megatfm.commands.models import add_generate_arguments, generate_command
+from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from tests.support.small_runs import corpus, file, run, texts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatfm.commands.models import add_describe_arguments, describe_command
+from megatfm.commands.estimate import add_describe_arguments, describe_command
 from megatfm.config import Config, ModelConfig, list_presets, load_config
 from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.describe import Description, describe, description

@@ -23,7 +23,7 @@ from tests.support.hf_folders import run_command
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_allocator_grows_its_segments_unless_something_is_set(name: str) -> None:
+def test_expandable_segments_are_enabled_unless_the_user_configured_the_allocator(name: str) -> None:
     environment: dict[str, str] = {}
     enable_expandable_segments(environment)
     assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -32,7 +32,7 @@ def test_the_allocator_grows_its_segments_unless_something_is_set(name: str) -> 
     assert environment == {name: "max_split_size_mb:512"}
 
 
-def test_the_config_of_a_run_that_is_under_way_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_of_a_running_run_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its restarts read it."""
     config = load_config("quickstart", [f"run_dir={tmp_path}"])
     monkeypatch.setattr(training, "load_training_config", lambda *_: config)
@@ -46,39 +46,58 @@ def test_the_config_of_a_run_that_is_under_way_is_not_replaced(tmp_path: Path, m
     assert (tmp_path / training.RESOLVED_CONFIG).read_text() == "of the run\n"
 
 
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["code=corpora/a", "code=corpora/b"], "--validation code=corpora/b: code is corpora/a already"),
+        (["code"], "--validation code: expected NAME=DIR"),
+        (["=corpora/a"], "--validation =corpora/a: expected NAME=DIR"),
+    ],
+)
+def test_validation_sets_have_distinct_names(sets: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [argument for validation_set in sets for argument in ("--validation", validation_set)]
+    assert run_command("evaluate", "runs/none", *arguments) == 2
+    assert message in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- megatfm estimate
+
+
 CONFIG = ("gpt2-124m",)
 
 
-def run(*words: str) -> int:
+def run_estimate(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
-        main(["estimate", *words])
+        main(["estimate", *arguments])
     return int(stop.value.code or 0)
 
 
-def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*CONFIG, "--gpus", "8") == 0
+def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_estimate(*CONFIG, "--gpus", "8") == 0
     text = capsys.readouterr().out
     assert "124,439,808 parameters, on 8 × NVIDIA H100" in text
     assert "fits:" in text
     assert "matrix products" in text
 
 
-def test_a_run_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", "train.micro_batch=16", "parallel.zero=0") == 1
+def test_estimate_suggests_changes_for_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run_estimate("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", "train.micro_batch=16", "parallel.zero=0") == 1
+    )
     text = capsys.readouterr().out
     assert "DOES NOT FIT: every rank needs" in text
     assert "fits with" in text
 
 
 def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*CONFIG, "--gpus", "2", "--json") == 0
+    assert run_estimate(*CONFIG, "--gpus", "2", "--json") == 0
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["step_seconds"] == pytest.approx(sum(parsed["causes"].values()))
     assert parsed["memory"][0]["total"] > 2**30
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (("--device", "h1000"), "did you mean 'h100'"),
         (("--gpus", "0"), "--gpus 0"),
@@ -90,19 +109,19 @@ def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )  # fmt: skip
 def test_wrong_options_of_estimate_are_refused(
-    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*CONFIG, *words) == 2
+    assert run_estimate(*CONFIG, *arguments) == 2
     assert text in capsys.readouterr().err
 
 
-def test_hardware_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_reads_a_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text('[device.mine]\nextends = "h100"\nname = "My GPU"\nmemory_gib = 4.0\n', encoding="utf-8")
-    assert run(*CONFIG, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
+    assert run_estimate(*CONFIG, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
     assert "My GPU" in capsys.readouterr().out
     path.write_text('[device.mine]\nname = "My GPU"\n', encoding="utf-8")
-    assert run(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
+    assert run_estimate(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
     assert "[device.mine] lacks memory_gib" in capsys.readouterr().err
 
 
@@ -143,7 +162,9 @@ def write_adapter(folder: Path, base: str | None) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_name_the_base_and_the_way_out(folder: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_an_adapter_without_its_base_model(
+    folder: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(*COMMANDS[command]) == 2
     error = capfd.readouterr().err
     assert HUB in error
@@ -152,7 +173,7 @@ def test_commands_name_the_base_and_the_way_out(folder: Path, command: str, capf
     assert not (folder / "out").exists()
 
 
-def test_the_base_may_be_unnamed_a_run_of_ours_or_another_folder(
+def test_the_refusal_names_the_base_model_as_far_as_it_is_known(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for base, way_out in (
@@ -181,22 +202,22 @@ ARGS = argparse.Namespace()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_measure_bf16_speed", lambda device: 0.5)
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 20.0)
 
 
-def program(folder: Path, name: str, script: str) -> None:
+def write_program(folder: Path, name: str, script: str) -> None:
     path = folder / name
     path.write_text(f"#!{sys.executable}\n{script}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def findings(look: str) -> dict[str, Finding]:
-    return {finding.name: finding for finding in doctor._run_check(doctor.SECTIONS[look], look)}
+def run_check(section: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in doctor._run_check(doctor.SECTIONS[section], section)}
 
 
-def test_doctor_finds_that_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_on_a_machine_that_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor_command(ARGS) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == list(doctor.SECTIONS)
@@ -205,9 +226,7 @@ def test_doctor_finds_that_this_machine_can_train(capsys: pytest.CaptureFixture[
     assert all(" → " in line for line in lines if line.split()[0] == "missing")
 
 
-def test_the_verdict_is_no_where_torch_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
     for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
@@ -216,61 +235,61 @@ def test_the_verdict_is_no_where_torch_is_missing(
     printed = capsys.readouterr().out
     assert "missing torch" in " ".join(printed.split())
     assert "can't tell: ModuleNotFoundError" in printed
-    assert "Disk" in printed, "what comes after must still be told"
+    assert "Disk" in printed, "later sections must still be reported"
 
 
-def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, enough in {"2.9.1": False, "2.11.0": True, "3.0": True, "2.13.0+cpu": True}.items():
         monkeypatch.setattr(doctor, "_get_version", lambda name, version=version: version)
-        assert findings("Python")["torch"].ok is enough
+        assert run_check("Python")["torch"].ok is enough
 
 
-def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_missing_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert findings("MPI")["mpirun"] == Finding(
+    assert run_check("MPI")["mpirun"] == Finding(
         "mpirun", False, "not on the PATH", "make system-deps, or apt-get install openmpi-bin"
     )
-    assert list(findings("SLURM")) == ["sbatch"]
-    assert not findings("Packages")["chromium"].ok
+    assert list(run_check("SLURM")) == ["sbatch"]
+    assert not run_check("Packages")["chromium"].ok
 
 
-def test_slurm_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
-    program(tmp_path, "sinfo", "print('gpu* 4\\ncpu 2')")
+def test_doctor_lists_slurm_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
+    write_program(tmp_path, "sinfo", "print('gpu* 4\\ncpu 2')")
     monkeypatch.setenv("PATH", str(tmp_path))
-    actual = findings("SLURM")
+    actual = run_check("SLURM")
     assert actual["sbatch"].detail == "slurm-wlm 22.05.8"
     assert actual["partitions"].ok
     assert actual["partitions"].detail == "gpu* 4 nodes, cpu 2 nodes"
 
 
-def test_slurm_whose_controller_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
-    program(tmp_path, "sinfo", "import sys; sys.exit('slurm_load_partitions: Unable to contact controller')")
+def test_doctor_reports_a_slurm_controller_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
+    write_program(tmp_path, "sinfo", "import sys; sys.exit('slurm_load_partitions: Unable to contact controller')")
     monkeypatch.setenv("PATH", str(tmp_path))
-    partitions = findings("SLURM")["partitions"]
+    partitions = run_check("SLURM")["partitions"]
     assert (partitions.ok, partitions.detail) == (
         False,
         "slurm_load_partitions: Unable to contact controller",
     )
-    program(tmp_path, "sinfo", "import time; time.sleep(60)")
+    write_program(tmp_path, "sinfo", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.5)
-    assert findings("SLURM")["partitions"].detail == "no answer within 0.5 s"
+    assert run_check("SLURM")["partitions"].detail == "no answer within 0.5 s"
 
 
-def test_a_program_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_program_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/nowhere/interpreter\n", encoding="utf-8")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "can't be run" in findings("SLURM")["sbatch"].detail
+    assert "can't be run" in run_check("SLURM")["sbatch"].detail
 
 
-def test_packages_of_the_test_extra_are_seen() -> None:
-    actual = findings("Packages")
+def test_doctor_finds_installed_packages() -> None:
+    actual = run_check("Packages")
     assert actual["ftfy"].ok
     assert actual["ftfy"].detail.endswith("for megatfm prep")
 
 
-def test_little_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_little_free_disk_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ENOUGH_DISK", 2**80)
-    assert not findings("Disk")["disk"].ok
+    assert not run_check("Disk")["disk"].ok

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.commands.models import add_convert_arguments, convert_command, parse_size
+from megatfm.commands.conversion import add_convert_arguments, convert_command, parse_size
 from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
-from megatfm.commands import models
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import tokenizer_files
@@ -381,9 +380,9 @@ def test_ids_rates_and_how_to_generate_travel(
     for folder in (expected, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
     assert megatfm.load(expected).encode(["import os"]).shape == (1, GPT_OPTIONS["n_embd"])
-    models.add_generate_arguments(parser := argparse.ArgumentParser())
+    generation.add_generate_arguments(parser := argparse.ArgumentParser())
     words = [str(expected), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
-    assert models.generate_command(parser.parse_args(words)) == 0
+    assert generation.generate_command(parser.parse_args(words)) == 0
     assert capsys.readouterr().out.endswith(f"import os{text}\n")
     transformers.GPT2Model(config).save_pretrained(expected)
     with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):

@@ -9,7 +9,7 @@ import torch
 
 import megatfm
 from megatfm.checkpoint import find_checkpoint, read_state
-from megatfm.commands.models import add_convert_arguments, convert_command
+from megatfm.commands.conversion import add_convert_arguments, convert_command
 from megatfm.config import Config
 from megatfm.convert.convert import convert
 from megatfm.convert.starting_config import make_starting_config

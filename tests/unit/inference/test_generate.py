@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.commands.models import add_generate_arguments, generate_command
+from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensorboardX.proto import event_pb2
 
-from megatfm.commands import models
+from megatfm.commands import generation
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.supervisor import Child, supervise
 from megatfm.parallel.distributed import ProcessInfo
@@ -323,7 +323,7 @@ ALONE = ProcessInfo(0, 1, 0, "none", torch.device("cpu"))
 
 def samples(run: RunDirectory) -> None:
     loaded: Any = SimpleNamespace(run_dir=run.folder, step=1)
-    models._append_samples(loaded, "a prompt", ["text"])
+    generation._append_samples(loaded, "a prompt", ["text"])
 
 
 GROWING: dict[str, Callable[[RunDirectory], object]] = {
