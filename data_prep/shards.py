@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.inspect import MAX_VALUES, countable_fields
+from megatfm.corpus.inspect import MAX_VALUES, select_countable_fields
 from megatfm.corpus.manifest import MANIFEST, Manifest, TokenDtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.documents import Document
@@ -46,7 +46,7 @@ class SplitStatistics:
             bucket = max(0, tokens - 1).bit_length()
             self._lengths[bucket] = self._lengths.get(bucket, 0) + 1
             domain, language = metadata[1:3] if len(metadata) > 2 else ("", "")
-            fields = countable_fields(metadata[3]) if len(metadata) > 3 else {}
+            fields = select_countable_fields(metadata[3]) if len(metadata) > 3 else {}
             for name, totals in (
                 (Document(source, "").top_level, self._sources),
                 (domain, self._domains),
@@ -193,9 +193,9 @@ class SplitWriter(ExitStack):
         """Return height and width of an imported image, and the number of images; None for other corpora."""
         if self._stages.config.read.format != "images":
             return None, None
-        from megatfm.corpus.image_size import image_extensions, upright_size
+        from megatfm.corpus.image_size import list_image_extensions, read_upright_size
 
-        return upright_size(members), len(image_extensions(members))
+        return read_upright_size(members), len(list_image_extensions(members))
 
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns the description of the split, and of each corpus if there are several."""

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
-from megatfm.corpus.image_size import image_extensions, image_format
+from megatfm.corpus.image_size import get_image_format, list_image_extensions
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.webdataset import read_samples
 
@@ -78,11 +78,11 @@ def read_image_record(key: str, paths: Mapping[str, Path], config: ReadConfig) -
 
 def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | BadRecord:
     """Return the checked record of an image's files, or the reason why they are unusable."""
-    images = image_extensions(members)
+    images = list_image_extensions(members)
     if fault := _find_number_fault(images):
         return BadRecord(key, fault)
     for image in images:
-        if fault := _find_image_fault(members[image], image_format(image)):
+        if fault := _find_image_fault(members[image], get_image_format(image)):
             return BadRecord(key, f"has a .{image} that {fault}")
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
         return BadRecord(key, "has a .cls that is no number of a class")

@@ -125,14 +125,14 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     from megatfm.convert.load import read_sentence_transformer_options
     from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_task_files
     from megatfm.inference.likelihood import BATCH_SIZE
-    from megatfm.tasks.questions import named_task_files
+    from megatfm.tasks.questions import parse_task_files
 
     path = Path(args.run_dir)
     is_hf = is_hf_folder(path) or is_electra_folder(path)
     is_run = (path / "config.toml").is_file()
     evaluated = evaluate_task_files(
         lambda device: load_text_model(path, device, args.dtype, args.trust_plugins),
-        named_task_files(args.task),
+        parse_task_files(args.task),
         HarnessTasks(args.harness, args.harness_path, args.shots, args.chat_template),
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatfm.config import MLAAttentionConfig, ModelConfig, ScaledAttention
 from megatfm.config.heads import HeadConfig
 from megatfm.config.model import PER_LAYER_KEYS
-from megatfm.convert.hf_config import COMMON, Json, Key, resolve_hf_config, supported_values
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, resolve_hf_config, supported_values
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
@@ -27,7 +27,7 @@ class Architecture:
     model_type: str
     """`model_type` in config.json."""
     keys: Mapping[str, Key]
-    """Declarations of its keys in config.json besides `COMMON`; any other key is refused."""
+    """Declarations of its keys in config.json besides `COMMON_KEYS`; any other key is refused."""
     config_from_hf: Callable[[Json], ModelConfig]
     """Builds our config from config.json with defaults filled in. Raises UsageError for unsupported features."""
     config_to_hf: Callable[[ModelConfig], Json]
@@ -65,7 +65,7 @@ class Architecture:
 
     def all_keys(self) -> dict[str, Key]:
         """Return the declarations of all keys that config.json may have."""
-        return {**COMMON, "model_type": supported_values(self.model_type), **self.keys}
+        return {**COMMON_KEYS, "model_type": supported_values(self.model_type), **self.keys}
 
     def choose_rules(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
         """Return the mappings for files with these tensor names, with one tensor per expert or one for all experts."""

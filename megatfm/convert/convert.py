@@ -19,7 +19,7 @@ from megatfm.checkpoint.directory import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
-from megatfm.convert.architectures.sequence_classification import make_task_labels
+from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import (
     CONFIG,

@@ -18,10 +18,10 @@ from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models.electra import make_generator_config
 
-CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
-DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
+ELECTRA_CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
+DEBERTA_CLASSES = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
 """Classes of DeBERTa v3. transformers has no class with the discriminator's head, which is left out."""
-SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
+SHARED_EMBEDDINGS = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
 """Embeddings that generator and discriminator share."""
 
 
@@ -52,9 +52,9 @@ def choose_exported_models(config: ModelConfig, previous_name: object = None) ->
         except UsageError:
             name, architecture, hf_config = find_architecture(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
-    classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
+    classes = DEBERTA_CLASSES if config.position.name == "deberta_v2" else ELECTRA_CLASSES
     halves = _split_config(config)
-    if classes is DEBERTA:
+    if classes is DEBERTA_CLASSES:
         headless = {"family": "encoder", "lm_head": HeadConfig(name="none")}
         halves["discriminator"] = halves["discriminator"].model_copy(update=headless)
     return [_export(half, half_config, classes[half]) for half, half_config in halves.items()]
@@ -62,7 +62,7 @@ def choose_exported_models(config: ModelConfig, previous_name: object = None) ->
 
 def is_electra_folder(path: str | Path) -> bool:
     """Return whether a folder holds both halves of an ELECTRA pair."""
-    return all(is_hf_folder(Path(path) / half) for half in CLASSES)
+    return all(is_hf_folder(Path(path) / half) for half in ELECTRA_CLASSES)
 
 
 def open_folder(path: str | Path) -> "HfFolder | ElectraFolder":
@@ -76,25 +76,28 @@ class ElectraFolder:
     def __init__(self, path: str | Path) -> None:
         """Open a pair. Raises UsageError or MegatfmError if the halves don't belong together."""
         self.path = Path(path)
-        self.models = {half: HfFolder(self.path / half) for half in CLASSES}
+        self.models = {half: HfFolder(self.path / half) for half in ELECTRA_CLASSES}
         discriminator = self.models["discriminator"]
         self.notes: list[str] = []
-        self.name, self.json = " and ".join(CLASSES.values()), discriminator.json
-        for half, name in CLASSES.items():
-            if self.models[half].name == DEBERTA[half]:
+        self.name, self.json = " and ".join(ELECTRA_CLASSES.values()), discriminator.json
+        for half, name in ELECTRA_CLASSES.items():
+            if self.models[half].name == DEBERTA_CLASSES[half]:
                 raise UsageError(
-                    f"{self.path / half}: a {DEBERTA[half]}, which is stored without what makes it a {half}: open it "
-                    "alone"
+                    f"{self.path / half}: a {DEBERTA_CLASSES[half]}, which is stored without what makes it a {half}: "
+                    "open it alone"
                 )
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
         self.architecture, self.config = discriminator.architecture, self._make_config()
-        parts = [_export(half, half_config, CLASSES[half]) for half, half_config in _split_config(self.config).items()]
+        parts = [
+            _export(half, half_config, ELECTRA_CLASSES[half])
+            for half, half_config in _split_config(self.config).items()
+        ]
         self.rules = [
             rule
             for part in parts
             for rule in part.rules
-            if part.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED
+            if part.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED_EMBEDDINGS
         ]
         self._check_shared()
 
@@ -105,7 +108,7 @@ class ElectraFolder:
         return {f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()}
 
     def _make_config(self) -> ModelConfig:
-        discriminator, generator = (self.models[half].config for half in CLASSES)
+        discriminator, generator = (self.models[half].config for half in ELECTRA_CLASSES)
         section = GeneratorConfig(
             d_model=generator.d_model,
             n_heads=generator.attention.n_heads,
@@ -120,9 +123,9 @@ class ElectraFolder:
         return config
 
     def _check_shared(self) -> None:
-        discriminator, generator = (self.models[half] for half in CLASSES)
+        discriminator, generator = (self.models[half] for half in ELECTRA_CLASSES)
         for rule in discriminator.rules:
-            if rule.megatfm[0] in SHARED and not torch.equal(
+            if rule.megatfm[0] in SHARED_EMBEDDINGS and not torch.equal(
                 discriminator.read_tensor(rule.hf[0]), generator.read_tensor(rule.hf[0])
             ):
                 raise MegatfmError(
@@ -138,7 +141,10 @@ def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
     name, architecture, hf_config = find_architecture(config, among=[class_name])
     rules = [
-        replace(rule, megatfm=tuple(f"{'discriminator' if key in SHARED else half}.{key}" for key in rule.megatfm))
+        replace(
+            rule,
+            megatfm=tuple(f"{'discriminator' if key in SHARED_EMBEDDINGS else half}.{key}" for key in rule.megatfm),
+        )
         for rule in architecture.weight_mappings(config)
     ]
     return ExportedModel(half, name, architecture, hf_config, rules)

@@ -21,12 +21,11 @@ from megatfm.convert.architecture import (
     format_error,
     list_candidates,
 )
+from megatfm.convert.hf_values import PIXEL_KEYS
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 
 PREPROCESSOR = "preprocessor_config.json"
-PIXEL_KEYS = ("image_mean", "image_std")
-"""Keys of preprocessor_config.json that are part of the model in megatfm."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 

@@ -102,7 +102,7 @@ OPTIONAL_STR = (str, type(None))
 TOKEN_IDS = (int, list, type(None))
 """Types of one token id or several."""
 
-COMMON: Mapping[str, Key] = {
+COMMON_KEYS: Mapping[str, Key] = {
     "architectures": used(None, list, None),
     "is_encoder_decoder": supported_values(False),
     "is_decoder": supported_values(False),

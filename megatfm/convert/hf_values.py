@@ -76,7 +76,10 @@ def get_init_std(config: ModelConfig) -> float:
     return float(getattr(config.init, "std", 0.02))
 
 
-ROPE = {
+PIXEL_KEYS = ("image_mean", "image_std")
+"""Keys of preprocessor_config.json that are part of the model in megatfm."""
+
+ROPE_KEYS = {
     "rope_parameters": used(None, dict, None),
     "rope_scaling": used(None, dict, None),
     "rope_theta": used(None, float),
@@ -84,7 +87,7 @@ ROPE = {
     "original_max_position_embeddings": used(None, int),
 }
 """Keys of config.json about rotary positions."""
-ROPE_TYPES = {
+ROPE_TYPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "yarn": (
@@ -209,12 +212,14 @@ def rope_to_hf(config: ModelConfig) -> Json:
 
 def _convert_scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: str) -> RopeScaling | None:
     rope_type = table.get("rope_type", table.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise UsageError(f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}")
+    if rope_type not in ROPE_TYPE_KEYS:
+        raise UsageError(
+            f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPE_KEYS)}"
+        )
     check_table_keys(
         table_name,
         table,
-        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[rope_type]),
+        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPE_KEYS[rope_type]),
     )
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
@@ -226,7 +231,7 @@ def _convert_scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_
     if rope_type != "linear":
         original_length = _read_number(table, "original_max_position_embeddings", config, table_name)
         original_length = config["max_position_embeddings"] if original_length is None else original_length
-    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[rope_type]}:
+    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPE_KEYS[rope_type]}:
         if isinstance(table.get(key), bool) or not isinstance(table.get(key), int | float):
             raise UsageError(f"config.json: {table_name}.{key} = {table.get(key)!r} is not a number")
     match rope_type:

@@ -64,9 +64,9 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
         raise UsageError(f"{source}: ELECTRA's two models have two folders, and an adapter one: use --to hf")
     part = parts[0]
     rules = get_module_rules(part.architecture, base) or part.rules
-    factors, saved, is_transposed = _convert_trained(part.name, rules, _read(path, options), source)
+    factors, saved, is_transposed = _convert_trained(part.name, rules, _read_trained(path, options), source)
     written = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
-        "base_model_name_or_path": _get_base(state),
+        "base_model_name_or_path": _get_base_checkpoint(state),
         "task_type": next((task for end, task in TASK_TYPES.items() if part.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
@@ -176,7 +176,7 @@ def unflatten_experts(a: Tensor, b: Tensor, n_experts: int) -> Factors:
     return a.unflatten(0, (n_experts, -1)), b.unflatten(1, (-1, n_experts)).permute(2, 0, 1)
 
 
-def _read(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
+def _read_trained(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
     """Read what is trained of a model with adapters."""
     chosen = [
         name
@@ -187,7 +187,7 @@ def _read(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
     return {name.removeprefix("model."): t for name, t in checkpoint.read_tensors(path, only=chosen).items()}
 
 
-def _get_base(state: Mapping[str, JsonValue]) -> str | None:
+def _get_base_checkpoint(state: Mapping[str, JsonValue]) -> str | None:
     base = state.get("base")
     return str(base["checkpoint"]) if isinstance(base, dict) else None
 

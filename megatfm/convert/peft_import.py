@@ -43,12 +43,12 @@ from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name
 from megatfm.models import MODELS
 from megatfm.version import __version__
 
-UNSUPPORTED = {
+NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
     "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
 }  # fmt: skip
 """Options of PEFT that add to, or change, what is computed → their value where they don't."""
-MERGE = "merge it by PEFT's merge_and_unload, and convert the merged model"
+MERGE_ADVICE = "merge it by PEFT's merge_and_unload, and convert the merged model"
 
 
 def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
@@ -60,9 +60,11 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     source, target = Path(source), Path(target)
     check_is_new(target)
     adapter_config = read_json_object(source / ADAPTER_CONFIG)
-    for key, neutral in {"peft_type": "LORA", **UNSUPPORTED}.items():
+    for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
         if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
-            raise UsageError(f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE}")
+            raise UsageError(
+                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE_ADVICE}"
+            )
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
     rank = max(a.shape[-2] for a, _, _ in factors.values())
@@ -87,7 +89,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
         for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True)
     }
     with new_folder(target) as folder:
-        _write(opened, model, {**adapters, **saved}, folder, target, source)
+        _write_model(opened, model, {**adapters, **saved}, folder, target, source)
     return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
 
 
@@ -129,8 +131,13 @@ def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tenso
                 raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
             weight = parameters.get(module, f"{module}.weight")
             rule = _find_rule(rules, weight, opened, source)
-            pair = _unflatten(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
-            scale = _scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
+            pair = _unflatten_pair(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
+            try:
+                scale = _compute_scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
+            except (re.error, ArithmeticError, AttributeError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{source / ADAPTER_CONFIG}: lora_alpha and alpha_pattern give no scale for {weight}: {error}"
+                ) from None
             factors_by_name, is_transposed = _split_factors(rule, *pair, source)
             if module in parameters and not is_transposed:
                 _check_layout(adapter_config, weight, source)
@@ -163,7 +170,7 @@ def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder)
     return {wrapper: name for name, wrapper in find_wrapper_names(chosen).items()}
 
 
-def _unflatten(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
+def _unflatten_pair(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
     n_experts = list_tensor_shapes(opened.config)[rule.megatfm[0]][0]
     if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
         raise MegatfmError(
@@ -182,7 +189,7 @@ def _check_layout(adapter_config: Mapping[str, Any], name: str, source: Path) ->
     if first < second:
         raise UsageError(
             f"{source / ADAPTER_CONFIG}: adapts {name}, and was written by a PEFT before {FIRST_VERSION_OF_LAYOUT} "
-            f"(peft_version), where A and B of experts stood for something else: {MERGE}"
+            f"(peft_version), where A and B of experts stood for something else: {MERGE_ADVICE}"
         )
 
 
@@ -200,12 +207,12 @@ def _find_rule(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, 
     rule = rules.get(name) or rules.get(opened.architecture.base_model_prefix + name)
     if rule is None:
         raise UsageError(
-            f"{source / ADAPTER_WEIGHTS}: {name} is no weight of a {opened.name} that megatfm knows: {MERGE}"
+            f"{source / ADAPTER_WEIGHTS}: {name} is no weight of a {opened.name} that megatfm knows: {MERGE_ADVICE}"
         )
     return rule
 
 
-def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
+def _compute_scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / rank of a module, as PEFT's patterns and options say."""
     alpha = float(adapter_config.get("lora_alpha", 8))
     for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
@@ -230,10 +237,12 @@ def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> t
         ):
             pairs = [(a, part.contiguous()) for part in parts]
             return dict(zip(rule.megatfm, pairs, strict=True)), transposed
-    raise UsageError(f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE}")
+    raise UsageError(
+        f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE_ADVICE}"
+    )
 
 
-def _write(
+def _write_model(
     opened: HfFolder,
     model: ModelConfig,
     changed: Mapping[str, Tensor],

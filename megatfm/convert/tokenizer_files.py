@@ -17,7 +17,7 @@ from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tasks.chat import TEMPLATE_FILE, answer_end_tokens
+from megatfm.tasks.chat import TEMPLATE_FILE, find_answer_end_tokens
 from megatfm.tokenizers import Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -187,7 +187,7 @@ def make_generation_config(
     stored = origin.get("generation")
     generation: Json = dict(stored) if isinstance(stored, dict) else {}
     path = tokenizers.find_tokenizer_file(folder)
-    ends = answer_end_tokens(config.task, path, tokenizers.load(path)) if path is not None else ()
+    ends = find_answer_end_tokens(config.task, path, tokenizers.load(path)) if path is not None else ()
     ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
     listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
     if missing := [token for token in ends if token not in listed]:

@@ -36,7 +36,7 @@ def check_local(path: str | Path) -> None:
         )
 
 
-def regular_file_size(path: Path) -> int:
+def get_regular_file_size(path: Path) -> int:
     """Return the size of a plain file in bytes. Raises a MegatfmError if it is missing, a link or a device."""
     try:
         status = os.lstat(path)
@@ -49,7 +49,7 @@ def regular_file_size(path: Path) -> int:
 
 def check_size(path: Path, size: int) -> None:
     """Raise a MegatfmError unless `path` is a plain file of `size` bytes."""
-    actual = regular_file_size(path)
+    actual = get_regular_file_size(path)
     if actual != size:
         raise MegatfmError(f"{path}: has {actual} bytes, its manifest says {size}: {RESTORE}")
 
@@ -94,7 +94,7 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 def open_regular_file(path: Path) -> IO[bytes]:
     """Open a plain file for reading. Raises a MegatfmError if it is missing, a link or a device."""
-    regular_file_size(path)
+    get_regular_file_size(path)
     return os.fdopen(open_descriptor(path), "rb")
 
 

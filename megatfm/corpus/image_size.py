@@ -21,7 +21,7 @@ def read_orientation(image: Image.Image) -> int:
     return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
-def image_extensions(extensions: Iterable[str]) -> list[str]:
+def list_image_extensions(extensions: Iterable[str]) -> list[str]:
     """Return the extensions of images, in the order of their numbers; one without a number is the first."""
     numbers = {
         extension: int(match[1] or -1)
@@ -31,21 +31,21 @@ def image_extensions(extensions: Iterable[str]) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def image_format(extension: str) -> str:
+def get_image_format(extension: str) -> str:
     """Return Pillow's name of the format of an image's extension, `jpg` or `0.jpg`."""
     return PILLOW_FORMATS[extension.rpartition(".")[2]]
 
 
-def upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
+def read_upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
     """Return height and width in pixels of a sample's image, turned upright.
 
     files: the sample's files by extension. Returns None if they have not one image, or its header can't be read.
     """
-    images = image_extensions(files)
+    images = list_image_extensions(files)
     if len(images) != 1:
         return None
     try:
-        image = Image.open(BytesIO(files[images[0]]), formats=[image_format(images[0])])
+        image = Image.open(BytesIO(files[images[0]]), formats=[get_image_format(images[0])])
         return image.size if read_orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
     except Exception:  # Pillow raises many kinds; decoding reports the damage
         return None

@@ -152,7 +152,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
         for sample in corpus.read_block_samples(block):
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
-            for field, value in countable_fields(sample.metadata).items():
+            for field, value in select_countable_fields(sample.metadata).items():
                 by_field.setdefault(field, _Totals(field)).add(value, sample)
             counts = np.bincount(sample.tokens)
             uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
@@ -171,7 +171,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     return "\n\n".join(parts)
 
 
-def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+def select_countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values to count a document by: its URL's domain, and fields that are strings, numbers or booleans."""
     values = {name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)}
     return {"domain": get_domain(values.pop("url")), **values} if "url" in values else values

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.corpus.files import RESTORE, read_range, regular_file_size, write_whole
+from megatfm.corpus.files import RESTORE, get_regular_file_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
@@ -158,7 +158,7 @@ class Manifest(_Strict):
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
                 "run `megatfm prep` (again)"
             )
-        return cls.parse(read_range(path, 0, regular_file_size(path)), path)
+        return cls.parse(read_range(path, 0, get_regular_file_size(path)), path)
 
     @classmethod
     def parse(cls, text: bytes, path: Path | str) -> Self:

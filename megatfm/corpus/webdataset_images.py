@@ -166,7 +166,7 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
 
 def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
     """Write the index of a tar; return its entry in a manifest. labels: label → its first sample; extended here."""
-    from megatfm.corpus.image_size import upright_size
+    from megatfm.corpus.image_size import read_upright_size
 
     frames: list[tuple[int, int, int]] = []
     rows: list[tuple[int, int, int, bytes, int, int]] = []
@@ -179,7 +179,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
                 if sample.key in keys:
                     raise MegatfmError(f"{where} is there twice: refused")
                 keys.add(sample.key)
-                height, width = _find_image_size(upright_size(sample.files), sample.files, where)
+                height, width = _find_image_size(read_upright_size(sample.files), sample.files, where)
                 _record_label(rule, sample.files, labels, where)
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))

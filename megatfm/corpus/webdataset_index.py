@@ -17,7 +17,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
-from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
+from megatfm.corpus.files import get_regular_file_size, open_regular_file, write_whole
 from megatfm.corpus.manifest import (
     DEFAULT_FRAME_BYTES,
     FOREIGN_SHARD,
@@ -148,7 +148,7 @@ def write_shard_index(
     write_whole(path.with_name(name), encoded)
     return CorpusShard(
         file=path.name,
-        bytes=regular_file_size(path),
+        bytes=get_regular_file_size(path),
         blake3=hash_file(path),
         samples=len(rows),
         tokens=int(samples["tokens"].sum(dtype=np.int64)),
@@ -192,7 +192,7 @@ def iter_raw_frames(path: Path, samples: Iterable[SampleT]) -> Iterator[tuple[by
 
     The frames cover every byte of the tar. The samples' offsets count from the start of their frame.
     """
-    begin, frame_samples, size = 0, list[SampleT](), regular_file_size(path)
+    begin, frame_samples, size = 0, list[SampleT](), get_regular_file_size(path)
     with open_regular_file(path) as file:
         for sample in samples:
             if frame_samples and sample.begin - begin >= FRAME_BYTES:
@@ -225,7 +225,7 @@ def _iter_zstd_frames(path: Path) -> Iterator[Frame]:
         for compressed, data in _split_zstd_frames(file, path):
             if not data.strip(b"\0"):
                 raise _needs_rewrite_error(path, f"frame {frame} is empty")
-            if frame == 0 and compressed == regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
+            if frame == 0 and compressed == get_regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
                 raise _needs_rewrite_error(
                     path, "it is one zstd frame, in which nothing can be found without reading all"
                 )

@@ -121,17 +121,17 @@ class InMemoryDocuments(list[NDArray[Any]]):
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
         """Height and width of each document's image, from the image header."""
-        from megatfm.corpus.image_size import upright_size
+        from megatfm.corpus.image_size import read_upright_size
 
-        sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
+        sizes = [read_upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     @cached_property
     def image_counts(self) -> NDArray[np.int64]:
         """Number of each document's images, from the names of its files."""
-        from megatfm.corpus.image_size import image_extensions
+        from megatfm.corpus.image_size import list_image_extensions
 
-        return np.array([len(image_extensions(self.members(number))) for number in range(len(self))], np.int64)
+        return np.array([len(list_image_extensions(self.members(number))) for number in range(len(self))], np.int64)
 
     def measure(self, chunk_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
         """Replace `image_sizes` by the two sizes that an objective computes for each document, if it does."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import PILLOW_FORMATS, image_extensions, image_format, read_orientation
+from megatfm.corpus.image_size import PILLOW_FORMATS, get_image_format, list_image_extensions, read_orientation
 from megatfm.data.image_transforms import Key, Size, Transform
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import Field
@@ -136,7 +136,7 @@ class ImageReader:
     def build_several(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
         """The tokens of all images of a sample, in the order of their numbers, and `begins`: 1 where one after the
         first begins. Raises SampleError for files without an image."""
-        extensions = image_extensions(files) or [find_image(files)]
+        extensions = list_image_extensions(files) or [find_image(files)]
         images = []
         for number, extension in enumerate(extensions):
             image_key = (*key, "image", number) if number else key
@@ -170,7 +170,7 @@ def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> 
 
 def find_image(files: Mapping[str, bytes]) -> str:
     """The extension of a sample's only image."""
-    extensions = image_extensions(files)
+    extensions = list_image_extensions(files)
     if len(extensions) != 1:
         stored = ", ".join(f".{extension}" for extension in files) or "no file"
         raise SampleError(
@@ -183,7 +183,7 @@ def find_image(files: Mapping[str, bytes]) -> str:
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
-        image = _decode_plain_jpeg(data) if image_format(extension) == "JPEG" else None
+        image = _decode_plain_jpeg(data) if get_image_format(extension) == "JPEG" else None
         return convert_mode(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
@@ -196,7 +196,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
     """An upright image by Pillow."""
-    image: Image.Image = Image.open(io.BytesIO(data), formats=[image_format(extension)])
+    image: Image.Image = Image.open(io.BytesIO(data), formats=[get_image_format(extension)])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     turn = TURNS.get(read_orientation(image))

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, check_room, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
+from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, round_up_length
 from megatfm.inference.prompts import build_prompts
 from megatfm.inference.text import TextModel
 
@@ -47,8 +47,8 @@ class NumberedPrompts:
     def shape(self) -> Hashable:
         """Padded lengths and options that requests of one block share."""
         request, encoder = self.request, self.prompts.encoder
-        n_encoder = padded_length(len(encoder[0])) if encoder else 0
-        n_tokens = padded_length(len(self.prompts.tokens[0]))
+        n_encoder = round_up_length(len(encoder[0])) if encoder else 0
+        n_tokens = round_up_length(len(self.prompts.tokens[0]))
         return n_tokens, n_encoder, request.max_tokens, request.stop, str(request.sampling)
 
 

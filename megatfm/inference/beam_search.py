@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.inference.decoding import DecodingState, Prompts, check_logits, stop_tokens
+from megatfm.inference.decoding import DecodingState, Prompts, check_logits, list_stop_ids
 
 # B prompts, K beams of each, V vocabulary
 
@@ -53,7 +53,7 @@ def beam_search(
     if beams < 1 or max_tokens < 1:
         raise UsageError("beam search needs at least one beam and one token")
     decoding = DecodingState(model, prompts, max_tokens, cache=cache)
-    searches = [_Search(beams, max_tokens, stop_tokens(stop_token), penalty) for _ in prompts.tokens]
+    searches = [_Search(beams, max_tokens, list_stop_ids(stop_token), penalty) for _ in prompts.tokens]
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()

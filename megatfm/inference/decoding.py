@@ -142,7 +142,7 @@ def _iter_steps(
 ) -> Iterator[Tensor]:
     token_B = torch.zeros_like(decoding.tokens_BT[:, 0])
     ended_B = torch.zeros_like(token_B, dtype=torch.bool)
-    stops = ended_B.new_tensor(stop_tokens(stop_token), dtype=torch.int64)
+    stops = ended_B.new_tensor(list_stop_ids(stop_token), dtype=torch.int64)
     for _ in range(max_tokens):
         positions = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
         next_B = sampling.sample(decoding.logits(), positions)
@@ -157,7 +157,7 @@ def _iter_steps(
             return
 
 
-def stop_tokens(ids: int | Sequence[int] | None) -> list[int]:
+def list_stop_ids(ids: int | Sequence[int] | None) -> list[int]:
     """Return the ids that end a text: none, one or several."""
     if ids is None:
         return []
@@ -184,7 +184,7 @@ def check_makes_text(model: nn.Module) -> None:
         )
 
 
-def model_without_head(model: nn.Module) -> Any:
+def view_without_head(model: nn.Module) -> Any:
     """Return a view of a model without its head, so that the head can run on a few hidden vectors.
 
     Returns None for a family whose head can't be split off, and for a model with hooks, such as FSDP's, which a view
@@ -244,7 +244,7 @@ class DecodingState:
                 "prompt as a prefix, "
                 "all of which is seen by what follows: a cache does not keep it: generate without cache"
             )
-        self._body = model_without_head(model)
+        self._body = view_without_head(model)
         self._has_capacity = any(isinstance(module, Experts) and module.has_capacity for module in model.modules())
         self.cache = KVCache(config.n_layers, max_length) if cache else None
         self.n_cached = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import has_encoder, is_causal
-from megatfm.inference.likelihood import blocks_of_shape, padded_length
+from megatfm.inference.likelihood import group_by_shape, round_up_length
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -73,10 +73,10 @@ class SentenceEmbedder:
         if n_cut := sum(len(truncated) < len(text) for truncated, text in encoded):
             log.warning("%d of %d texts are cut at %d tokens", n_cut, len(texts), self.max_tokens)
         limit = cast(ModelConfig, self.model.config).position.limit
-        lengths = [padded_length(max(1, len(framed)), limit) for framed, _ in encoded]
+        lengths = [round_up_length(max(1, len(framed)), limit) for framed, _ in encoded]
         vectors: dict[int, Tensor] = {}
         with torch.no_grad():
-            for rows in blocks_of_shape(lengths, batch_size):
+            for rows in group_by_shape(lengths, batch_size):
                 block = [encoded[i][0] for i in rows]
                 vectors |= zip(rows, self.pool(block, lengths[rows[0]], chosen_pooling), strict=True)
         pooled_BD = torch.stack([vectors[i] for i in range(len(encoded))])

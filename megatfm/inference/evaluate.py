@@ -13,7 +13,7 @@ from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.image_evaluation import image_evaluation
+from megatfm.inference.image_evaluation import make_image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -60,7 +60,7 @@ def evaluate_run(
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
-        images, results = image_evaluation(config, engine, n_images), {}
+        images, results = make_image_evaluation(config, engine, n_images), {}
         for name, rows in corpora.validation.items():
             with images.collect_set(name, rows) if images else nullcontext():
                 results[name] = evaluate(

@@ -24,7 +24,13 @@ from megatfm.tasks.question_scores import (
     score_text,
     summarise_results,
 )
-from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, question_pairs, scored_pairs
+from megatfm.tasks.questions import (
+    EvaluationTask,
+    TextPair,
+    list_question_pairs,
+    list_scored_pairs,
+    open_evaluation_task,
+)
 
 RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
 
@@ -129,7 +135,7 @@ def evaluate_questions(
     embedding_options: fields of a `SentenceEmbedder`, for retrieval; None: those of a run.
     """
     if task.config.kind == "retrieval":
-        results = _find_answers(sentence_embedder(loaded, embedding_options), task, batch_size)
+        results = _find_answers(make_sentence_embedder(loaded, embedding_options), task, batch_size)
     elif task.config.kind == "generation":
         results = _generate_answers(loaded, task, batch_size)
     else:
@@ -147,7 +153,7 @@ def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) 
     return [score_text(question, text) for question, text in zip(task.questions, texts, strict=True)]
 
 
-def sentence_embedder(loaded: TextModel, options: Mapping[str, Any] | None = None) -> SentenceEmbedder:
+def make_sentence_embedder(loaded: TextModel, options: Mapping[str, Any] | None = None) -> SentenceEmbedder:
     """Return a model's sentence embedder. options: its fields; None: those of a run."""
     config, prefix_ids = loaded.config, loaded.prompt_prefix_ids
     max_tokens = config.model.position.limit or config.data.sequence_length
@@ -173,8 +179,10 @@ def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: 
 
 def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
     """Score every answer after its prompt, and after the unconditional prompt if there is one."""
-    rows = {pair: question.number + 1 for question in reversed(task.questions) for pair in question_pairs(question)}
-    pairs = scored_pairs(task)
+    rows = {
+        pair: question.number + 1 for question in reversed(task.questions) for pair in list_question_pairs(question)
+    }
+    pairs = list_scored_pairs(task)
     continuations = [_encode(loaded, task, pair, rows[pair]) for pair in pairs]
     likelihoods = score(loaded.model, continuations, batch_size=batch_size)
     return score_questions(task, dict(zip(pairs, likelihoods, strict=True)))

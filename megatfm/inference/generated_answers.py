@@ -12,9 +12,9 @@ from megatfm.config import Config, TaskConfig
 from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, has_encoder, stream
-from megatfm.inference.likelihood import BATCH_SIZE, blocks_of_shape, padded_length
+from megatfm.inference.likelihood import BATCH_SIZE, group_by_shape, round_up_length
 from megatfm.tasks.files import Row, read_row_text
-from megatfm.tasks.text_metrics import corpus_metric, metric_signature
+from megatfm.tasks.text_metrics import compute_text_metric, get_metric_signature
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -33,11 +33,11 @@ class GeneratedAnswers:
 
     def summarise(self, references: Sequence[str]) -> dict[str, Any]:
         """Return the task's metrics, their intervals and signatures. references: one for each row."""
-        results = {name: corpus_metric(name, self.answers, references) for name in self.task.text_metrics}
+        results = {name: compute_text_metric(name, self.answers, references) for name in self.task.text_metrics}
         return {
             "metrics": {name: value for name, (value, _) in results.items()},
             "intervals": {name: list(interval) for name, (_, interval) in results.items()},
-            "signatures": {name: metric_signature(name) for name in results},
+            "signatures": {name: get_metric_signature(name) for name in results},
         }
 
 
@@ -62,9 +62,9 @@ def answer_rows(
     if has_encoder(model):
         prompts = _cut_prompts(config, path, prompts)
     limits = [_limit_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
-    shapes = [(padded_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    shapes = [(round_up_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
     answers = [""] * len(texts)
-    for block in blocks_of_shape(shapes, batch_size):
+    for block in group_by_shape(shapes, batch_size):
         limit = limits[block[0]]
         for row, ids in zip(
             block, _generate_answers(model, tokenizer, task, [prompts[r] for r in block], limit), strict=True

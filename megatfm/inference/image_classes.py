@@ -54,7 +54,7 @@ class ClassCollector:
             probability = float(probabilities[index, predicted[index]])
             if len(self._mistakes) == self.n_mistakes and probability <= self._mistakes[0][0]:
                 continue
-            pixels = pixels_of_label(self._batch, index, self.patch_size)
+            pixels = get_labelled_pixels(self._batch, index, self.patch_size)
             mistake = Mistake(probability, int(labels[index]), int(predicted[index]), pixels)
             # Equally probable mistakes are ordered by their number, which differs, so that pixels are never compared.
             heapq.heappush(self._mistakes, (probability, -n_earlier - index, mistake))
@@ -73,21 +73,21 @@ class ClassCollector:
         return np.column_stack([distinct_pairs, counts]).tolist(), mistakes[: self.n_mistakes]
 
 
-def pixels_of_label(batch: dict[str, Tensor], index: int, patch_size: int) -> Pixels:
+def get_labelled_pixels(batch: dict[str, Tensor], index: int, patch_size: int) -> Pixels:
     """Return the pixels [H, W, C] of a micro-batch's labelled image at an index."""
     rows, tokens = (batch["labels"] != IGNORE_INDEX).nonzero(as_tuple=True)
-    return pixels_at(batch, int(rows[index]), int(tokens[index]), patch_size)
+    return get_image_pixels(batch, int(rows[index]), int(tokens[index]), patch_size)
 
 
-def pixels_at(batch: dict[str, Tensor], row: int, token: int, patch_size: int) -> Pixels:
+def get_image_pixels(batch: dict[str, Tensor], row: int, token: int, patch_size: int) -> Pixels:
     """Return the pixels [H, W, C] of a token's image."""
-    token_indices = tokens_of_image(batch, row, token)
+    token_indices = list_image_tokens(batch, row, token)
     grid = batch["grid"][row].cpu().numpy()
     patches = token_indices[grid[token_indices, 0] >= 0]
     return join_patches(batch["patches"][row].cpu().numpy()[patches], grid[token_indices[0], 2:], patch_size)
 
 
-def tokens_of_image(batch: dict[str, Tensor], row: int, token: int) -> NDArray[np.int64]:
+def list_image_tokens(batch: dict[str, Tensor], row: int, token: int) -> NDArray[np.int64]:
     """Return the indices in the row of all tokens of a token's image, special tokens first."""
     if "documents" in batch:
         documents = batch["documents"][row].cpu().numpy()

@@ -45,7 +45,7 @@ class ImageEvaluation:
     def collect_set(self, name: str, rows: SizedRowDataset) -> Iterator[None]:
         """Collect the predictions of a set that is evaluated inside the block. The first set gives the examples."""
         from megatfm.inference.image_classes import collect_classes
-        from megatfm.inference.pictures import make_galleries, mistakes_gallery
+        from megatfm.inference.pictures import make_galleries, make_mistakes_gallery
 
         classes = self.class_names(name)
         if self._config.objective.name == "image_classification" and self._model is not None:
@@ -63,7 +63,7 @@ class ImageEvaluation:
             build_galleries = make_galleries(self._config, rows, self._n_images, self._engine.device, classes)
             self._galleries += self._engine.run_model(build_galleries)
         if mistakes:
-            self._galleries.append(mistakes_gallery(mistakes, classes, name))
+            self._galleries.append(make_mistakes_gallery(mistakes, classes, name))
 
     def class_names(self, name: str) -> Sequence[str]:
         """Return the names of a set's classes; empty if they are numbers."""
@@ -83,7 +83,7 @@ class ImageEvaluation:
             log.info("%d pictures in %s, which `megatfm report` shows", count, run_dir / "pictures")
 
 
-def image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEvaluation | None:
+def make_image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEvaluation | None:
     """Return the collector of a run on images; None for others. Raises UsageError if one of those asks for images."""
     if isinstance(config.objective, ImageObjective):
         return ImageEvaluation(config, engine, n_images)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatfm import object_collectives
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.decoding import PADDING, has_encoder, model_without_head
+from megatfm.inference.decoding import PADDING, has_encoder, view_without_head
 from megatfm.inference.prompts import build_prompts
 from megatfm.inference.text import TextModel
 from megatfm.layers.moe.experts import without_capacity
@@ -106,7 +106,7 @@ def map_blocks(
 
     Batches depend on the items and the batch size alone. Collective: an error on one rank is raised on all.
     """
-    blocks = list(blocks_of_shape([shape_of(item) for item in items], batch_size))
+    blocks = list(group_by_shape([shape_of(item) for item in items], batch_size))
     rank, world_size = object_collectives.rank(), object_collectives.world_size()
 
     def compute_share() -> dict[int, R]:
@@ -130,7 +130,7 @@ def _catch_errors(work: Callable[[], T]) -> T | Exception:
         return error
 
 
-def blocks_of_shape(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
+def group_by_shape(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
     """Yield the indices of up to `batch_size` items of one shape at a time, the largest shapes first."""
     by_shape: dict[Any, list[int]] = {}
     for index, shape in enumerate(shapes):
@@ -141,7 +141,7 @@ def blocks_of_shape(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int
             yield indices[start : start + batch_size]
 
 
-def padded_length(n_tokens: int, limit: int | None = None) -> int:
+def round_up_length(n_tokens: int, limit: int | None = None) -> int:
     """Return the padded length of a row of `n_tokens`. limit: the model's number of positions; None: unlimited."""
     length = -(-n_tokens // LENGTH_STEP) * LENGTH_STEP
     return length if limit is None else max(n_tokens, min(length, limit))
@@ -156,8 +156,8 @@ class _Scorer:
 
     def padded_lengths(self, continuation: Continuation) -> tuple[int, int, bool]:
         """Return a row's shape: padded encoder tokens, padded decoder tokens, and whether it has a prefix."""
-        n_encoder = 0 if continuation.encoder is None else padded_length(len(continuation.encoder), self.limit)
-        return n_encoder, padded_length(len(continuation.tokens), self.limit), continuation.prefix
+        n_encoder = 0 if continuation.encoder is None else round_up_length(len(continuation.encoder), self.limit)
+        return n_encoder, round_up_length(len(continuation.tokens), self.limit), continuation.prefix
 
     def score_block(self, block: Sequence[Continuation]) -> list[Likelihood]:
         """Return the likelihoods of rows of one shape."""
@@ -186,7 +186,7 @@ class _Scorer:
     ) -> Iterator[Tensor]:
         """Yield the logits [M, V] of each row's targets; one row at a time if the head can be split off."""
         spans = [slice(len(row.context) - 1, len(row.tokens)) for row in block]
-        body = model_without_head(self.model)
+        body = view_without_head(self.model)
         if body is None:
             logits_BTV = self.model(tokens_BT, **inputs).logits
             yield from (logits_BTV[row, span] for row, span in enumerate(spans))

@@ -18,7 +18,7 @@ from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.files import atomic_write
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
-from megatfm.inference.image_classes import Mistake, Pixels, pixels_at, tokens_of_image
+from megatfm.inference.image_classes import Mistake, Pixels, get_image_pixels, list_image_tokens
 from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.models.masked_autoencoder import VARIANCE_EPS
 
@@ -48,14 +48,14 @@ class Gallery:
     pictures: Sequence[Picture]
 
 
-def example_batches(rows: SizedRowDataset, count: int) -> Iterator[Batch]:
+def iter_example_batches(rows: SizedRowDataset, count: int) -> Iterator[Batch]:
     """Yield `count` rows spread evenly over a set, each as a batch of one."""
     for row in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
         fields = rows.read_rows([row])
         yield {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
 
 
-def rollout_gallery(
+def make_rollout_gallery(
     model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device, names: Sequence[str]
 ) -> Gallery:
     """Show where the model attends: each image, and the image times the rollout, as in figure 6 of the ViT paper.
@@ -73,11 +73,11 @@ def rollout_gallery(
         reached_TT = compute_rollout(maps)[0].cpu()
         logits = (output.predictions or {}).get("classifier")
         for index, token in enumerate(_find_first_tokens(batch)):
-            token_indices = tokens_of_image(batch, 0, token)
+            token_indices = list_image_tokens(batch, 0, token)
             is_patch = batch["grid"][0, token_indices, 0].numpy() >= 0
             attention_TT = reached_TT[token_indices][:, token_indices[is_patch]]
             weights = (attention_TT[0] if by_class_token else attention_TT[torch.from_numpy(is_patch)].mean(0)).numpy()
-            image = pixels_at(batch, 0, token, _patch_size(config))
+            image = get_image_pixels(batch, 0, token, _patch_size(config))
             label = int(batch["labels"][0, token])
             caption = "" if label == IGNORE_INDEX else f"label {_name(names, label)}"
             if logits is not None:
@@ -97,7 +97,9 @@ def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
     return shaded
 
 
-def reconstruction_gallery(model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device) -> Gallery:
+def make_reconstruction_gallery(
+    model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
+) -> Gallery:
     """Show the visible patches, the model's reconstruction, and the image, as in figure 2 of the MAE paper."""
     targets = "target_patches" if config.objective.name == "simmim" else "patches"
     pictures = []
@@ -110,10 +112,10 @@ def reconstruction_gallery(model: nn.Module, config: Config, batches: Sequence[B
             predicted_TK = output.predictions["pixels"][0].cpu()
             is_masked_T1 = batch["masked"][0, :, None] > 0
         visible_TK = image_TK.masked_fill(is_masked_T1, GREY)
-        filled_TK = torch.where(is_masked_T1, to_bytes(predicted_TK, image_TK, config), image_TK)
+        filled_TK = torch.where(is_masked_T1, denormalize_pixels(predicted_TK, image_TK, config), image_TK)
         for token in _find_first_tokens(batch):
             panels = [
-                pixels_at({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
+                get_image_pixels({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
                 for patches_TK in (visible_TK, filled_TK, image_TK)
             ]
             pictures.append(Picture(panels, ""))
@@ -124,7 +126,7 @@ def reconstruction_gallery(model: nn.Module, config: Config, batches: Sequence[B
     return Gallery("reconstructions", "Reconstructions", note, pictures)
 
 
-def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
+def denormalize_pixels(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
     """Return predicted pixels [T, K] as uint8. Normalised targets are rescaled by each patch's mean and deviation."""
     predicted_TK = predicted_TK.double()
     scale_K, shift_K = make_normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
@@ -135,7 +137,7 @@ def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor
     return ((predicted_TK - shift_K) / scale_K).round().clamp(0, 255).to(torch.uint8)
 
 
-def mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: str) -> Gallery:
+def make_mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: str) -> Gallery:
     """Show the most confident mistakes of an evaluation. name: of the validation set."""
     pictures = [
         Picture(
@@ -161,7 +163,7 @@ def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> in
         for number, picture in enumerate(gallery.pictures):
             file = Path(FOLDER) / f"{gallery.name}-{number:02d}.png"
             (run_dir / FOLDER).mkdir(exist_ok=True)
-            atomic_write(run_dir / file, to_png(picture.panels))
+            atomic_write(run_dir / file, join_panels(picture.panels))
             entries.append({"file": str(file), "caption": picture.caption})
         index.append({"title": gallery.title, "note": gallery.note, "pictures": entries})
     content = {"step": step, "galleries": index}
@@ -169,7 +171,7 @@ def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> in
     return sum(len(gallery.pictures) for gallery in galleries)
 
 
-def to_png(panels: Sequence[Pixels]) -> bytes:
+def join_panels(panels: Sequence[Pixels]) -> bytes:
     """Return panels side by side as a PNG file, with transparent gaps. Enlarged pixels are not smoothed."""
     images = []
     for panel in panels:
@@ -193,15 +195,15 @@ def make_galleries(
     config: Config, rows: SizedRowDataset, count: int, device: torch.device, names: Sequence[str]
 ) -> Callable[[nn.Module], list[Gallery]]:
     """Return a function that builds the objective's galleries from a model in evaluation mode."""
-    batches = list(example_batches(rows, count))
+    batches = list(iter_example_batches(rows, count))
 
     @torch.no_grad()
     def build_galleries(model: nn.Module) -> list[Gallery]:
         if config.objective.name in ("masked_image", "simmim"):
-            return [reconstruction_gallery(model, config, batches, device)]
+            return [make_reconstruction_gallery(model, config, batches, device)]
         if config.model.family != "encoder":
             return []
-        return [rollout_gallery(model, config, batches, device, names)]
+        return [make_rollout_gallery(model, config, batches, device, names)]
 
     return build_galleries
 

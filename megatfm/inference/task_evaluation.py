@@ -23,8 +23,8 @@ from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.files import read_rows
-from megatfm.tasks.metrics import bootstrap_interval, confusion_matrix, list_metrics, per_class_scores
-from megatfm.tasks.predictions import Predictions, collect_predictions, engine_model
+from megatfm.tasks.metrics import bootstrap_interval, compute_class_scores, confusion_matrix, list_metrics
+from megatfm.tasks.predictions import Predictions, collect_predictions, get_engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
 from megatfm.tokenizers import Tokenizer
@@ -105,7 +105,7 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
     if task.form != "tagging":  # whose words are not independent
         summary["intervals"] = {name: bootstrap_interval(metrics[name], targets, predicted) for name in means}
     if task.form in ("classification", "tagging"):
-        summary["per_class"] = per_class_scores(targets, predicted, task.labels)
+        summary["per_class"] = compute_class_scores(targets, predicted, task.labels)
         summary["confusion"] = confusion_matrix(targets, predicted, len(task.labels))
     return summary
 
@@ -200,7 +200,7 @@ def _predict(
         load_weights(engine, source)
         results: dict[str, Collected] = {}
         for name, rows in corpora.validation.items():
-            with collect_predictions(engine_model(engine)) if task.has_head else nullcontext() as collector:
+            with collect_predictions(get_engine_model(engine)) if task.has_head else nullcontext() as collector:
                 result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
             predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
             n_examples = corpora_read[name].n_examples

@@ -23,7 +23,7 @@ from megatfm.models import build
 from megatfm.models.base import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
-from megatfm.tasks.chat import answer_end_tokens
+from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -115,7 +115,7 @@ def _stop_ids(
     generation = origin.get("generation") if isinstance(origin, dict) else None
     ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
     listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
-    answer_ends = answer_end_tokens(config.task, tokenizer_file, tokenizer)
+    answer_ends = find_answer_end_tokens(config.task, tokenizer_file, tokenizer)
     for token in answer_ends:
         log.warning("an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token))
     return tuple(dict.fromkeys([tokenizer.eos, *listed, *answer_ends]))

@@ -152,7 +152,7 @@ class AnswerEncoder:
         self, row_number: int, messages: list[Any], template: ChatTemplate, tokenizer: HuggingFaceTokenizer
     ) -> tuple[NDArray[np.int64], Spans, int]:
         try:
-            text, answers = template.answer_spans(messages)
+            text, answers = template.locate_answers(messages)
         except UsageError as error:
             refuse_row(self.path, row_number, str(error))
         tokens, offsets = tokenizer.encode_with_offsets(text)

@@ -85,7 +85,7 @@ class ChatTemplate:
         has_spaces = text.startswith(words.lstrip(), begin)
         return text[: begin + len(words.lstrip() if has_spaces else words.strip())]
 
-    def answer_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def locate_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and [begin, end) of each answer in characters.
 
         An answer is the text that an assistant's message adds after the generation prompt. Raises UsageError where a
@@ -106,7 +106,7 @@ class ChatTemplate:
             spans.append((len(prompt), len(with_answer)))
         return text, spans
 
-    def end_of_turn(self, tokenizer: HuggingFaceTokenizer) -> int | None:
+    def find_end_of_turn(self, tokenizer: HuggingFaceTokenizer) -> int | None:
         """Return the special token that ends an answer; None if the template puts none behind it."""
         conversation = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
         try:
@@ -143,7 +143,9 @@ def load_chat_template(
     return ChatTemplate(source, spellings)
 
 
-def answer_end_tokens(task: TaskConfig | None, tokenizer_file: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def find_answer_end_tokens(
+    task: TaskConfig | None, tokenizer_file: str | Path, tokenizer: Tokenizer
+) -> tuple[int, ...]:
     """Return the token that ends an answer of a model fine-tuned on conversations; none for other models."""
     if task is None or task.form not in CHAT_FORMS or not isinstance(tokenizer, HuggingFaceTokenizer):
         return ()
@@ -153,7 +155,7 @@ def answer_end_tokens(task: TaskConfig | None, tokenizer_file: str | Path, token
         if task.form == "chat":  # preferences between plain texts need none
             log.warning("an answer ends at EOS alone, for the chat template can't be read: %s", error)
         return ()
-    token = template.end_of_turn(tokenizer)
+    token = template.find_end_of_turn(tokenizer)
     return () if token is None else (token,)
 
 

@@ -131,7 +131,7 @@ def prepare_corpus(
         else:
             encoder = AnswerEncoder(path, task, tokenizer, example_format, tokenizer_file)
         encoded, notes = encoder.encode(rows)
-        _write(corpus_folder, encoded, str(path), tokenizer, identity | {"notes": notes})
+        _write_corpus(corpus_folder, encoded, str(path), tokenizer, identity | {"notes": notes})
     manifest = json.loads((corpus_folder / MANIFEST).read_bytes())
     return TaskCorpus(corpus_folder, len(rows), manifest["provenance"]["notes"])
 
@@ -159,7 +159,7 @@ def _hash_chat_template(task: TaskConfig, tokenizer_file: str, tokenizer: Tokeni
         return None
 
 
-def _write(
+def _write_corpus(
     corpus_folder: Path,
     examples: Sequence[EncodedExample],
     source: str,

@@ -106,13 +106,13 @@ def list_metrics(task: TaskConfig) -> Mapping[str, Metric]:
 def span_f1(targets: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
     """F1 of complete spans of tags such as B-PER and I-PER, over all texts (conlleval, seqeval)."""
     expected, detected = (
-        {(text_index, *span) for text_index, tags in enumerate(texts) for span in tag_spans(tags)}
+        {(text_index, *span) for text_index, tags in enumerate(texts) for span in find_tag_spans(tags)}
         for texts in (targets, predicted)
     )
     return 2 * len(expected & detected) / max(len(expected) + len(detected), 1)
 
 
-def tag_spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
+def find_tag_spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return (type, first word, end) of each span of BIO or BIOES tags. An I- without a B- begins a span."""
     spans, start, previous_prefix, previous_type = [], 0, "O", ""
     for index, tag in enumerate([*tags, "O"]):
@@ -163,7 +163,7 @@ def confusion_matrix(targets: Values, predicted: Values, classes: int) -> list[l
     return rows
 
 
-def per_class_scores(targets: Values, predicted: Values, labels: Sequence[str]) -> dict[str, dict[str, float]]:
+def compute_class_scores(targets: Values, predicted: Values, labels: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return label → precision, recall, F1 and number of examples."""
     columns = _import_sklearn_metrics().precision_recall_fscore_support(
         targets, predicted, labels=range(len(labels)), zero_division=0.0

@@ -162,7 +162,7 @@ def collect_predictions(model: nn.Module) -> Iterator[PredictionCollector]:
             head.on_logits = None
 
 
-def engine_model(engine: Any) -> nn.Module:
+def get_engine_model(engine: Any) -> nn.Module:
     """Return an engine's model. Raises MegatfmError for an engine without a `model`."""
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatfm.tasks.metrics import bootstrap_interval
-from megatfm.tasks.questions import EvaluationTask, Question, TextPair, answer_bytes, question_pairs
+from megatfm.tasks.questions import EvaluationTask, Question, TextPair, count_answer_bytes, list_question_pairs
 from megatfm.tasks.text_metrics import exact_match, token_f1
 
 MetricValues = dict[str, float]
@@ -46,7 +46,7 @@ def score_choices(
     UTF-8 byte of the answer. accuracy_pmi: by log-probability minus that after the unconditional prompt.
     """
     log_probabilities = np.array([answer.log_probability for answer in answers])
-    n_bytes = answer_bytes(question, delimiter)
+    n_bytes = count_answer_bytes(question, delimiter)
     by_metric = {
         "accuracy": log_probabilities,
         "accuracy_per_token": log_probabilities / np.array([answer.n_tokens for answer in answers]),
@@ -74,7 +74,7 @@ def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> Quest
         "is_greedy": answer.is_greedy,
         "log_probability": answer.log_probability,
     }
-    (n_bytes,) = answer_bytes(question, delimiter)
+    (n_bytes,) = count_answer_bytes(question, delimiter)
     return QuestionResult(values | _measure_code_length(answer, n_bytes), record)
 
 
@@ -103,10 +103,10 @@ def score_rank(question: Question, rank: int) -> QuestionResult:
 
 
 def score_questions(task: EvaluationTask, scored: Mapping[TextPair, Likelihood]) -> list[QuestionResult]:
-    """Return the results of a task's questions from the likelihoods of its pairs (`questions.scored_pairs`)."""
+    """Return the results of a task's questions from the likelihoods of its pairs (`questions.list_scored_pairs`)."""
     results, delimiter = [], task.config.delimiter
     for question in task.questions:
-        likelihoods = [scored[pair] for pair in question_pairs(question)]
+        likelihoods = [scored[pair] for pair in list_question_pairs(question)]
         n_answers = len(question.choices)
         answers, unconditional = likelihoods[:n_answers], likelihoods[n_answers:]
         if task.config.kind == "cloze":
@@ -116,7 +116,7 @@ def score_questions(task: EvaluationTask, scored: Mapping[TextPair, Likelihood])
     return results
 
 
-def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
+def average_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
     """Return metrics over all questions. Sums are exact, so the order of the questions does not matter.
 
     bits_per_byte: total bits of the right answers over their total bytes. perplexity (cloze): exp of the mean nats of
@@ -142,7 +142,7 @@ def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -
         "kind": task.config.kind,
         "fingerprint": task.fingerprint,
         "questions": len(results),
-        "metrics": mean_metrics(task.config.kind, results),
+        "metrics": average_metrics(task.config.kind, results),
         "intervals": intervals,
     }
 

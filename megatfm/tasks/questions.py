@@ -194,12 +194,12 @@ def _compile(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def answer_bytes(question: Question, delimiter: str) -> list[int]:
+def count_answer_bytes(question: Question, delimiter: str) -> list[int]:
     """Return each answer's number of UTF-8 bytes, without the delimiter before it."""
     return [len(choice.removeprefix(delimiter).encode()) for choice in question.choices]
 
 
-def named_task_files(arguments: Sequence[str]) -> Mapping[str, str]:
+def parse_task_files(arguments: Sequence[str]) -> Mapping[str, str]:
     """Return name → task file from arguments `FILE` or `NAME=FILE`. Raises UsageError for a repeated name."""
     files: dict[str, str] = {}
     for argument in arguments:
@@ -239,12 +239,12 @@ def split_pair(tokenizer: Tokenizer, pair: TextPair) -> tuple[str, list[int]]:
     return prompt, tokenizer.encode(answer).tolist()
 
 
-def scored_pairs(task: EvaluationTask) -> list[TextPair]:
+def list_scored_pairs(task: EvaluationTask) -> list[TextPair]:
     """Return the distinct pairs whose likelihood a task needs: answers after prompts and unconditional prompts."""
-    return list(dict.fromkeys(pair for question in task.questions for pair in question_pairs(question)))
+    return list(dict.fromkeys(pair for question in task.questions for pair in list_question_pairs(question)))
 
 
-def question_pairs(question: Question) -> list[TextPair]:
+def list_question_pairs(question: Question) -> list[TextPair]:
     """Return a question's choices after its prompt, then after its unconditional prompt if it has one."""
     prompts = [question.prompt] + ([] if question.unconditional is None else [question.unconditional])
     return [TextPair(prompt, answer) for prompt in prompts for answer in question.choices]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.objectives.supervised import ANNOTATION
-from megatfm.tasks.text_metrics import best_threshold, exact_match, token_f1
+from megatfm.tasks.text_metrics import exact_match, find_best_threshold, token_f1
 
 SHOWN_ANSWERS = 5
 """Number of further answers in a line of the predictions file."""
@@ -121,7 +121,7 @@ class SpanPredictions:
             return self.threshold
         f1 = np.array([token_f1(q.best, q.references or [""]) for q in self.questions])
         differences = np.array([question.difference for question in self.questions])
-        return best_threshold(f1, self._has_answer, differences)[1]
+        return find_best_threshold(f1, self._has_answer, differences)[1]
 
     def answer(self, question: QuestionAnswers) -> str:
         """Return the answer to a question; empty where it has none."""

@@ -40,7 +40,7 @@ def _compute_word_f1(predicted: Sequence[str], reference: Sequence[str]) -> floa
     return 2 * common / (len(predicted) + len(reference))
 
 
-def best_threshold(
+def find_best_threshold(
     scores: NDArray[np.float64], has_answer: NDArray[np.bool_], differences: NDArray[np.float64]
 ) -> tuple[float, float]:
     """Return the best mean score over thresholds, and that threshold (SQuAD 2.0's evaluation script).
@@ -57,7 +57,9 @@ def best_threshold(
     return best / max(len(scores), 1), threshold
 
 
-def corpus_metric(name: str, answers: Sequence[str], references: Sequence[str]) -> tuple[float, tuple[float, float]]:
+def compute_text_metric(
+    name: str, answers: Sequence[str], references: Sequence[str]
+) -> tuple[float, tuple[float, float]]:
     """Return a metric of generated texts and its 95 % bootstrap interval: BLEU and chrF of 100, exact match of 1."""
     if name == "exact_match":
         hits = np.array([a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64)
@@ -76,7 +78,7 @@ def corpus_metric(name: str, answers: Sequence[str], references: Sequence[str]) 
     return float(metric._aggregate_and_compute(statistics).score), interval
 
 
-def metric_signature(name: str) -> str:
+def get_metric_signature(name: str) -> str:
     """Return what names a metric's settings in papers; of exact match its name."""
     return name if name == "exact_match" else str(_make_sacrebleu_metric(name, score_once=True).get_signature())
 

@@ -18,7 +18,7 @@ from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.objectives import Objective
-from megatfm.tasks.predictions import collect_predictions, engine_model
+from megatfm.tasks.predictions import collect_predictions, get_engine_model
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.corpora import Corpora
 
@@ -205,7 +205,7 @@ def evaluate_sets(
     results = {}
     for name, rows in corpora.validation.items():
         with (
-            collect_predictions(engine_model(engine))
+            collect_predictions(get_engine_model(engine))
             if config.task and config.task.has_head
             else nullcontext() as collector
         ):

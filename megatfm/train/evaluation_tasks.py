@@ -29,9 +29,9 @@ from megatfm.objectives.base import Batch, Example, Losses, SpecialTokens
 from megatfm.objectives.supervised import Answers
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
-from megatfm.tasks.predictions import engine_model
-from megatfm.tasks.question_scores import Likelihood, mean_metrics, score_questions
-from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, scored_pairs, split_pair
+from megatfm.tasks.predictions import get_engine_model
+from megatfm.tasks.question_scores import Likelihood, average_metrics, score_questions
+from megatfm.tasks.questions import EvaluationTask, TextPair, list_scored_pairs, open_evaluation_task, split_pair
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.corpora import get_special_tokens
 from megatfm.train.evaluation import evaluate
@@ -161,7 +161,7 @@ class TaskEvaluator:
                     f"evaluate.tasks.{name}: kind = {task.config.kind!r} has no likelihood: leave it out, and use "
                     "`megatfm evaluate --task` on checkpoints"
                 )
-            pairs = scored_pairs(task)
+            pairs = list_scored_pairs(task)
             self._tasks.append((task, pairs, self._pack(task, pairs, tokenizer)))
 
     def _pack(self, task: EvaluationTask, pairs: Sequence[TextPair], tokenizer: Tokenizer) -> SizedRowDataset:
@@ -189,7 +189,7 @@ class TaskEvaluator:
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, dict[str, float]]:
         """Return the metrics of each task by its name. A collective."""
         return {
-            task.name: mean_metrics(task.config.kind, score_questions(task, self._score(pairs, rows, on_batch)))
+            task.name: average_metrics(task.config.kind, score_questions(task, self._score(pairs, rows, on_batch)))
             for task, pairs, rows in self._tasks
         }
 
@@ -197,7 +197,7 @@ class TaskEvaluator:
         self, pairs: Sequence[TextPair], rows: SizedRowDataset, on_batch: Callable[[], None]
     ) -> Mapping[TextPair, Likelihood]:
         objective = AnswerLikelihood(self._special, self._config)
-        heads = [module for module in engine_model(self._engine).modules() if isinstance(module, LMHead)]
+        heads = [module for module in get_engine_model(self._engine).modules() if isinstance(module, LMHead)]
         for head in heads:
             head.recorder = objective.recorder  # type: ignore[assignment]
         try:
@@ -234,6 +234,6 @@ def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None)
             f"evaluate.tasks: parallel.engine = {config.parallel.engine!r} does not declare 'loss_by_source' among its "
             "features, which this needs: use parallel.engine = 'native', or leave it out"
         )
-    n_heads = sum(isinstance(module, LMHead) for module in engine_model(engine).modules())
+    n_heads = sum(isinstance(module, LMHead) for module in get_engine_model(engine).modules())
     if not sum(object_collectives.all_gather_object(n_heads)):
         raise UsageError("evaluate.tasks: the model has no head over the vocabulary: leave it out")

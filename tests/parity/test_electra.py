@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert.electra_pair import SHARED, choose_exported_models
+from megatfm.convert.electra_pair import SHARED_EMBEDDINGS, choose_exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
 from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
@@ -108,14 +108,14 @@ def see_gradients(actual: nn.Module, reference: dict[str, Tensor], dtype: torch.
             assert name.endswith("wk.bias"), f"nothing to compare for {name}"
             norm = full
         assert error <= tolerance * norm, f"{name}: {error / norm:.1e}"
-    assert {f"discriminator.{name}" for name in SHARED} <= reference.keys()
+    assert {f"discriminator.{name}" for name in SHARED_EMBEDDINGS} <= reference.keys()
 
 
 def test_no_gradient_goes_from_the_discriminator_into_the_generator() -> None:
     actual = build(CONFIG).double()
     perturb(actual)
     actual(**batch()).losses["discriminator"].backward()
-    shared = {f"discriminator.{name}" for name in SHARED}
+    shared = {f"discriminator.{name}" for name in SHARED_EMBEDDINGS}
     touched = {name for name, p in actual.named_parameters() if p.grad is not None and p.grad.any()}
     assert shared <= touched
     assert not [name for name in touched if name.startswith("generator.")]

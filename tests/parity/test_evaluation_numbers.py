@@ -15,8 +15,8 @@ from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.inference.likelihood import Continuation, score
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tasks.question_scores import mean_metrics, score_questions
-from megatfm.tasks.questions import open_evaluation_task, scored_pairs, split_pair
+from megatfm.tasks.question_scores import average_metrics, score_questions
+from megatfm.tasks.questions import list_scored_pairs, open_evaluation_task, split_pair
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_tokenizer
 from megatfm.train.evaluation_tasks import open_task_evaluator
@@ -62,12 +62,12 @@ def by_rows(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> Results:
     model, results = build_initial_model(config), {}
     for name, path in config.evaluate.tasks.items():
         task = open_evaluation_task(path)
-        pairs, continuations = scored_pairs(task), []
+        pairs, continuations = list_scored_pairs(task), []
         for pair in pairs:
             prompt, answer = split_pair(tokenizer, pair)
             continuations.append(Continuation([tokenizer.bos, *tokenizer.encode(prompt).tolist()], answer))
         scored = dict(zip(pairs, score(model, continuations, batch_size=3), strict=True))
-        metrics = mean_metrics(task.config.kind, score_questions(task, scored))
+        metrics = average_metrics(task.config.kind, score_questions(task, scored))
         results[name] = metrics if task.config.kind == "choice" else metrics | {"accuracy": None}
     return results
 

@@ -5,7 +5,7 @@ import pytest
 
 from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.object_collectives import all_gather_object
-from megatfm.tasks.predictions import collect_predictions, engine_model
+from megatfm.tasks.predictions import collect_predictions, get_engine_model
 from tests.support.batches import task_batch
 from tests.support.expert_models import EXPERT_MODELS
 from tests.support.layouts import make_cases
@@ -91,7 +91,7 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     expected = collector.parts[0]
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
-        with collect_predictions(engine_model(engine)) as collector:
+        with collect_predictions(get_engine_model(engine)) as collector:
             engine.evaluate(layout_microbatches(engine, batch), objective)
         parts = [part for parts in all_gather_object(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]

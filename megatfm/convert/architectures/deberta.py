@@ -67,10 +67,10 @@ def read_deberta(hf_config: Json, name: str = "deberta", **options: Any) -> Mode
 
 def write_deberta(config: ModelConfig) -> Json:
     position = require_variant(config.position, DebertaPositionConfig, "model.position")
-    return _write(config, position.max_distance, pos_att_type=["c2p", "p2c"])
+    return _write_with(config, position.max_distance, pos_att_type=["c2p", "p2c"])
 
 
-def _write(config: ModelConfig, max_distance: int, **keys: Any) -> Json:
+def _write_with(config: ModelConfig, max_distance: int, **keys: Any) -> Json:
     """Write config.json. keys: of transformers that differ between the versions."""
     return write_encoder(
         config,
@@ -176,7 +176,7 @@ def read_deberta_v2(hf_config: Json) -> ModelConfig:
 
 def write_deberta_v2(config: ModelConfig) -> Json:
     position = require_variant(config.position, DebertaV2PositionConfig, "model.position")
-    return _write(
+    return _write_with(
         config,
         position.max_distance,
         position_buckets=position.buckets,

@@ -16,7 +16,7 @@ from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import dense_rules, llama_style_rules
 from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
-    ROPE,
+    ROPE_KEYS,
     activation_from_hf,
     activation_to_hf,
     check_implied_values,
@@ -35,7 +35,7 @@ from megatfm.convert.weight_mapping import (
 )
 from megatfm.errors import UsageError
 
-KEYS = ROPE | {
+DEEPSEEK_V3_KEYS = ROPE_KEYS | {
     "vocab_size": used(129280),
     "hidden_size": used(7168),
     "intermediate_size": used(18432),
@@ -99,10 +99,10 @@ def read_deepseek_v3(hf_config: Json) -> ModelConfig:
     return config
 
 
-def unused_tensors(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
+def list_unused_tensors(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
     """Return patterns of the multi-token-prediction modules after the last block, which no class of transformers
     reads."""
-    first = hf_config.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
+    first = hf_config.get("num_hidden_layers", DEEPSEEK_V3_KEYS["num_hidden_layers"].default)
     count = hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers"))
     if not isinstance(first, int) or not isinstance(count, int) or count < 1:
         return []
@@ -110,7 +110,7 @@ def unused_tensors(hf_config: Mapping[str, object], names: Container[str]) -> li
     return [rf"^model\.layers\.{i}\." for i in indices if f"model.layers.{i}.eh_proj.weight" in names]
 
 
-CONFIG_MAPPING = {
+DEEPSEEK_MAPPING = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
@@ -132,7 +132,7 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
     rotary = rope_from_hf(hf_config)
     return ModelConfig.from_dotted(
         {
-            **read_mapped(hf_config, CONFIG_MAPPING),
+            **read_mapped(hf_config, DEEPSEEK_MAPPING),
             "ffn.d_ff": hf_config["intermediate_size"],
             "ffn.activation": activation_from_hf(hf_config["hidden_act"], gated=True),
             "attention.name": "mla",
@@ -140,7 +140,7 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
             "attention.q_lora_rank": hf_config["q_lora_rank"],
             "attention.qk_rope_head_dim": hf_config["qk_rope_head_dim"],
             "attention.v_head_dim": hf_config["v_head_dim"],
-            "attention.scale": _scale(hf_config, rotary["position.scaling"]),
+            "attention.scale": _read_attention_scale(hf_config, rotary["position.scaling"]),
             "attention.dropout": hf_config["attention_dropout"] or 0.0,
             "init.name": "normal",
             **rotary,
@@ -149,7 +149,7 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
     )
 
 
-def _scale(hf_config: Json, scaling: RopeScaling | None) -> float | None:
+def _read_attention_scale(hf_config: Json, scaling: RopeScaling | None) -> float | None:
     """Return the scale of attention scores if YaRN changes it, for channels without positions too; else None."""
     table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
     mscale_all_dim = table.get("mscale_all_dim")
@@ -170,7 +170,7 @@ def _compute_yarn_mscale(scaling: YarnScaling, multiplier: float) -> float:
 
 
 def _convert_rope_to_hf(config: ModelConfig) -> Json:
-    """Return rope_parameters with mscale_all_dim, the inverse of `_scale`. Raises UsageError for other scales."""
+    """Return rope_parameters with mscale_all_dim, as `_read_attention_scale` reads it. Raises UsageError."""
     latent, hf_config = _get_attention(config), rope_to_hf(config)
     scaling = config.position.scaling if isinstance(config.position, RopeConfig) else None
     if latent.scale is None:
@@ -227,7 +227,7 @@ def write_without_router(config: ModelConfig) -> Json:
     if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
-        **write_mapped(config, CONFIG_MAPPING),
+        **write_mapped(config, DEEPSEEK_MAPPING),
         **_convert_experts_to_hf(config),
         "num_key_value_heads": config.attention.n_heads,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
@@ -336,14 +336,14 @@ register_architecture(
     "DeepseekV3ForCausalLM",
     Architecture(
         "deepseek_v3",
-        KEYS,
+        DEEPSEEK_V3_KEYS,
         read_deepseek_v3,
         write_deepseek_v3,
         deepseek_v3_rules,
         fused_rules=lambda config: deepseek_v3_rules(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        unused_tensors=unused_tensors,
+        unused_tensors=list_unused_tensors,
         fingerprint={"family": "decoder", "attention.name": "mla"},
     ),
     base="DeepseekV3Model",

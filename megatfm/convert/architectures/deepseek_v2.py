@@ -17,7 +17,7 @@ V3_ONLY_KEYS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
 )
-KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ONLY_KEYS} | {
+DEEPSEEK_V2_KEYS = {key: value for key, value in deepseek.DEEPSEEK_V3_KEYS.items() if key not in V3_ONLY_KEYS} | {
     "vocab_size": used(102400),
     "hidden_size": used(4096),
     "intermediate_size": used(11008),
@@ -78,7 +78,7 @@ register_architecture(
     "DeepseekV2ForCausalLM",
     Architecture(
         "deepseek_v2",
-        KEYS,
+        DEEPSEEK_V2_KEYS,
         read_deepseek_v2,
         write_deepseek_v2,
         deepseek.deepseek_v3_rules,

@@ -11,7 +11,7 @@ from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, supported_val
 from megatfm.convert.hf_values import (
     GLOBAL,
     LOCAL,
-    ROPE,
+    ROPE_KEYS,
     activation_from_hf,
     activation_to_hf,
     find_window_width,
@@ -29,7 +29,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
-GEMMA2 = ROPE | {
+GEMMA2_KEYS = ROPE_KEYS | {
     "vocab_size": used(256000),
     "hidden_size": used(2304),
     "intermediate_size": used(9216),
@@ -56,7 +56,7 @@ GEMMA2 = ROPE | {
     **ignored("hidden_act"),
     **ignored("cache_implementation", kinds=OPTIONAL_STR),
 }
-GEMMA3 = GEMMA2 | {
+GEMMA3_KEYS = GEMMA2_KEYS | {
     "vocab_size": used(262_208),
     "max_position_embeddings": used(131_072),
     "final_logit_softcapping": used(None, float, None),
@@ -72,13 +72,13 @@ GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
 """Defaults of Gemma 3 in transformers: one in so many blocks has full attention; bases of rotary positions."""
 
 
-def read_gemma(hf_config: Json) -> ModelConfig:
+def read_gemma2(hf_config: Json) -> ModelConfig:
     window = make_window_section(hf_config["sliding_window"])
     blocks = make_layer_type_blocks(read_layer_types(hf_config, 2), window, {})
-    return _read(hf_config, {**rope_from_hf(hf_config), **blocks})
+    return _read_gemma(hf_config, {**rope_from_hf(hf_config), **blocks})
 
 
-def read_3(hf_config: Json) -> ModelConfig:
+def read_gemma3(hf_config: Json) -> ModelConfig:
     global_every = hf_config["sliding_window_pattern"]
     global_every = GLOBAL_EVERY if global_every is None else global_every
     if global_every < 1:
@@ -90,10 +90,10 @@ def read_3(hf_config: Json) -> ModelConfig:
         {**make_window_section(hf_config["sliding_window"]), "position": local},
         {"position": full},
     )
-    return _read(hf_config, {"attention.qk_norm": True, **kinds})
+    return _read_gemma(hf_config, {"attention.qk_norm": True, **kinds})
 
 
-CONFIG_MAPPING = {
+GEMMA_MAPPING = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
@@ -109,7 +109,7 @@ CONFIG_MAPPING = {
 }
 
 
-def _read(hf_config: Json, extra: Json) -> ModelConfig:
+def _read_gemma(hf_config: Json, extra: Json) -> ModelConfig:
     d_model, n_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     query_scalar = hf_config["query_pre_attn_scalar"]
     if n_heads < 1 or d_model % n_heads or hf_config["head_dim"] < 1 or query_scalar < 1:
@@ -122,7 +122,7 @@ def _read(hf_config: Json, extra: Json) -> ModelConfig:
             raise UsageError(f"config.json: {key} = {hf_config[key]}: transformers takes {hf_config[key]}.0 alone")
     return ModelConfig.from_dotted(
         {
-            **read_mapped(hf_config, CONFIG_MAPPING),
+            **read_mapped(hf_config, GEMMA_MAPPING),
             "attention.scale": query_scalar**-0.5,
             "attention.softcap": hf_config["attn_logit_softcapping"],
             "attention.dropout": hf_config["attention_dropout"] or 0.0,
@@ -136,23 +136,23 @@ def _read(hf_config: Json, extra: Json) -> ModelConfig:
     )
 
 
-def write_gemma(config: ModelConfig) -> Json:
-    return {**_write(config), **rope_to_hf(config)}
+def write_gemma2(config: ModelConfig) -> Json:
+    return {**_write_gemma(config), **rope_to_hf(config)}
 
 
-def write_3(config: ModelConfig) -> Json:
+def write_gemma3(config: ModelConfig) -> Json:
     if not getattr(config.attention, "qk_norm", False):
         raise UsageError("model.attention.qk_norm = false: Gemma 3 normalises queries and keys")
-    return {**_write(config), **write_layer_type_ropes(config, LOCAL_THETA)}
+    return {**_write_gemma(config), **write_layer_type_ropes(config, LOCAL_THETA)}
 
 
-def _write(config: ModelConfig) -> Json:
+def _write_gemma(config: ModelConfig) -> Json:
     attention = require_variant(config.attention, ScaledAttention, "model.attention")
     require_variant(config.layer_config(0).position, RopeConfig, "model.position")
     scale = attention.scale or config.head_width**-0.5
     activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
-        **write_mapped(config, CONFIG_MAPPING),
+        **write_mapped(config, GEMMA_MAPPING),
         "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu_new" else activation,
         "attention_dropout": attention.dropout,
         "query_pre_attn_scalar": round(scale**-2),
@@ -176,18 +176,18 @@ def gemma_rules(config: ModelConfig) -> list[WeightMapping]:
     return decoder_rules(config, block)
 
 
-FINGERPRINT = LLAMA_FINGERPRINT | {"norm.placement": "sandwich", "norm.zero_centered": True}
+GEMMA_FINGERPRINT = LLAMA_FINGERPRINT | {"norm.placement": "sandwich", "norm.zero_centered": True}
 register_architecture(
     "Gemma2ForCausalLM",
     Architecture(
         "gemma2",
-        GEMMA2,
-        read_gemma,
-        write_gemma,
+        GEMMA2_KEYS,
+        read_gemma2,
+        write_gemma2,
         gemma_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=FINGERPRINT,
+        fingerprint=GEMMA_FINGERPRINT,
     ),
     base="Gemma2Model",
 )
@@ -195,13 +195,13 @@ register_architecture(
     "Gemma3ForCausalLM",
     Architecture(
         "gemma3_text",
-        GEMMA3,
-        read_3,
-        write_3,
+        GEMMA3_KEYS,
+        read_gemma3,
+        write_gemma3,
         gemma_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=FINGERPRINT | {"attention.qk_norm": True},
+        fingerprint=GEMMA_FINGERPRINT | {"attention.qk_norm": True},
     ),
     base="Gemma3TextModel",
 )

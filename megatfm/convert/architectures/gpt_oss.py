@@ -14,7 +14,7 @@ from megatfm.convert.architectures.llama import (
     llama_style_rules,
     write_llama,
 )
-from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     find_window_width,
     make_layer_type_blocks,
@@ -35,13 +35,13 @@ from megatfm.convert.weight_mapping import (
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ALPHA, LIMIT
 
-THETA = 150_000.0
-YARN = {
+DEFAULT_THETA = 150_000.0
+DEFAULT_YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """Default of transformers for a config.json without rope_parameters."""
-KEYS = LLAMA_KEYS | {
+GPT_OSS_KEYS = LLAMA_KEYS | {
     "num_hidden_layers": used(36),
     "num_local_experts": used(128),
     "num_experts": alias("num_local_experts"),
@@ -61,8 +61,8 @@ KEYS = LLAMA_KEYS | {
     "mlp_bias": supported_values(False),
     "swiglu_alpha": supported_values(ALPHA),
     "swiglu_limit": supported_values(LIMIT),
-    "bos_token_id": COMMON["bos_token_id"],
-    "eos_token_id": COMMON["eos_token_id"],
+    "bos_token_id": COMMON_KEYS["bos_token_id"],
+    "eos_token_id": COMMON_KEYS["eos_token_id"],
     **ignored("hidden_act"),  # experts always have the clamped SwiGLU
     **ignored("output_router_logits", kinds=[bool]),
     **ignored("router_aux_loss_coef", kinds=[float]),
@@ -72,8 +72,8 @@ KEYS = LLAMA_KEYS | {
 
 def read_gpt_oss(hf_config: Json) -> ModelConfig:
     if hf_config["rope_parameters"] is None and not hf_config["rope_scaling"]:
-        hf_config = hf_config | {"rope_parameters": YARN}
-    hf_config = set_default_theta(hf_config, THETA)
+        hf_config = hf_config | {"rope_parameters": DEFAULT_YARN}
+    hf_config = set_default_theta(hf_config, DEFAULT_THETA)
     if hf_config["head_dim"] < 1:
         raise UsageError(f"config.json: head_dim = {hf_config['head_dim']} is not supported: give one above 0")
     experts = {
@@ -164,7 +164,7 @@ register_architecture(
     "GptOssForCausalLM",
     Architecture(
         "gpt_oss",
-        KEYS,
+        GPT_OSS_KEYS,
         read_gpt_oss,
         write_gpt_oss,
         gpt_oss_rules,

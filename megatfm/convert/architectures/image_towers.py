@@ -8,8 +8,8 @@ from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
     HALF,
-    KEYS,
     MLP,
+    VISION_KEYS,
     VisionNames,
     read_vision,
     vision_rules,
@@ -30,7 +30,7 @@ TOWER_BLOCK = [
     *rename_linear("ffn_residual.norm", "layer_norm2", bias=True),
     *MLP,
 ]
-TOWER_KEYS = KEYS | {"intermediate_size": used(3072), "attention_dropout": used(0.0)}
+TOWER_KEYS = VISION_KEYS | {"intermediate_size": used(3072), "attention_dropout": used(0.0)}
 TOWER_MAPPING = {"intermediate_size": "ffn.d_ff", "attention_dropout": "attention.dropout"}
 SIGLIP_KEYS = TOWER_KEYS | {
     "layer_norm_eps": used(1e-6),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, WindowPatternConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.hf_config import COMMON, Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     LOCAL,
-    ROPE,
+    ROPE_KEYS,
     activation_from_hf,
     activation_to_hf,
     read_layer_types,
@@ -22,7 +22,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, map_name, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
-LLAMA_KEYS: dict[str, Key] = ROPE | {
+LLAMA_KEYS: dict[str, Key] = ROPE_KEYS | {
     "vocab_size": used(32000),
     "hidden_size": used(4096),
     "intermediate_size": used(11008),
@@ -232,8 +232,8 @@ QWEN2_KEYS = {key: value for key, value in LLAMA_KEYS.items() if key != "attenti
     "mlp_bias": supported_values(False),
     "use_sliding_window": supported_values(False),
     "layer_types": used(None, list, None),
-    "bos_token_id": COMMON["bos_token_id"],
-    "eos_token_id": COMMON["eos_token_id"],
+    "bos_token_id": COMMON_KEYS["bos_token_id"],
+    "eos_token_id": COMMON_KEYS["eos_token_id"],
     **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
 }
 QWEN2_BIASES = {"attention.bias": True, "attention.output_bias": False}

@@ -20,11 +20,11 @@ from megatfm.convert.architectures.image_towers import (
 )
 from megatfm.convert.architectures.llama import LLAMA_KEYS, llama_rules, read_llama, write_llama
 from megatfm.convert.architectures.vision import vision_rules
-from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
+from megatfm.convert.hf_values import PIXEL_KEYS
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
-PIXELS = ("image_mean", "image_std")
 LLAVA_KEYS: dict[str, Key] = {
     "vision_config": used({}, dict, None),
     "text_config": used({}, dict, None),
@@ -99,7 +99,7 @@ def count_used_layers(vision: Json, layer: Any) -> int:
 
 def read_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str, **sizes: Any) -> Json:
     """Return a section of config.json with defaults filled in. Raises UsageError for an unsupported key or type."""
-    declared = {**COMMON, "model_type": supported_values(model_type), **keys}
+    declared = {**COMMON_KEYS, "model_type": supported_values(model_type), **keys}
     return resolve_hf_config({**sizes, **(hf_config[name] or {})}, declared, f"LLaVA's {name}")
 
 
@@ -122,7 +122,7 @@ def read_vision_tower(hf_config: Json) -> Json:
             f"config.json: vision_feature_select_strategy = {strategy!r} passes on {passed} of a {model_type}: "
             f"megatfm passes on its patches, {encoder.selected!r}"
         )
-    pixels = {key: hf_config[key] for key in PIXELS if hf_config[key]}
+    pixels = {key: hf_config[key] for key in PIXEL_KEYS if hf_config[key]}
     vision = read_section(hf_config, "vision_config", encoder.keys, model_type, **encoder.sizes, **pixels)
     tower = encoder.read(vision)
     return {
@@ -173,7 +173,7 @@ def write_llava(config: ModelConfig) -> Json:
     tower, connector = get_llava_sections(config)
     model_type, encoder = choose_encoder(tower)
     vision = encoder.write(make_image_tower(config))
-    pixels = {key: vision.pop(key) for key in PIXELS}
+    pixels = {key: vision.pop(key) for key in PIXEL_KEYS}
     text = write_llama(extract_decoder(config))
     return {
         "vision_config": {"model_type": model_type, **vision},

@@ -11,7 +11,7 @@ from megatfm.convert.hf_config import Json, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
     LOCAL,
-    ROPE,
+    ROPE_KEYS,
     activation_from_hf,
     activation_to_hf,
     check_implied_values,
@@ -28,7 +28,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, concat, map_name, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
-KEYS = {
+MODERNBERT_KEYS = {
     "vocab_size": used(50368),
     "hidden_size": used(768),
     "intermediate_size": used(1152),
@@ -51,7 +51,7 @@ KEYS = {
     "global_attn_every_n_layers": used(None, int),
     "local_attention": used(128),
     "initializer_range": used(0.02),
-    "rope_parameters": ROPE["rope_parameters"],
+    "rope_parameters": ROPE_KEYS["rope_parameters"],
     "rope_scaling": supported_values(None),
     "global_rope_theta": used(None, float),
     "local_rope_theta": used(None, float),
@@ -78,7 +78,7 @@ GLOBAL_EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
 """Defaults in transformers: one in so many blocks, the first of them, has full attention; bases of rotary positions."""
 
 
-CONFIG_MAPPING = {
+MODERNBERT_MAPPING = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
@@ -114,7 +114,7 @@ def read_modernbert(hf_config: Json) -> ModelConfig:
     global_rope = read_layer_type_rope(hf_config, GLOBAL, "global_rope_theta", THETA)
     return ModelConfig.from_dotted(
         {
-            **read_mapped(hf_config, CONFIG_MAPPING),
+            **read_mapped(hf_config, MODERNBERT_MAPPING),
             "family": "encoder",
             "attention.bias": hf_config["attention_bias"],
             "ffn.activation": activation_from_hf(hf_config["hidden_activation"], gated=True),
@@ -136,7 +136,7 @@ def read_modernbert(hf_config: Json) -> ModelConfig:
 def write_modernbert(config: ModelConfig) -> Json:
     activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
-        **write_mapped(config, CONFIG_MAPPING),
+        **write_mapped(config, MODERNBERT_MAPPING),
         "hidden_activation": activation,
         "classifier_activation": activation,
         "norm_bias": require_variant(config.norm, LayerNormConfig, "model.norm").bias,
@@ -193,7 +193,7 @@ register_architecture(
     "ModernBertForMaskedLM",
     Architecture(
         "modernbert",
-        KEYS,
+        MODERNBERT_KEYS,
         read_modernbert,
         write_modernbert,
         modernbert_rules,

@@ -20,7 +20,7 @@ from megatfm.convert.architectures.llama import (
     write_llama,
     write_mistral,
 )
-from megatfm.convert.hf_config import COMMON, Json, Key, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import set_default_theta
 from megatfm.convert.weight_mapping import (
     ExpertNames,
@@ -128,7 +128,7 @@ OLMOE_KEYS = LLAMA_KEYS | {
     "clip_qkv": supported_values(None),
     "mlp_bias": supported_values(False),
     "pad_token_id": used(1, int, None),
-    "bos_token_id": COMMON["bos_token_id"],
+    "bos_token_id": COMMON_KEYS["bos_token_id"],
     "eos_token_id": used(50279, int, list, None),
     "num_experts": used(64),
     "num_local_experts": alias("num_experts"),
@@ -202,8 +202,8 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
     "use_qk_norm": supported_values(True),
     "mlp_bias": supported_values(False),
     "attention_dropout": used(0.0),
-    "bos_token_id": COMMON["bos_token_id"],
-    "eos_token_id": COMMON["eos_token_id"],
+    "bos_token_id": COMMON_KEYS["bos_token_id"],
+    "eos_token_id": COMMON_KEYS["eos_token_id"],
     "num_local_experts": used(128),
     "num_experts": alias("num_local_experts"),
     "num_experts_per_tok": used(8),

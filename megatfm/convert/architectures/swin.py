@@ -20,7 +20,7 @@ from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.config.stages import StagesConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
-    TRAINED,
+    TRAINED_KEYS,
     map_convolution,
     read_image_labels,
     read_side,
@@ -38,10 +38,10 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, map_name, map_tensor, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
-EPS = 1e-5
+FIXED_NORM_EPS = 1e-5
 """ε of the norms of embedding and merging in transformers, which config.json doesn't change."""
-KEYS: dict[str, Key] = {
-    **TRAINED,
+SWIN_KEYS: dict[str, Key] = {
+    **TRAINED_KEYS,
     "image_size": used(224, int, list),
     "patch_size": used(4, int, list),
     "num_channels": used(3),
@@ -54,7 +54,7 @@ KEYS: dict[str, Key] = {
     "drop_path_rate": used(0.1, int, float),
     "hidden_act": used("gelu"),
     "use_absolute_embeddings": supported_values(False),
-    "layer_norm_eps": supported_values(EPS),
+    "layer_norm_eps": supported_values(FIXED_NORM_EPS),
     "hidden_size": used(None, int, None),
     "num_layers": used(None, int, None),
     "image_mean": used(None, list, None),
@@ -63,8 +63,8 @@ KEYS: dict[str, Key] = {
     "num_labels": used(None, int, None),
     **ignored("label2id", "encoder_stride", "out_features", "out_indices", "stage_names", "path_norm"),
 }
-KEYS_V2 = {**KEYS, "pretrained_window_sizes": used([0, 0, 0, 0], list)}
-MAPPING = {
+SWIN_V2_KEYS = {**SWIN_KEYS, "pretrained_window_sizes": used([0, 0, 0, 0], list)}
+SWIN_MAPPING = {
     "embed_dim": "d_model",
     "drop_path_rate": "drop_path",
     "num_channels": "embedding.channels",
@@ -81,7 +81,7 @@ def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
     check_implied_values(hf_config, hidden_size=last_width, num_layers=len(depths))
     side = -(-read_side(hf_config, "image_size") // patch_size)
     common = {
-        **read_mapped(hf_config, MAPPING),
+        **read_mapped(hf_config, SWIN_MAPPING),
         "family": "hierarchical",
         "stages.layers": tuple(depths),
         "stages.heads": tuple(hf_config["num_heads"]),
@@ -93,7 +93,7 @@ def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
         "ffn.activation": activation_from_hf(hf_config["hidden_act"]),
         "ffn.bias": True,
         "norm.name": "layer_norm",
-        "norm.eps": EPS,
+        "norm.eps": FIXED_NORM_EPS,
         "embedding.name": "patches",
         "embedding.patch_size": patch_size,
         "embedding.n_class_tokens": 0,
@@ -115,7 +115,7 @@ def write_swin(config: ModelConfig) -> Json:
     if stages.grid[0] != stages.grid[1]:
         raise UsageError(f"model.stages.grid = {list(stages.grid)}: transformers stores square images here")
     return {
-        **write_mapped(config, MAPPING),
+        **write_mapped(config, SWIN_MAPPING),
         "image_size": stages.grid[0] * embedding.patch_size,
         "patch_size": embedding.patch_size,
         "depths": list(stages.layers),
@@ -259,7 +259,7 @@ register_architecture(
     "SwinForImageClassification",
     Architecture(
         "swin",
-        KEYS,
+        SWIN_KEYS,
         read_swin,
         write_swin,
         partial(swin_rules, "swin.", BLOCK_V1),
@@ -274,7 +274,7 @@ register_architecture(
     "Swinv2ForImageClassification",
     Architecture(
         "swinv2",
-        KEYS_V2,
+        SWIN_V2_KEYS,
         read_swin_v2,
         write_swin_v2,
         partial(swin_rules, "swinv2.", BLOCK_V2),

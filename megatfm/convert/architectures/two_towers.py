@@ -19,8 +19,8 @@ from megatfm.convert.architectures.image_towers import (
     write_siglip,
 )
 from megatfm.convert.architectures.vision import vision_rules
-from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
-from megatfm.convert.hf_values import read_mapped
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
+from megatfm.convert.hf_values import PIXEL_KEYS, read_mapped
 from megatfm.convert.weight_mapping import (
     WeightMapping,
     add_leading_dims,
@@ -39,27 +39,27 @@ TEXT_MAPPING = {
     "intermediate_size": "d_ff",
     "max_position_embeddings": "max_positions",
 }
-SHARED = ("hidden_act", "layer_norm_eps", "attention_dropout")
+SHARED_KEYS = ("hidden_act", "layer_norm_eps", "attention_dropout")
 """Keys that both towers have, but megatfm only once."""
-CLIP_TEXT: dict[str, Key] = {
+CLIP_TEXT_KEYS: dict[str, Key] = {
     "vocab_size": used(49_408),
     "hidden_size": used(512),
     "num_hidden_layers": used(12),
     "num_attention_heads": used(8),
     "intermediate_size": used(2048),
     "max_position_embeddings": used(77),
-    **{key: CLIP_KEYS[key] for key in SHARED},
+    **{key: CLIP_KEYS[key] for key in SHARED_KEYS},
     "dropout": supported_values(0.0),
     **ignored("initializer_factor", "initializer_range", "projection_dim"),
 }
-SIGLIP_TEXT: dict[str, Key] = {
-    **CLIP_TEXT,
+SIGLIP_TEXT_KEYS: dict[str, Key] = {
+    **CLIP_TEXT_KEYS,
     "vocab_size": used(32_000),
     "hidden_size": used(768),
     "num_attention_heads": used(12),
     "intermediate_size": used(3072),
     "max_position_embeddings": used(64),
-    **{key: SIGLIP_KEYS[key] for key in SHARED},
+    **{key: SIGLIP_KEYS[key] for key in SHARED_KEYS},
     "projection_size": used(None, int, None),
 }
 PAIR_KEYS: dict[str, Key] = {
@@ -69,7 +69,6 @@ PAIR_KEYS: dict[str, Key] = {
     "image_std": used(None, list, None),
     **ignored("initializer_factor", "text_config_dict", "vision_config_dict"),
 }
-PIXELS = ("image_mean", "image_std")
 
 
 def read_towers(
@@ -85,15 +84,15 @@ def read_towers(
     sections: list[Json] = []
     for name, known in zip(("vision", "text"), keys, strict=True):
         declared = {
-            **COMMON,
+            **COMMON_KEYS,
             "model_type": supported_values(f"{model_type}_{name}_model", model_type),
             **known,
         }
         section = hf_config[f"{name}_config"] or {}
-        pixels = {key: hf_config[key] for key in PIXELS if hf_config[key]} if name == "vision" else {}
+        pixels = {key: hf_config[key] for key in PIXEL_KEYS if hf_config[key]} if name == "vision" else {}
         sections.append(resolve_hf_config({**section, **pixels}, declared, f"{model_type} {name} tower"))
     vision, text = sections
-    for key in SHARED:
+    for key in SHARED_KEYS:
         if vision[key] != text[key]:
             raise UsageError(
                 f"config.json: text_config.{key} = {text[key]!r} and vision_config.{key} = {vision[key]!r}: "
@@ -132,9 +131,9 @@ def write_towers(
 ) -> Json:
     """Return the sections of both towers in config.json, and mean and standard deviation of pixels."""
     vision = write_image(make_image_tower(config))
-    pixels = {key: vision.pop(key) for key in PIXELS}
+    pixels = {key: vision.pop(key) for key in PIXEL_KEYS}
     sizes = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
-    shared = {key: vision[key] for key in SHARED}
+    shared = {key: vision[key] for key in SHARED_KEYS}
     return {
         "text_config": {
             "model_type": f"{model_type}_text_model", **sizes, **shared, "vocab_size": config.vocab_size
@@ -148,7 +147,7 @@ def write_towers(
 
 
 def read_clip_model(hf_config: Json) -> ModelConfig:
-    image, text = read_towers(hf_config, (CLIP_KEYS, CLIP_TEXT), "clip", read_clip)
+    image, text = read_towers(hf_config, (CLIP_KEYS, CLIP_TEXT_KEYS), "clip", read_clip)
     contrastive = {
         "loss": "softmax",
         "width": hf_config["projection_dim"],
@@ -192,7 +191,7 @@ def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
 
 
 def read_siglip_model(hf_config: Json) -> ModelConfig:
-    image, text = read_towers(hf_config, (SIGLIP_KEYS, SIGLIP_TEXT), "siglip", read_siglip)
+    image, text = read_towers(hf_config, (SIGLIP_KEYS, SIGLIP_TEXT_KEYS), "siglip", read_siglip)
     contrastive = {
         "loss": "sigmoid",
         "width": text["projection_size"] or text["hidden_size"],

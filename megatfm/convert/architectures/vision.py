@@ -29,7 +29,7 @@ HALF = (0.5, 0.5, 0.5)
 DEFAULT_IMAGE_SIZE = 224
 """image_size that is written if positions fit any size."""
 
-KEYS: dict[str, Key] = {
+VISION_KEYS: dict[str, Key] = {
     "hidden_size": used(768),
     "num_hidden_layers": used(12),
     "num_attention_heads": used(12),
@@ -45,12 +45,12 @@ KEYS: dict[str, Key] = {
     **ignored("label2id"),
 }
 """Keys of all vision transformers; image_mean and image_std are read from preprocessor_config.json."""
-TRAINED = {
+TRAINED_KEYS = {
     "initializer_range": used(0.02),
     "hidden_dropout_prob": used(0.0),
     "attention_probs_dropout_prob": used(0.0),
 }
-COMMON_MAPPING = {
+VISION_MAPPING = {
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "attention.n_heads",
@@ -84,7 +84,7 @@ def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **
         position["position.grid"] = (side, side)
     trained = read_mapped(hf_config, {k: v for k, v in TRAINED_MAPPING.items() if k in hf_config})
     common = {
-        **read_mapped(hf_config, COMMON_MAPPING),
+        **read_mapped(hf_config, VISION_MAPPING),
         **trained,
         "family": "encoder",
         "norm.name": "layer_norm",
@@ -111,7 +111,7 @@ def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
             raise UsageError(f"model.position.grid = {list(position.grid)}: transformers has square tables alone")
         side = position.grid[0]
     return {
-        **write_mapped(config, COMMON_MAPPING | mapping),
+        **write_mapped(config, VISION_MAPPING | mapping),
         "hidden_act": activation_to_hf(config.ffn.activation),
         "image_size": side * embedding.patch_size,
         "patch_size": embedding.patch_size,

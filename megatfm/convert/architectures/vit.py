@@ -12,10 +12,10 @@ from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
     HALF,
-    KEYS,
     MLP,
-    TRAINED,
+    TRAINED_KEYS,
     TRAINED_MAPPING,
+    VISION_KEYS,
     VisionNames,
     read_image_labels,
     read_vision,
@@ -55,8 +55,8 @@ MLP_IN_MEMORY_NAMES = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\
 # ViT and DeiT, whose second special token is for distillation; the classifier reads the first
 
 VIT_KEYS = (
-    KEYS
-    | TRAINED
+    VISION_KEYS
+    | TRAINED_KEYS
     | {
         "intermediate_size": used(3072),
         "qkv_bias": supported_values(True),
@@ -124,8 +124,8 @@ DINOV2_BLOCK = [
     map_name("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
 ]
 DINOV2_KEYS = (
-    KEYS
-    | TRAINED
+    VISION_KEYS
+    | TRAINED_KEYS
     | {
         "patch_size": used(14, int, list),
         "layer_norm_eps": used(1e-6),
@@ -206,7 +206,7 @@ register_dinov2(
 # DINOv3: rotary positions, keys without bias, no classifier
 
 DINOV3_KEYS = {
-    **{key: KEYS[key] for key in KEYS.keys() - {"id2label", "num_labels", "label2id", "image_size"}},
+    **{key: VISION_KEYS[key] for key in VISION_KEYS.keys() - {"id2label", "num_labels", "label2id", "image_size"}},
     "initializer_range": used(0.02),
     "attention_dropout": used(0.0),
     "hidden_size": used(384),

@@ -23,7 +23,7 @@ from megatfm.convert.weight_mapping import (
 )
 from megatfm.errors import UsageError
 
-KEYS = SUMMARY_KEYS | {
+XLNET_KEYS = SUMMARY_KEYS | {
     "vocab_size": used(32000),
     "d_model": used(1024),
     "n_layer": used(24),
@@ -53,7 +53,7 @@ KEYS = SUMMARY_KEYS | {
 }
 
 
-CONFIG_MAPPING = {
+XLNET_MAPPING = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
     "n_layer": "n_layers",
@@ -74,7 +74,7 @@ def read_xlnet(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, d_head=hf_config["d_model"] // hf_config["n_head"])
     return ModelConfig.from_dotted(
         {
-            **read_mapped(hf_config, CONFIG_MAPPING),
+            **read_mapped(hf_config, XLNET_MAPPING),
             "family": "xlnet",
             "norm.name": "layer_norm",
             "norm.placement": "post",
@@ -91,7 +91,7 @@ def read_xlnet(hf_config: Json) -> ModelConfig:
 
 def write_xlnet(config: ModelConfig) -> Json:
     return {
-        **write_mapped(config, CONFIG_MAPPING),
+        **write_mapped(config, XLNET_MAPPING),
         "d_head": config.head_width,
         "ff_activation": activation_to_hf(config.ffn.activation),
         "attn_type": "bi",
@@ -146,7 +146,7 @@ register_architecture(
     "XLNetLMHeadModel",
     Architecture(
         "xlnet",
-        KEYS,
+        XLNET_KEYS,
         read_xlnet,
         write_xlnet,
         xlnet_rules,

@@ -213,6 +213,8 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
+        ({"alpha_pattern": {"(": 8}}, "lora_alpha and alpha_pattern give no scale for .*: missing"),
         (
             {"base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
             "its model is in no folder here: give --base BASE; .*hf download meta-llama/Llama-3.2-1B",

@@ -12,7 +12,7 @@ from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.config.objective import ImageClassificationObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
-from megatfm.corpus.image_size import upright_size
+from megatfm.corpus.image_size import read_upright_size
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import draw_contact_sheet, iter_seen_images
 from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
@@ -51,7 +51,7 @@ def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -
             Image.fromarray(pixels).save(out, "PNG")
             data = out.getvalue() if number != damaged else out.getvalue()[:-60]
             files = {"png": data, "cls": b"%d" % (number % 100)}
-            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files))
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
         writer.finish({})
     return Corpus.open(folder)
 
@@ -256,7 +256,7 @@ def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = T
             pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
             Image.fromarray(pixels).save(out, "JPEG", exif=exif)
             files = {"jpg": out.getvalue(), "cls": b"%d" % (number % 100)}
-            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files))
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
         writer.finish({})
     return Corpus.open(folder)
 

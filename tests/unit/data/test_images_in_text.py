@@ -16,7 +16,7 @@ from megatfm.config import ContrastiveObjective, ImagesConfig, ImageToTextObject
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
-from megatfm.corpus.image_size import image_extensions, upright_size
+from megatfm.corpus.image_size import list_image_extensions, read_upright_size
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import iter_seen_images
 from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
@@ -68,7 +68,7 @@ def write(folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[
             files, text = files_of(number), (changes or {}).get(number, text_of(number))
             writer.add(
                 f"{number:06d}", np.array(text, np.uint16), "made", len(text), files,
-                image_size=upright_size(files), n_images=len(image_extensions(files)),
+                image_size=read_upright_size(files), n_images=len(list_image_extensions(files)),
             )  # fmt: skip
         writer.finish({})
     return Corpus.open(folder)

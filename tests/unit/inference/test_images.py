@@ -23,10 +23,10 @@ from megatfm.inference.image_classes import ClassCollector, collect_classes
 from megatfm.inference.pictures import (
     Gallery,
     Picture,
-    reconstruction_gallery,
-    rollout_gallery,
+    join_panels,
+    make_reconstruction_gallery,
+    make_rollout_gallery,
     shade,
-    to_png,
     write_pictures,
 )
 from megatfm.models import build
@@ -74,7 +74,7 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
     config = run_config(
         ModelConfig.from_dotted(MODEL | {"pixel_decoder": {**MODEL["pixel_decoder"], "normalize_targets": normalize}})  # type: ignore[dict-item]
     )  # fmt: skip
-    gallery = reconstruction_gallery(perfect, config, [batch], torch.device("cpu"))  # type: ignore[arg-type]
+    gallery = make_reconstruction_gallery(perfect, config, [batch], torch.device("cpu"))  # type: ignore[arg-type]
     assert ("mean and deviation" in gallery.note) == normalize
     for image, picture, visible in zip(images, gallery.pictures, (2, 0), strict=True):
         masked, filled, original = picture.panels
@@ -100,7 +100,7 @@ def test_rollout_of_two_images_of_a_row(pool: str) -> None:
         torch.nn.init.zeros_(parameter)
     batch = make_batch(images, SIDE, 1, [[0, 1]], labels=[1, 2], row_length=12)
     with torch.no_grad():
-        gallery = rollout_gallery(model, run_config(config), [batch], torch.device("cpu"), names)  # type: ignore[arg-type]
+        gallery = make_rollout_gallery(model, run_config(config), [batch], torch.device("cpu"), names)  # type: ignore[arg-type]
     captions = [picture.caption for picture in gallery.pictures]
     assert captions == ["label 猫, predicted grün (0.33)", "label 2, predicted grün (0.33)"]
     for image, picture in zip(images, gallery.pictures, strict=True):
@@ -128,7 +128,7 @@ def test_files_and_index(tmp_path: Path) -> None:
     ]
     with Image.open(tmp_path / "pictures/a-01.png") as picture:
         assert picture.size == (3 * 23 + 4 + 112, 224)
-    with Image.open(io.BytesIO(to_png(panels[:1]))) as picture:
+    with Image.open(io.BytesIO(join_panels(panels[:1]))) as picture:
         enlarged = np.asarray(picture)[::23, ::23, :3]
     np.testing.assert_array_equal(enlarged, panels[0])
 

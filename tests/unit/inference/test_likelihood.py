@@ -20,9 +20,9 @@ from megatfm.inference.evaluate import measure_compressors
 from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.likelihood import (
     Continuation,
-    blocks_of_shape,
     encode_continuation,
-    padded_length,
+    group_by_shape,
+    round_up_length,
     score,
 )
 from megatfm.inference.text import generate_text, open_text_model
@@ -158,9 +158,9 @@ def test_ranks_without_rows_fail_with_the_others(workers: Workers) -> None:
 
 def test_blocks_hold_one_shape_and_follow_from_shapes_alone() -> None:
     shapes = [16, 32, 16, 16, 48, 32, 16]
-    assert list(blocks_of_shape(shapes, 3)) == [[4], [1, 5], [0, 2, 3], [6]]
-    assert [padded_length(n) for n in (1, 16, 17)] == [16, 16, 32]
-    assert [padded_length(n, limit=20) for n in (1, 17, 20)] == [16, 20, 20]
+    assert list(group_by_shape(shapes, 3)) == [[4], [1, 5], [0, 2, 3], [6]]
+    assert [round_up_length(n) for n in (1, 16, 17)] == [16, 16, 32]
+    assert [round_up_length(n, limit=20) for n in (1, 17, 20)] == [16, 20, 20]
 
 
 def test_continuations_that_can_t_be_scored_are_refused() -> None:

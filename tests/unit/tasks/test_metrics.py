@@ -16,7 +16,7 @@ from sacrebleu.metrics.chrf import CHRF
 from megatfm.config import TaskConfig
 from megatfm.tasks import metrics
 from megatfm.tasks.metrics import calibration_error
-from megatfm.tasks.text_metrics import corpus_metric, exact_match, metric_signature, token_f1
+from megatfm.tasks.text_metrics import compute_text_metric, exact_match, get_metric_signature, token_f1
 
 TARGETS = np.array([0, 0, 0, 1, 1, 1, 1, 1])
 PREDICTED = np.array([0, 1, 1, 1, 1, 1, 0, 0])
@@ -32,7 +32,7 @@ def test_metrics_of_two_classes() -> None:
     product = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
     assert actual["matthews"] == pytest.approx((tp * tn - fp * fn) / product**0.5)
     assert metrics.confusion_matrix(TARGETS, PREDICTED, 3) == [[1, 2, 0], [2, 3, 0], [0, 0, 0]]
-    scores = metrics.per_class_scores(TARGETS, PREDICTED, ["no", "yes", "never"])
+    scores = metrics.compute_class_scores(TARGETS, PREDICTED, ["no", "yes", "never"])
     assert scores["yes"] == {"precision": 0.6, "recall": 0.6, "f1": pytest.approx(0.6), "examples": 5}
     assert scores["never"]["examples"] == 0
 
@@ -65,7 +65,7 @@ def test_an_interval_takes_the_memory_of_one_sample(of_texts: bool) -> None:
     expected = np.quantile(drawn, [0.025, 0.975])
     tracemalloc.start()
     if of_texts:
-        _, interval = corpus_metric("exact_match", ["a"] * len(hits), ["a" if hit else "b" for hit in hits])
+        _, interval = compute_text_metric("exact_match", ["a"] * len(hits), ["a" if hit else "b" for hit in hits])
     else:
         interval = metrics.bootstrap_interval(metrics.accuracy, np.ones(len(hits), np.bool_), hits)
     _, peak = tracemalloc.get_traced_memory()
@@ -86,7 +86,7 @@ def test_an_interval_takes_the_memory_of_one_sample(of_texts: bool) -> None:
     ],
 )
 def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int]]) -> None:
-    assert metrics.tag_spans(tags.split()) == spans
+    assert metrics.find_tag_spans(tags.split()) == spans
 
 
 def test_f1_of_spans() -> None:
@@ -220,7 +220,7 @@ def test_bleu_is_that_of_papineni_et_al() -> None:
         lengths[0] += len(hypothesis.split())
         lengths[1] += len(reference.split())
     penalty = min(1.0, math.exp(1 - lengths[1] / lengths[0]))
-    value, (low, high) = corpus_metric("bleu", HYPOTHESES, REFERENCES)
+    value, (low, high) = compute_text_metric("bleu", HYPOTHESES, REFERENCES)
     assert value == pytest.approx(100 * penalty * math.exp(sum(logs) / 4), abs=1e-9)
     assert low < high
 
@@ -241,11 +241,11 @@ def test_chrf_is_that_of_popovic() -> None:
         recalls.append(hits / n_reference)
     precision, recall = sum(precisions) / 6, sum(recalls) / 6
     expected = 100 * 5 * precision * recall / (4 * precision + recall)
-    assert corpus_metric("chrf", HYPOTHESES, REFERENCES)[0] == pytest.approx(expected, abs=1e-9)
+    assert compute_text_metric("chrf", HYPOTHESES, REFERENCES)[0] == pytest.approx(expected, abs=1e-9)
 
 
 def test_exact_match_of_texts_has_an_interval() -> None:
-    value, (low, high) = corpus_metric("exact_match", ["a", "b ", "c", "d"], ["a", "b", "x", "D"])
+    value, (low, high) = compute_text_metric("exact_match", ["a", "b ", "c", "d"], ["a", "b", "x", "D"])
     assert value == 0.5
     assert 0 <= low < 0.5 < high <= 1
 
@@ -253,25 +253,25 @@ def test_exact_match_of_texts_has_an_interval() -> None:
 @pytest.mark.parametrize("name", ["bleu", "chrf"])
 def test_texts_without_a_match_have_an_interval(name: str) -> None:
     """Resamples without any match score 0.0, which sacrebleu's own mean can't add to its float32."""
-    value, (low, high) = corpus_metric(name, ["a b c d e", *["q"] * 7], ["a b c d e", *["x y z u v"] * 7])
+    value, (low, high) = compute_text_metric(name, ["a b c d e", *["q"] * 7], ["a b c d e", *["x y z u v"] * 7])
     assert 0 == low < value < high <= 100
-    assert corpus_metric(name, ["q"] * 8, ["x y z u v"] * 8) == (0.0, (0.0, 0.0))
+    assert compute_text_metric(name, ["q"] * 8, ["x y z u v"] * 8) == (0.0, (0.0, 0.0))
 
 
 @pytest.mark.parametrize("name", ["bleu", "chrf"])
 def test_intervals_are_sacrebleu_s(name: str) -> None:
     """The bounds have the distance from one another that sacrebleu gives for its own seed."""
     answers, references = HYPOTHESES * 5, REFERENCES * 5
-    value, (low, high) = corpus_metric(name, answers, references)
+    value, (low, high) = compute_text_metric(name, answers, references)
     result = {"bleu": BLEU, "chrf": CHRF}[name]().corpus_score(answers, [references], n_bootstrap=1000)
     assert value == pytest.approx(float(result.score), abs=1e-9)
     assert (high - low) / 2 == pytest.approx(float(result._ci), abs=1e-5)
 
 
 def test_signatures_name_the_settings() -> None:
-    assert metric_signature("bleu").startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
-    assert metric_signature("chrf").startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no")
-    assert metric_signature("exact_match") == "exact_match"
+    assert get_metric_signature("bleu").startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
+    assert get_metric_signature("chrf").startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no")
+    assert get_metric_signature("exact_match") == "exact_match"
 
 
 def test_calibration_error_by_hand() -> None:

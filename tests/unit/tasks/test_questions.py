@@ -12,14 +12,14 @@ from megatfm.config import EvaluationTaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.question_scores import (
     Likelihood,
-    mean_metrics,
+    average_metrics,
     score_choices,
     score_cloze,
     score_rank,
     score_text,
     summarise_results,
 )
-from megatfm.tasks.questions import EvaluationTask, Question, named_task_files, open_evaluation_task
+from megatfm.tasks.questions import EvaluationTask, Question, open_evaluation_task, parse_task_files
 
 ROWS = [
     {"ask": f"Größe {number}?", "a": "ja", "b": "東京", "key": "AB"[number % 2], "all": ["x", "y z"]}
@@ -143,9 +143,9 @@ def test_bad_tasks_and_rows_are_refused(tmp_path: Path, config: str, row: dict[s
 
 
 def test_files_have_names() -> None:
-    assert named_task_files(["a/x.toml", "y=b/x.toml"]) == {"x": "a/x.toml", "y": "b/x.toml"}
+    assert parse_task_files(["a/x.toml", "y=b/x.toml"]) == {"x": "a/x.toml", "y": "b/x.toml"}
     with pytest.raises(UsageError, match=r"--task b/x.toml: 'x' is named already"):
-        named_task_files(["a/x.toml", "b/x.toml"])
+        parse_task_files(["a/x.toml", "b/x.toml"])
     with pytest.raises(UsageError, match="there is no such file"):
         open_evaluation_task("nowhere.toml")
 
@@ -225,7 +225,7 @@ def test_texts_are_compared_as_squad_does(accepted: tuple[str, ...], text: str, 
 
 def test_a_rank_counts_from_one() -> None:
     results = [score_rank(Question(n, ""), rank) for n, rank in enumerate((1, 10, 20))]
-    metrics = mean_metrics("retrieval", results)
+    metrics = average_metrics("retrieval", results)
     assert metrics == pytest.approx({"recall_at_1": 1 / 3, "recall_at_10": 2 / 3, "reciprocal_rank": 1.15 / 3})
 
 
@@ -241,7 +241,7 @@ def test_ranks_give_scikit_learn_s_recall_and_mrr() -> None:
     )
     ranks = [1 + int((row > row[place]).sum()) for row, place in zip(similarities, right, strict=True)]
     results = [score_rank(Question(n, ""), rank) for n, rank in enumerate(ranks)]
-    metrics = mean_metrics("retrieval", results)
+    metrics = average_metrics("retrieval", results)
     labels = range(n_answers)
     assert metrics == pytest.approx(
         {

@@ -18,7 +18,7 @@ from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, shows_most_context
 from megatfm.tasks.spans import SpanEncoder, find_answer
-from megatfm.tasks.text_metrics import best_threshold
+from megatfm.tasks.text_metrics import find_best_threshold
 from megatfm.tokenizers import load
 from tests.support.hf_folders import WORDS_OF_QUESTIONS, make_questions, save_bert, write_lines
 
@@ -303,7 +303,7 @@ def test_the_best_threshold_by_brute_force() -> None:
         def mean(threshold: float, d: Any = differences, s: Any = scores, h: Any = has_answer) -> float:
             return float(np.where(d <= threshold, s, ~h).mean())
 
-        value, threshold = best_threshold(scores, has_answer, differences)
+        value, threshold = find_best_threshold(scores, has_answer, differences)
         assert value == pytest.approx(max([mean(-np.inf), *map(mean, differences)]))
         none_answered = value == pytest.approx(mean(-np.inf))
         assert none_answered or mean(threshold) == pytest.approx(value)
