@@ -31,7 +31,7 @@ FAMILIES = {
     "decoder": "quickstart", "bert": "bert-base", "t5": "t5-small", "moe": "mixtral-8x7b", "windows": "gemma3-1b",
     "bert, classes": "bert-base", "decoder, classes": "quickstart", "moe, adapters": "mixtral-8x7b", "vit": "vit-s16",
     "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b", "bert, answers": "bert-base",
-    "bert, choices": "bert-base", "swin v2": "swinv2-t", "mvit v2": "mvitv2-t", "llava": "llava-1.5-7b",
+    "bert, choices": "bert-base",
     "xlnet": "xlnet-base", "electra": "electra-base",
 }  # fmt: skip
 HEADLESS = ["model.lm_head={name='none'}"]
@@ -55,10 +55,8 @@ CHANGES = {
     "moe, adapters": ["model.lora={rank=2,alpha=4.0,targets=['experts.w_*','wq']}"],
 }
 """Family → what it has besides its preset, or in the place of its own head and objective."""
-IMAGES = {"vit", "mae", "swin", "simmim", "swin v2", "mvit v2"}
-"""Families that read images alone, and so no tokenizer."""
-MODELS_OF_IMAGES = {*IMAGES, "llava"}
-VARIANTS = {"windows", "xlnet", "electra", *CHANGES, *MODELS_OF_IMAGES}
+IMAGES = {"vit", "mae", "swin", "simmim"}
+VARIANTS = {"windows", "xlnet", "electra", *CHANGES, *IMAGES}
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
@@ -112,7 +110,7 @@ def make_case(family: str, *overrides: str, **parallel: Any) -> Config:
 
 @cache
 def _make_model_config(family: str) -> Any:
-    return make_config(family, zero=0, tp=1 if family in MODELS_OF_IMAGES else 2, dp_shard=2).model
+    return make_config(family, zero=0, tp=1 if family in IMAGES else 2, dp_shard=2).model
 
 
 def with_precision(config: Config, precision: str) -> Config:
