@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PROBE = (3, 5, 7, 11, 13)
 """Shape of the small tensors that optimizers are tried on. All dims differ, so that state shapes can be matched."""
 
+TRAINING_FLOPS_PER_MAC = 6
+"""FLOPs of one multiply-accumulate: two in the forward pass, and two per factor in the backward pass."""
+
 
 @dataclass(frozen=True)
 class Description:
@@ -129,10 +132,6 @@ def describe(config: Config) -> Description:
     )
 
 
-TRAINING_FLOPS_PER_MAC = 6
-"""FLOPs of one multiply-accumulate: two in the forward pass, and two per factor in the backward pass."""
-
-
 @dataclass(frozen=True)
 class RowCost:
     """Cost of training on one row, summed over the model's modules.
@@ -220,31 +219,30 @@ def count_optimizer_state(config: Config, model: "nn.Module", weight_bytes: int)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for group in build_optimizer_groups(config.optimizer, model):
         for names, options in group.make_param_groups({name: shapes[name] for name in group.names}):
-            state_shapes_by_name = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
-            shapes_by_ndim = {
-                dims: _get_state_shapes(group, options, dims) for dims in set(map(len, state_shapes_by_name.values()))
-            }
+            # A stack is optimized matrix by matrix.
+            tensor_shapes = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
+            ndims = {len(shape) for shape in tensor_shapes.values()}
+            state_shapes = {ndim: _get_state_shapes(group, options, ndim) for ndim in ndims}
             state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
-            for name in names:
-                dim_of_probe, size = (
-                    dict(zip(PROBE, state_shapes_by_name[name], strict=False)),
-                    math.prod(shapes[name]),
-                )
-                n_values = sum(
-                    math.prod(dim_of_probe.get(dim, dim) for dim in shape)
-                    for shape in shapes_by_ndim[len(dim_of_probe)]
-                )
-                n_values *= size // math.prod(state_shapes_by_name[name])
-                copy = size * (group.granularity == "whole_tensor")
+            for name, shape in tensor_shapes.items():
+                n_stacked = math.prod(shapes[name]) // math.prod(shape)
+                n_values = n_stacked * _count_state_values(state_shapes[len(shape)], shape)
+                copy = math.prod(shapes[name]) * (group.granularity == "whole_tensor")
                 state[name] = n_values * state_bytes + copy * weight_bytes
     return state
 
 
-def _get_state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -> list[tuple[int, ...]]:
-    """Return the shapes of an optimizer's state tensors for a parameter of shape `PROBE[:dims]`."""
+def _count_state_values(state_shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> int:
+    """Count the state's values for a tensor of `shape`. state_shapes: those of a tensor of shape `PROBE[:ndim]`."""
+    size_of = dict(zip(PROBE, shape, strict=False))
+    return sum(math.prod(size_of.get(size, size) for size in state_shape) for state_shape in state_shapes)
+
+
+def _get_state_shapes(group: "OptimizerGroup", options: dict[str, Any], ndim: int) -> list[tuple[int, ...]]:
+    """Return the shapes of an optimizer's state tensors for a parameter of shape `PROBE[:ndim]`."""
     import torch
 
-    probe = torch.ones(PROBE[:dims])
+    probe = torch.ones(PROBE[:ndim])
     probe.grad = torch.ones_like(probe)
     optimizer = group.build([{**options, "params": [probe]}])
     optimizer.step()

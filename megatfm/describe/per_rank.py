@@ -60,29 +60,33 @@ def count_rank_state(config: Config) -> RankState | None:
         layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
-        count_local_elements = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
-        shard_numel = (
-            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()} if zero else count_local_elements
-        )
-        gradient_numel = count_local_elements if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
-        computed_numel = count_local_elements  # under ZeRO 2, gathered from shards of equal size
+        local_numel = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
+        shard_numel = local_numel
+        if zero:
+            shard_numel = {name: _count_shard_elements(tensor, mesh) for name, tensor in layout.items()}
+        gradient_numel = local_numel if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
+        computed_numel = local_numel  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
             computed_numel = {name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout}
     is_mixed = config.train.precision not in ("fp32", "fp64")
-    stored_numel = count_local_elements if zero == 1 and not is_mixed else shard_numel
+    stored_numel = local_numel if zero == 1 and not is_mixed else shard_numel
     states = []
     for pipeline_rank in range(parallel.pp):
         names = [name for name in layout if pipeline_rank in holders[name]]
-        parameters = sum(count_local_elements[name] for name in names)
+        parameters = sum(local_numel[name] for name in names)
         copy_bytes = 2 * sum(computed_numel[name] for name in names) if zero < 3 and is_mixed else 0
-        state = RankState(
-            ranks,
-            parameters,
-            sum(stored_numel[name] for name in names) * weight_bytes + copy_bytes,
-            sum(gradient_numel[name] for name in names if is_trained[name]) * weight_bytes,
-            sum(optimizer.get(name, 0) * shard_numel[name] // math.prod(layout[name].shape) for name in names),
+        optimizer_bytes = (
+            optimizer.get(name, 0) * shard_numel[name] // math.prod(layout[name].shape) for name in names
         )
-        states.append(state)
+        states.append(
+            RankState(
+                ranks=ranks,
+                parameters=parameters,
+                weight_bytes=sum(stored_numel[name] for name in names) * weight_bytes + copy_bytes,
+                gradient_bytes=sum(gradient_numel[name] for name in names if is_trained[name]) * weight_bytes,
+                optimizer_bytes=sum(optimizer_bytes),
+            )
+        )
     return max(states, key=lambda state: state.total_bytes)
 
 
@@ -92,7 +96,7 @@ def _compute_min_dp_shard(parallel: ParallelConfig) -> int:
     return parallel.ep // math.gcd(parallel.ep, other_ranks)
 
 
-def _shard_size(tensor: TensorLayout, mesh: Mesh) -> int:
+def _count_shard_elements(tensor: TensorLayout, mesh: Mesh) -> int:
     """Return the elements of a tensor's ZeRO shard on the first rank, whose shard is the largest."""
     _, sizes = tensor.region
     if not sizes:

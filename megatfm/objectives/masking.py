@@ -56,7 +56,7 @@ class Masking:
         return masked_tokens, targets
 
     def _choose(self, tokens: TokenArray, random: Floats) -> Ints:
-        """Return the indices of the tokens to predict: mask_rate · n of them, by `stochastic_round`."""
+        """Return the indices of the tokens to predict: mask_rate · n of them, by `round_at_random`."""
         budget = round_at_random(self.mask_rate * len(tokens), float(random[-1]))
         if not self.whole_words:
             return np.argsort(random[:-1], kind="stable")[:budget]
@@ -73,9 +73,9 @@ def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     lengths = np.diff(starts, append=n)
     order = np.argsort(random, kind="stable")
     total = np.cumsum(lengths[order])
-    first = int(np.searchsorted(total, budget, side="right"))
-    chosen, tokens_left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
-    for word in order[first:]:
+    n_fitting = int(np.searchsorted(total, budget, side="right"))
+    chosen, tokens_left = order[:n_fitting].tolist(), budget - int(total[n_fitting - 1] if n_fitting else 0)
+    for word in order[n_fitting:]:
         if tokens_left == 0:
             break
         if lengths[word] <= tokens_left:

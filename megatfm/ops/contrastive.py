@@ -162,9 +162,9 @@ def _backward(
         if ring.size > 1:
             is_last = step == ring.size - 1
             sent = [block_grad] if is_last else [block_grad, block_SW, *([columns_S] if is_softmax else [])]
-            block_grad, *others = ring.shift(sent, lengths[(step + 1) % ring.size])
+            block_grad, *received = ring.shift(sent, lengths[(step + 1) % ring.size])
             if not is_last:
-                block_SW, columns_S = others[0], others[-1] if is_softmax else columns_S
+                block_SW, columns_S = received[0], received[-1] if is_softmax else columns_S
     return images_grad, block_grad, scale_grad, bias_grad
 
 
@@ -174,9 +174,9 @@ def contrastive_loss_reference(
     """Compute `contrastive_loss` on one rank from all logits at once, with autograd."""
     logits_MM = scale * images_MW @ texts_MW.T
     if kind == "softmax":
-        same_M = torch.arange(len(logits_MM), device=logits_MM.device)
-        both = (F.cross_entropy(one, same_M, reduction="sum") for one in (logits_MM, logits_MM.T))
-        return sum(both, logits_MM.new_zeros(())) / 2
+        indices_M = torch.arange(len(logits_MM), device=logits_MM.device)
+        losses = [F.cross_entropy(logits, indices_M, reduction="sum") for logits in (logits_MM, logits_MM.T)]
+        return (losses[0] + losses[1]) / 2
     logits_MM = logits_MM if bias is None else logits_MM + bias
     signs_MM = 2 * torch.eye(len(logits_MM), dtype=logits_MM.dtype, device=logits_MM.device) - 1
     return -F.logsigmoid(signs_MM * logits_MM).sum()

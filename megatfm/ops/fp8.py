@@ -68,9 +68,9 @@ def multiply_fp8(
         quantised.append(quantise(x, scale, kind).contiguous())
         scales.append(scale)
     if left_MK.dtype == torch.float64:  # reference: the quantised values multiplied without rounding
-        left, right = (n.double() * f.double() for n, f in zip(quantised, scales, strict=True))
+        left, right = (x.double() * scale.double() for x, scale in zip(quantised, scales, strict=True))
         return left @ right.T
-    left_scale, right_scale = scales if rowwise else (f.view(()) for f in scales)
+    left_scale, right_scale = scales if rowwise else (scale.view(()) for scale in scales)
     return scaled_mm(
         quantised[0],
         quantised[1].t(),

@@ -3,6 +3,7 @@
 import importlib
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,19 @@ from torch import Tensor
 from megatfm.ops.torch_private import is_fake
 from megatfm.ops.transfer import remember_host_copy, to_host
 
-# M rows, G groups, I input width, O output width
+# M rows, G groups, I input width, O output width, W rows of a window
 
-
-RowRange = tuple[int, int, int, int]
-"""First row and end of a group, and first row and end of the window around it."""
-ALIGNED = 16
+STRIDE_BYTES = 16
 """torch's grouped_mm needs strides that are multiples of this many bytes."""
+
+
+class RowWindow(NamedTuple):
+    """Rows of a group, from `first` to `end` − 1, and of the window around them that is multiplied."""
+
+    first: int
+    end: int
+    window_first: int
+    window_end: int
 
 
 def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
@@ -43,7 +50,7 @@ def choose_grouped_kernel(x_MI: Tensor, weight_GOI: Tensor) -> str:
         if x_MI.device.type == "cuda" and has_grouped_gemm():
             return "megablocks"
     size = x_MI.element_size()
-    aligned = all(width * size % ALIGNED == 0 for width in weight_GOI.shape[1:])
+    aligned = all(width * size % STRIDE_BYTES == 0 for width in weight_GOI.shape[1:])
     return "grouped" if x_MI.dtype in (torch.bfloat16, torch.float32) and aligned else "loop"
 
 
@@ -52,7 +59,7 @@ def torch_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
 
 
-def bucketed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+def windowed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """Compute `grouped_linear` group by group, on windows of rows with one of a few lengths."""
     product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
     return product
@@ -61,16 +68,16 @@ def bucketed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """Compute `grouped_linear` group by group; the reference. Weights of empty groups get a zero gradient."""
     sizes = ends_G.diff(prepend=ends_G.new_zeros(1)).tolist()
-    *groups, rest_xI = x_MI.split([*sizes, len(x_MI) - sum(sizes)])
-    products = [F.linear(rows_xI, weight_OI) for rows_xI, weight_OI in zip(groups, weight_GOI, strict=True)]
-    return torch.cat([*products, rest_xI.new_zeros(len(rest_xI), weight_GOI.shape[1])])
+    *groups_xI, beyond_xI = x_MI.split([*sizes, len(x_MI) - sum(sizes)])
+    products = [F.linear(rows_xI, weight_OI) for rows_xI, weight_OI in zip(groups_xI, weight_GOI, strict=True)]
+    return torch.cat([*products, beyond_xI.new_zeros(len(beyond_xI), weight_GOI.shape[1])])
 
 
 class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_MI, weight_GOI)
-        ctx.windows = pad_ranges(ends_G.tolist())
+        ctx.windows = make_windows(ends_G.tolist())
         return _multiply_windows(x_MI, weight_GOI.mT, ctx.windows)
 
     @staticmethod
@@ -84,39 +91,42 @@ class _Windowed(torch.autograd.Function):
         return x_grad_MI, weight_grad_GOI, None
 
 
-def _compute_weight_gradients(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, ranges: list[RowRange]) -> Tensor:
+def _compute_weight_gradients(
+    gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, windows: list[RowWindow]
+) -> Tensor:
     """Return the weight gradients [G, O, I]."""
     weight_grad_GOI = torch.zeros_like(weight_GOI)
-    for (first, last, low, high), weight_grad_OI in zip(ranges, weight_grad_GOI, strict=True):
-        if first < last:
-            window_grad_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
-            window_grad_WO[first - low : last - low] = gradient_MO[first:last]
-            torch.mm(window_grad_WO.T, x_MI[low:high], out=weight_grad_OI)
+    for (first, end, window_first, window_end), weight_grad_OI in zip(windows, weight_grad_GOI, strict=True):
+        if first < end:
+            window_grad_WO = gradient_MO.new_zeros(window_end - window_first, gradient_MO.shape[1])
+            window_grad_WO[first - window_first : end - window_first] = gradient_MO[first:end]
+            torch.mm(window_grad_WO.T, x_MI[window_first:window_end], out=weight_grad_OI)
     return weight_grad_GOI
 
 
-def _multiply_windows(x_MI: Tensor, weight_GIO: Tensor, ranges: list[RowRange]) -> Tensor:
+def _multiply_windows(x_MI: Tensor, weight_GIO: Tensor, windows: list[RowWindow]) -> Tensor:
     """Return x W [M, O]. Rows that a window has beyond its group are overwritten by the next group's."""
     y_MO = x_MI.new_empty(len(x_MI), weight_GIO.shape[2])
-    for (first, last, low, high), weight_IO in zip(ranges, weight_GIO, strict=True):
-        if low == first < last:
-            torch.mm(x_MI[low:high], weight_IO, out=y_MO[low:high])
-        elif first < last:
-            y_MO[first:last] = torch.mm(x_MI[low:high], weight_IO)[first - low : last - low]
+    for (first, end, window_first, window_end), weight_IO in zip(windows, weight_GIO, strict=True):
+        window = slice(window_first, window_end)
+        if window_first == first < end:
+            torch.mm(x_MI[window], weight_IO, out=y_MO[window])
+        elif first < end:
+            y_MO[first:end] = torch.mm(x_MI[window], weight_IO)[first - window_first : end - window_first]
     return y_MO
 
 
-def pad_ranges(ends: list[int]) -> list[RowRange]:
+def make_windows(ends: list[int]) -> list[RowWindow]:
     """Return each group's rows and a window around them, at most an eighth (or 8 rows) longer, within all rows."""
-    ranges, first = [], 0
-    for last in ends:
-        size = last - first
+    windows, first = [], 0
+    for end in ends:
+        size = end - first
         step = max(8, 1 << max(size - 1, 0).bit_length() >> 4)
         length = min(-(-size // step) * step, ends[-1])
-        low = min(first, ends[-1] - length)
-        ranges.append((first, last, low, low + length))
-        first = last
-    return ranges
+        window_first = min(first, ends[-1] - length)
+        windows.append(RowWindow(first, end, window_first, window_first + length))
+        first = end
+    return windows
 
 
 @cache
@@ -145,7 +155,7 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
 
 KERNELS = {
     "grouped": torch_linear,
-    "windows": bucketed_linear,
+    "windows": windowed_linear,
     "megablocks": megablocks_linear,
     "loop": looped_linear,
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
-from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
 from megatfm.parallel.pipeline_schedule import current_backward_part
@@ -75,8 +75,8 @@ def partial_attention_backward(
     """
     sizes = q.shape[2], k.shape[2], v.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
-    g, q, k, v, out, lse = (pad_to_blocks(x, plan.size) for x in (g, q, k, v, out, lse))
-    gradients = block_sparse.compute_backward(g, q, k, v, out, lse, dropout_keys, plan, bias, bias_grad)
+    padded_inputs = BackwardInputs(*(pad_to_blocks(x, plan.size) for x in (g, q, k, v, out, lse)))
+    gradients = block_sparse.compute_backward(padded_inputs, dropout_keys, plan, bias, bias_grad)
     return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
 
 

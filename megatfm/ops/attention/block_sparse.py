@@ -19,10 +19,12 @@ from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import compute_block_indices, find_block_positions
 from megatfm.ops.attention.tile import (
     MAX_SCORES,
+    BackwardInputs,
     BlockAttentionPlan,
     Gradients,
+    GradientTotals,
     append_columns,
-    attend_backward,
+    tile_backward,
     tile_backward_bf16,
     tile_forward,
     uses_bf16_backward,
@@ -130,7 +132,8 @@ class _BlockSparse(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, bias, rng_keys, sinks, out, lse = ctx.saved_tensors
         bias_grad = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        dq, dk, dv = compute_backward(g, q, k, v, out, lse, rng_keys, ctx.plan, bias, bias_grad)
+        inputs = BackwardInputs(g, q, k, v, out, lse)
+        dq, dk, dv = compute_backward(inputs, rng_keys, ctx.plan, bias, bias_grad)
         sinks_grad = compute_sinks_gradient(g, out, lse, sinks)
         return (
             dq, dk.to(k.dtype), dv.to(v.dtype), None if bias_grad is None else bias_grad.to(bias.dtype), None,
@@ -166,33 +169,36 @@ def compute_forward(
 
 
 def compute_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_keys: Tensor | None,
-    plan: BlockAttentionPlan, bias: Tensor | None = None, bias_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs: BackwardInputs,
+    rng_keys: Tensor | None,
+    plan: BlockAttentionPlan,
+    bias: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q and, in the dtype of `lse`, of these k and v; adds that of a learned bias to
     `bias_grad`.
 
-    out, lse: over all keys, also those of other calls.
+    inputs: output and log-sum-exp are over all keys, also those of other calls.
     """
+    g, q, k, v, out, lse = inputs
     dq = torch.empty_like(q) if plan.is_banded else torch.zeros_like(q)
     is_bf16 = uses_bf16_backward(q, v, rng_keys, plan) and bias is None
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if is_bf16:
         k, v = append_columns(k), append_columns(v)
     lse = lse.masked_fill(lse == -torch.inf, 0)
+    band_inputs, totals = BackwardInputs(g, q, k, v, out, lse), GradientTotals(dq, dk, dv, bias_grad)
     for band in plan.visits:
         if isinstance(band, Band):
-            tile.compute_tile_gradients(band, g, q, k, v, out, lse, dq, dk, dv, bias, bias_grad, plan)
+            tile.compute_tile_gradients(band, band_inputs, bias, totals, plan)
     for chunk in _iter_chunks(plan, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _gather_queries(chunk, q, g, out, lse), _gather_keys(chunk, k, v)
+        chunk_inputs = BackwardInputs(gc, qc, kc, vc, oc, lc)
         if is_bf16:
-            results: Gradients = (
-                *tile_backward_bf16(gc, qc, kc, vc, oc, lc, chunk.score_bias, plan.scale),
-                None,
-            )
+            results: Gradients = (*tile_backward_bf16(chunk_inputs, chunk.score_bias, plan.scale), None)
         else:
-            keep, learns = _keep_mask(chunk, rng_keys, plan), bias_grad is not None
-            results = attend_backward(gc, qc, kc, vc, oc, lc, chunk.score_bias, keep, plan, learns=learns)
+            keep = _keep_mask(chunk, rng_keys, plan)
+            results = tile_backward(chunk_inputs, chunk.score_bias, keep, plan, is_bias_trained=bias_grad is not None)
             if bias_grad is not None and results[3] is not None:
                 part = results[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
                 bias_grad.index_put_(_index_bias(chunk, q.shape[1]), part, accumulate=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,27 @@ units, or else to 16 bytes; without such units, 32 columns make the backward pas
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of q, k and v, and of a learned bias."""
+
+
+class BackwardInputs(NamedTuple):
+    """Gradient of the output, queries, keys and values, output, and log-sum-exp; the last two are over all keys."""
+
+    g: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class GradientTotals(NamedTuple):
+    """Gradients to write or add to: of queries; and in the dtype of the log-sum-exp, of keys, values and a learned
+    bias."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -109,35 +130,31 @@ def tile_forward(
     return probabilities.to(q.dtype) @ v, lse
 
 
-def attend_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+def tile_backward(
+    inputs: BackwardInputs,
     bias: Tensor | None,
     keep: Tensor | None,
     plan: BlockAttentionPlan,
     causal: bool = False,
-    learns: bool = False,
+    is_bias_trained: bool = False,
 ) -> Gradients:
-    """Return the gradients of q, k and v, and of the bias if it learns. out, lse: over all keys."""
-    if supports_flash(q, v, keep, plan) and not learns:
+    """Return the gradients of q, k and v, and of the bias if it is trained. bias, keep: see `tile_forward`."""
+    g, q, k, v, out, lse = inputs
+    if supports_flash(q, v, keep, plan) and not is_bias_trained:
         dq, dk, dv = flash_on_cpu_backward(g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale)
         return dq, dk, dv, None
     scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
-    probabilities_grad, kept = g @ v.transpose(-1, -2), probabilities
+    probabilities_grad, kept_probabilities = g @ v.transpose(-1, -2), probabilities
     if keep is not None:
         factor = keep.to(probabilities.dtype) * (RATE_STEPS / (RATE_STEPS - plan.threshold))
-        probabilities_grad, kept = probabilities_grad * factor, probabilities * factor
+        probabilities_grad, kept_probabilities = probabilities_grad * factor, probabilities * factor
     delta = (g * out).sum(-1, keepdim=True, dtype=lse.dtype)
     scores_grad = (probabilities_grad - delta).mul_(probabilities)
-    bias_grad = scores_grad if learns else None
+    bias_grad = scores_grad if is_bias_trained else None
     scores_grad = (scores_grad if slope is None else scores_grad * slope).to(q.dtype)
     q_grad, k_grad = (scores_grad @ k) * plan.scale, scores_grad.transpose(-1, -2) @ (q * plan.scale)
-    return q_grad, k_grad, kept.to(q.dtype).transpose(-1, -2) @ g, bias_grad
+    return q_grad, k_grad, kept_probabilities.to(q.dtype).transpose(-1, -2) @ g, bias_grad
 
 
 def append_columns(x: Tensor) -> Tensor:
@@ -149,15 +166,14 @@ def append_columns(x: Tensor) -> Tensor:
     return extended
 
 
-def tile_backward_bf16(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend_backward` in bfloat16. k, v: with the columns of `append_columns`.
+def tile_backward_bf16(inputs: BackwardInputs, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `tile_backward` in bfloat16. k, v: with the columns of `append_columns`.
 
     The float32 log-sum-exp is subtracted from the scores within the matmul, in two bfloat16 parts, and likewise `delta`
     from the probabilities' gradients. So scores are rounded once, and near 0, where bfloat16 is finest. Probabilities
     are scaled by 2**exponent, so that those of many keys are near 1.
     """
+    g, q, k, v, out, lse = inputs
     exponent = round(math.log2(k.shape[-2]))
     delta = (g * out).sum(-1, keepdim=True, dtype=lse.dtype)
     scaled_q, g = q * scale, g * 2.0**-exponent
@@ -242,18 +258,15 @@ def compute_tile(
 
 
 def compute_tile_gradients(
-    band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, bias: Tensor | None, bias_grad: Tensor | None, plan: BlockAttentionPlan,
-) -> None:  # fmt: skip
-    """Add a band's gradients to `dq`, `dk`, `dv` and, for a learned bias, `bias_grad`; all but dq in the dtype of
-    `lse`.
-
-    k, v: with the columns of `append_columns` for `tile_backward_bf16`.
-    """
-    heads, length, width = k.shape[1], *q.shape[2:]
-    added = _score_bias(band, bias, q, heads)
-    g, q, out, lse, dq = (_group_by_keys(x, band, heads) for x in (g, q, out, lse, dq))
-    k, v, dk, dv = (_group_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
+    band: Band, inputs: BackwardInputs, bias: Tensor | None, totals: GradientTotals, plan: BlockAttentionPlan
+) -> None:
+    """Add a band's gradients to the totals. Keys and values have the columns of `append_columns` for
+    `tile_backward_bf16`."""
+    heads, length, width = inputs.k.shape[1], *inputs.q.shape[2:]
+    added = _score_bias(band, bias, inputs.q, heads)
+    g, q, out, lse = (_group_by_keys(x, band, heads) for x in (inputs.g, inputs.q, inputs.out, inputs.lse))
+    k, v, dk, dv = (_group_by_keys(x, band, heads)[:, 0] for x in (inputs.k, inputs.v, totals.k, totals.v))
+    dq = _group_by_keys(totals.q, band, heads)
     is_bf16 = k.shape[-1] != width
     if is_bf16 and (band.causal or q.shape[1] * band.queries * band.keys > MAX_BF16_SCORES):
         is_bf16, k, v = False, k[..., :-EXTRA_COLUMNS], v[..., :-EXTRA_COLUMNS]
@@ -262,14 +275,16 @@ def compute_tile_gradients(
         kc, vc = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
+        tile_inputs = BackwardInputs(gc, qc, kc, vc, oc, lc)
         if is_bf16:
-            results: Gradients = (*_tile_backward_bf16(gc, qc, kc, vc, oc, lc, added, plan.scale), None)
+            results: Gradients = (*_tile_backward_bf16(tile_inputs, added, plan.scale), None)
         else:
-            learns = bias_grad is not None
-            results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, plan, band.causal, learns)
-            if bias_grad is not None and results[3] is not None:
+            results = tile_backward(
+                tile_inputs, added, None, plan, band.causal, is_bias_trained=totals.bias is not None
+            )
+            if totals.bias is not None and results[3] is not None:
                 part = results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
-                add_tile_gradient(bias_grad, part, length, band.first_query, band.first_key)
+                add_tile_gradient(totals.bias, part, length, band.first_query, band.first_key)
         q_grad = _ungroup_heads(results[0], q.shape[1], band)
         target = view_tiles(dq, first, band.queries, count, band.step)
         target.copy_(target + q_grad if band.accumulates else q_grad)
@@ -331,11 +346,9 @@ def _score_bias(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tenso
     return by_keys.repeat(rows if band.row is None else 1, 1, 1, 1)
 
 
-def _tile_backward_bf16(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _tile_backward_bf16(inputs: BackwardInputs, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Call `tile_backward_bf16` with contiguous tensors of three dims: each matmul would copy overlapping views."""
-    g_, q_, k_, v_, out_, lse_ = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
-    results = tile_backward_bf16(g_, q_, k_, v_, out_, lse_, None if bias is None else bias[0], scale)
-    dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in results)
+    flat_inputs = BackwardInputs(*(x.flatten(0, 1).contiguous() for x in inputs))
+    results = tile_backward_bf16(flat_inputs, None if bias is None else bias[0], scale)
+    dq, dk, dv = (x.unflatten(0, inputs.q.shape[:2]) for x in results)
     return dq, dk, dv

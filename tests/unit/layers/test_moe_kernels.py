@@ -135,7 +135,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        result = grouped_mm.pad_ranges(ends)
+        result = grouped_mm.make_windows(ends)
         assert [last for _, last, _, _ in result] == ends
         assert [first for first, _, _, _ in result] == [0, *ends[:-1]]
         for first, last, low, high in result:

@@ -17,7 +17,7 @@ from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.attention.sdpa import sdpa_attention
-from megatfm.ops.attention.tile import BlockAttentionPlan
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan
 
 B, N, T, S, H = 2, 4, 10, 12, 16
 BLIND = 3, 7
@@ -88,11 +88,12 @@ def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
     random = torch.Generator().manual_seed(0)
     q, g = (torch.randn(2, 4, 8, 16, generator=random) for _ in range(2))
     k, v = (torch.randn(2, 2, 8, 16, generator=random) for _ in range(2))
-    how = BlockAttentionPlan.build([], 8, 16, AttentionOptions(), zero_distance=7)
-    out, lse = compute_forward(q, k, v, None, how)
+    plan = BlockAttentionPlan.build([], 8, 16, AttentionOptions(), zero_distance=7)
+    out, lse = compute_forward(q, k, v, None, plan)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    assert all((x == 0).all() for x in compute_backward(g, q, k, v, out, lse, None, how))
+    gradients = compute_backward(BackwardInputs(g, q, k, v, out, lse), None, plan)
+    assert all((gradient == 0).all() for gradient in gradients)
 
 
 @dataclass(frozen=True)

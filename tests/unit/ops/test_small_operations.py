@@ -13,7 +13,7 @@ from megatfm.config import ModelConfig
 from megatfm.ops import keyed_random
 from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
-from megatfm.ops.grouped_mm import bucketed_linear
+from megatfm.ops.grouped_mm import windowed_linear
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
 from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
 
@@ -116,7 +116,7 @@ def loss_of(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
-    return bucketed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
+    return windowed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
 
 
 # function: products forward, and for each gradient; a loss makes its gradients in the forward pass

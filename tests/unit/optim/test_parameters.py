@@ -47,7 +47,7 @@ BERT = {
 }  # fmt: skip
 
 
-def test_bert_s_norms_and_biases_do_not_decay() -> None:
+def test_norms_and_biases_of_bert_have_no_weight_decay() -> None:
     for name, info in table(**BERT).items():
         is_vector = name.endswith(".bias") or "norm" in name
         assert info.decays != is_vector, name
@@ -56,7 +56,7 @@ def test_bert_s_norms_and_biases_do_not_decay() -> None:
         ), name
 
 
-def test_embeddings_decay_only_if_asked() -> None:
+def test_embeddings_have_weight_decay_only_if_configured() -> None:
     """Tables of tokens, positions, segments and distances; the projection of a factorised embedding is a matrix."""
     config = AdamWConfig(lr=1e-3, decay_embeddings=False)
     bert, shaw = (
@@ -75,7 +75,7 @@ def test_embeddings_decay_only_if_asked() -> None:
     assert shaw["head.weight"].decays
 
 
-def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
+def test_parameters_of_one_value_per_head_are_vectors() -> None:
     """T5's biases are [buckets, heads]; a gain for each head or expert, and their biases, may come stacked as well."""
     t5 = table(family="encoder_decoder", **{"position.name": "t5"})
     assert t5["encoder.position.weight"].shape == (32, 4)
@@ -103,7 +103,7 @@ def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
     assert not any(info.is_block_matrix for info in parameters.values())
 
 
-def test_muon_moves_the_blocks_matrices_and_no_others() -> None:
+def test_muon_optimizes_the_matrices_of_blocks_only() -> None:
     groups = build_optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, **{"position.offset": 0}))
     moved = {name for group in groups if group.granularity == "whole_tensor" for name in group.names}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")
@@ -116,7 +116,7 @@ def rates(**parts: Any) -> dict[str, float]:
     return {name: p.lr_scale for name, p in table(AdamWConfig(lr=1e-3, layer_decay=0.5), **parts).items()}
 
 
-def test_each_block_has_a_lower_rate_than_the_one_above_it() -> None:
+def test_layer_decay_lowers_the_rate_of_each_lower_block() -> None:
     bert = rates(**BERT)
     for name, scale in bert.items():
         if name.startswith("encoder.layers."):
@@ -128,7 +128,7 @@ def test_each_block_has_a_lower_rate_than_the_one_above_it() -> None:
     assert set(bert.values()) == {1.0, 0.5, 0.25, 0.125, 0.0625}
 
 
-def test_each_stack_counts_its_own_blocks() -> None:
+def test_layer_decay_counts_each_stack_separately() -> None:
     t5 = rates(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
     assert t5["encoder.layers.1.attn.wq.weight"] == t5["decoder.layers.2.attn.wq.weight"] == 0.5
     assert t5["encoder.layers.0.attn.wq.weight"] == t5["decoder.layers.1.cross.wq.weight"] == 0.25
@@ -144,14 +144,14 @@ def test_each_stack_counts_its_own_blocks() -> None:
     assert electra["discriminator.verdict.weight"] == 1.0
 
 
-def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
+def test_layer_decay_leaves_heads_at_the_full_rate() -> None:
     spans = rates(**BERT, extra_heads={"boundary": {}})
     assert spans["boundary.positions.weight"] == spans["boundary.dense1.weight"] == 1.0
     ahead = rates(n_mtp_heads=1, **{"position.name": "shaw"})
     assert {scale for name, scale in ahead.items() if name.startswith("future.")} == {1.0}
 
 
-def test_mup_s_rates_multiply_those_of_the_layers() -> None:
+def test_mup_and_layer_decay_multiply() -> None:
     config = AdamWConfig(lr=1e-3, layer_decay=0.5)
     parts = {"attention.bias": True, "mup": {"base_width": 8}, "embedding.tied": False}
     (group,) = build_optimizer_groups(config, model(**parts))
@@ -168,14 +168,14 @@ def test_mup_s_rates_multiply_those_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "lamb"])
-def test_mup_is_refused_where_its_rules_do_not_hold(name: str) -> None:
+def test_mup_is_refused_for_optimizers_of_whole_tensors(name: str) -> None:
     config: Any = TypeAdapter(OptimizerConfig).validate_python({"name": name, "lr": 0.01})
     with pytest.raises(UsageError, match=rf"optimizer\.name = '{name}' sizes its updates by the whole tensor"):
         build_optimizer_groups(config, model(mup={"base_width": 8}))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "adafactor", "lamb", "lion", "schedule_free_adamw"])
-def test_every_optimizer_obeys_roles_and_rates(name: str) -> None:
+def test_every_optimizer_uses_roles_and_rates(name: str) -> None:
     """A step with and one without decay, or with a rate of its own, differ only where they should."""
 
     def moved(weight_decay: float, layer_decay: float) -> dict[str, torch.Tensor]:
@@ -201,7 +201,7 @@ def test_every_optimizer_obeys_roles_and_rates(name: str) -> None:
         assert ratio == pytest.approx(scale, rel=0.2), parameter
 
 
-def test_an_optimizer_that_forgets_a_parameter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_omits_a_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     adamw = OPTIMIZERS.get("adamw")
     for fault, count in (
         (lambda config, parameters: adamw(config, dict(list(parameters.items())[1:])), 0),
@@ -217,7 +217,7 @@ def test_an_optimizer_that_forgets_a_parameter_is_found(monkeypatch: pytest.Monk
 CODE = "from megatfm.optim.parameters import OPTIMIZERS; print(*OPTIMIZERS.names())"
 
 
-def test_a_fresh_process_knows_all_optimizers() -> None:
+def test_all_optimizers_are_registered_in_a_fresh_process() -> None:
     output = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True).stdout
     assert output.split() == ["adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "soap"]
 
@@ -229,7 +229,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_may_register_optimizers_and_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r'^```python title="my_optimizers.py"\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
     (tmp_path / "my_optimizers.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

@@ -28,12 +28,12 @@ SCALES = {"wide": 0.5}
 Weights = dict[str, Tensor]
 
 
-def start() -> Weights:
+def draw_weights() -> Weights:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
 
 
-def gradients(weights: Weights, step: int) -> Weights:
+def compute_gradients(weights: Weights, step: int) -> Weights:
     """Gradients depend on the weights, so that an error in one step shows in all that follow."""
     generator = torch.Generator().manual_seed(step)
     return {
@@ -42,12 +42,12 @@ def gradients(weights: Weights, step: int) -> Weights:
     }
 
 
-def rate(step: int) -> float:
+def compute_rate(step: int) -> float:
     """A warm-up of five steps."""
     return RATE * min(1.0, step / 5)
 
 
-def parameters() -> dict[str, ParameterInfo]:
+def make_parameters() -> dict[str, ParameterInfo]:
     return {
         name: ParameterInfo(shape, role, role != "vector", True, SCALES.get(name, 1.0))
         for name, (shape, role) in SHAPES.items()
@@ -57,26 +57,26 @@ def parameters() -> dict[str, ParameterInfo]:
 def run_optimizer(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
     """The weights after all steps of the registered optimizer, as an engine takes them."""
     config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE, **options})
-    weights = start()
-    groups = [group for group in OPTIMIZERS.get(name)(config, parameters()) if group.names]
+    weights = draw_weights()
+    groups = [group for group in OPTIMIZERS.get(name)(config, make_parameters()) if group.names]
     result = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
     for step in range(1, STEPS + 1):
-        towards = gradients(weights, step)
+        gradients = compute_gradients(weights, step)
         for optimizer in result:
-            optimizer.step(towards, rate(step))
+            optimizer.step(gradients, compute_rate(step))
     return weights, result
 
 
 def run_updates(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
     """The weights after as many in-place updates (name, weight, gradient, step, rate) of each."""
-    weights = start()
+    weights = draw_weights()
     for step in range(1, STEPS + 1):
-        for name, gradient in gradients(weights, step).items():
-            update(name, weights[name], gradient, step, rate(step) * SCALES.get(name, 1.0))
+        for name, gradient in compute_gradients(weights, step).items():
+            update(name, weights[name], gradient, step, compute_rate(step) * SCALES.get(name, 1.0))
     return weights
 
 
-def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
+def run_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
     """An optimizer of somebody else for each weight."""
     result: dict[str, torch.optim.Optimizer] = {}
 
@@ -89,12 +89,12 @@ def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weight
     return run_updates(update)
 
 
-def decay_of(name: str, weight_decay: float) -> float:
+def get_decay(name: str, weight_decay: float) -> float:
     return 0.0 if SHAPES[name][1] == "vector" else weight_decay
 
 
 def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-12) -> None:
-    first = start()
+    first = draw_weights()
     for name, weight in expected.items():
         assert (weight - first[name]).norm() > 0.05 * first[name].norm(), f"{name} hardly moved"
         assert (actual[name] - weight).norm() <= tolerance * weight.norm(), name
@@ -120,7 +120,7 @@ def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callab
     adam = Adam(*betas, eps)
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        weight -= lr * (adam(name, gradient, step) + decay_of(name, weight_decay) * weight)
+        weight -= lr * (adam(name, gradient, step) + get_decay(name, weight_decay) * weight)
 
     return update
 
@@ -130,7 +130,7 @@ def test_adamw_equals_torch() -> None:
     assert_same(run_optimizer("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], expected)
 
 
-def test_muon_equals_the_paper_written_out() -> None:
+def test_muon_equals_its_paper() -> None:
     """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
     momentum: Weights = {}
     remaining = adamw((0.9, 0.95), 1e-8, 0.2)
@@ -166,10 +166,10 @@ def test_adafactor_equals_its_reference() -> None:
         )  # fmt: skip
 
     options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
-    assert_same(run_optimizer("adafactor", **options)[0], with_library(make))
+    assert_same(run_optimizer("adafactor", **options)[0], run_library(make))
 
 
-def test_adafactor_s_decay_is_that_of_the_rate() -> None:
+def test_adafactor_decays_weights_by_the_learning_rate() -> None:
     """transformers multiplies it by each tensor's scale, too; torch does not."""
     for name, (shape, role) in SHAPES.items():
         moved = []
@@ -177,13 +177,13 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
             config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
             info = ParameterInfo(shape, role, role != "vector", True)
             (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
-            weights = {name: start()[name]}
-            TorchOptimizer(group, weights).step(gradients(weights, 1), RATE)
+            weights = {name: draw_weights()[name]}
+            TorchOptimizer(group, weights).step(compute_gradients(weights, 1), RATE)
             moved.append(weights[name])
-        torch.testing.assert_close(moved[0] - moved[1], RATE * decay_of(name, 0.5) * start()[name])
+        torch.testing.assert_close(moved[0] - moved[1], RATE * get_decay(name, 0.5) * draw_weights()[name])
 
 
-def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
+def test_adafactor_is_independent_of_the_scale_of_gradients() -> None:
     """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
     config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
     (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
@@ -201,7 +201,7 @@ def test_lamb_equals_its_reference() -> None:
     adam = Adam(0.9, 0.99, 1e-6)
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        direction = adam(name, gradient, step) + decay_of(name, 0.2) * weight
+        direction = adam(name, gradient, step) + get_decay(name, 0.2) * weight
         ratio = weight.norm() / direction.norm() if SHAPES[name][1] != "vector" else 1.0
         weight -= lr * ratio * direction
 
@@ -209,7 +209,7 @@ def test_lamb_equals_its_reference() -> None:
 
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
-def test_lamb_with_a_norm_of_zero(zero: str) -> None:
+def test_lamb_has_trust_ratio_one_for_a_norm_of_zero(zero: str) -> None:
     config = OPTIMIZER_SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
     (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
     weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
@@ -220,10 +220,10 @@ def test_lamb_with_a_norm_of_zero(zero: str) -> None:
 
 def test_lion_equals_its_reference(library: ModuleType) -> None:
     def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
-        decay = decay_of(name, 0.4)
+        decay = get_decay(name, 0.4)
         return library.lion.Lion([weight], lr=RATE, betas=(0.8, 0.95), weight_decay=decay, foreach=False)
 
-    assert_same(run_optimizer("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], with_library(make))
+    assert_same(run_optimizer("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], run_library(make))
 
 
 @pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
@@ -250,23 +250,23 @@ def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int
 def test_schedule_free_equals_its_reference() -> None:
     """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
     beta, sum_of, x, z, squares = (
-        0.9, [0.0], start(), start(), {n: torch.zeros_like(w) for n, w in start().items()},
+        0.9, [0.0], draw_weights(), draw_weights(), {n: torch.zeros_like(w) for n, w in draw_weights().items()},
     )  # fmt: skip
-    y = start()
+    y = draw_weights()
     for step in range(1, STEPS + 1):
-        weight = rate(step) ** 2
+        weight = compute_rate(step) ** 2
         sum_of[0] += weight
-        for name, gradient in gradients(y, step).items():
-            lr = rate(step) * SCALES.get(name, 1.0)
+        for name, gradient in compute_gradients(y, step).items():
+            lr = compute_rate(step) * SCALES.get(name, 1.0)
             squares[name] = 0.99 * squares[name] + 0.01 * gradient**2
             direction = gradient / ((squares[name] / (1 - 0.99**step)) ** 0.5 + 1e-8)
-            z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
+            z[name] = z[name] - lr * (direction + get_decay(name, 0.2) * y[name])
             x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
             y[name] = (1 - beta) * z[name] + beta * x[name]
     actual, (result,) = run_optimizer("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
     assert_same(actual, y)
     config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
-    (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
+    (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, make_parameters())
     optimizer = ElementwiseOptimizer(group, actual)
     optimizer._torch = result
     assert_same(optimizer.averaged(), x)
@@ -283,7 +283,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["muon", "soap", "lamb", "adafactor"])
-def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
+def test_a_stack_is_updated_as_its_matrices(name: str) -> None:
     check_stack_moves_as_matrices(name)
 
 
@@ -297,7 +297,7 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_muon_equals_torch_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: by torch's steps, in no more operators however many there are, and a batch at a time."""
     monkeypatch.setattr(matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, 3 * 24))
     generator = torch.Generator().manual_seed(0)
@@ -307,31 +307,31 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
 
     shapes = [(6, 4)] * 3 + [(4, 6), (2, 6, 4), (4, 6), (6, 4)]
     weights = [draw(*shape).requires_grad_() for shape in shapes]
-    expected = [[item.clone() for item in weight.detach().view(-1, *weight.shape[-2:])] for weight in weights]
+    expected = [[matrix.clone() for matrix in weight.detach().view(-1, *weight.shape[-2:])] for weight in weights]
     options = {"lr": 0.02, "momentum": 0.9}
     optimizer = BatchedMuon(
         [{"params": weights[:4], "weight_decay": 0.2}, {"params": weights[4:], "weight_decay": 0.1, "lr": 0.01}],
         **options,
     )
-    first, second = ([item for several in part for item in several] for part in (expected[:4], expected[4:]))
+    first, second = ([matrix for matrices in part for matrix in matrices] for part in (expected[:4], expected[4:]))
     groups = [{"params": first, "weight_decay": 0.2}, {"params": second, "weight_decay": 0.1, "lr": 0.01}]
     reference = torch.optim.Muon(groups, **options)
     for _ in range(6):
-        for weight, several in zip(weights, expected, strict=True):
+        for weight, matrices in zip(weights, expected, strict=True):
             weight.grad = draw(*weight.shape)
-            for item, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
-                item.grad = gradient.clone()
+            for matrix, gradient in zip(matrices, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                matrix.grad = gradient.clone()
         optimizer.step()
         reference.step()
-        for weight, several in zip(weights, expected, strict=True):
-            torch.testing.assert_close(weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4)
+        for weight, matrices in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.view(-1, *weight.shape[-2:]), torch.stack(matrices), rtol=0, atol=4e-4)
 
 
-def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_muon_runs_as_many_operators_for_more_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = matrix_optimizers.MAX_BATCH_ELEMENTS
     monkeypatch.setattr(matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, limit))
 
-    def asked(n: int) -> int:
+    def count_operators(n: int) -> int:
         weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]
         optimizer = BatchedMuon(weights, lr=0.1, momentum=0.9)
         for weight in weights:
@@ -341,10 +341,10 @@ def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
             optimizer.step()
         return mode.count
 
-    assert asked(12) == asked(3) < 40
+    assert count_operators(12) == count_operators(3) < 40
 
 
-def test_a_gpu_s_matrices_are_moved_together() -> None:
+def test_muon_is_batched_on_gpus() -> None:
     config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE})
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
@@ -353,13 +353,13 @@ def test_a_gpu_s_matrices_are_moved_together() -> None:
         assert type(group.build([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
 
 
-def test_a_batch_is_no_larger_than_it_may_be() -> None:
+def test_batches_of_updates_have_a_largest_size() -> None:
     moves = [(torch.zeros(2, 3), torch.zeros(2, 3), float(i)) for i in range(5)]
     assert [[by for _, _, by in batch] for batch in split_batches(moves, 12)] == [[0, 1], [2, 3], [4]]
     assert [len(batch) for batch in split_batches(moves, 1)] == [1] * 5
 
 
-def test_muon_s_iteration_in_the_weights_type() -> None:
+def test_newton_schulz_in_full_precision_equals_its_polynomial() -> None:
     """The iteration is its polynomial, and makes nothing of rounding.
 
     Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2.
@@ -381,7 +381,7 @@ def test_muon_s_iteration_in_the_weights_type() -> None:
         assert changes[0] < 1e-4 < 1e-3 < changes[1]
 
 
-def test_muon_s_type_is_chosen_by_the_config() -> None:
+def test_the_dtype_of_newton_schulz_is_configurable() -> None:
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
     config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz_dtype": "param"})
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)

@@ -20,12 +20,14 @@ from tests.support.reported_runs import replace_metrics, report_page
 NAN = float("nan")
 
 
-def curve(values: Sequence[float]) -> Curve:
+def make_curve(values: Sequence[float]) -> Curve:
     return Curve(range(1, len(values) + 1), values)
 
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
-    wide, narrow = (make_chart("Norm", "", [Line("norm", curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1]))
+    wide, narrow = (
+        make_chart("Norm", "", [Line("norm", make_curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1])
+    )
     assert wide is not None
     assert narrow is not None
     assert (wide.data["log"], narrow.data["log"]) == (True, False)
@@ -35,21 +37,21 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
 def test_non_finite_values_are_null_and_counted_once() -> None:
     values = [3.0, NAN, 2.0, 1.5, float("inf"), 1.0]
     raw, smoothed = (
-        Line("loss", curve(values), kind="raw"),
-        Line("loss", smooth(curve(values)), kind="smooth"),
+        Line("loss", make_curve(values), kind="raw"),
+        Line("loss", smooth(make_curve(values)), kind="smooth"),
     )
-    drawing = make_chart("Loss", "", [raw, smoothed])
-    assert drawing is not None
-    assert drawing.n_nonfinite == 2
-    assert [line["values"].count(None) for line in drawing.data["lines"]] == [2, 2]
-    json.dumps(drawing.data, allow_nan=False)
-    assert make_chart("Loss", "", [Line("loss", curve([NAN, NAN]))]) is None
+    chart = make_chart("Loss", "", [raw, smoothed])
+    assert chart is not None
+    assert chart.n_nonfinite == 2
+    assert [line["values"].count(None) for line in chart.data["lines"]] == [2, 2]
+    json.dumps(chart.data, allow_nan=False)
+    assert make_chart("Loss", "", [Line("loss", make_curve([NAN, NAN]))]) is None
 
 
-def test_thinning_keeps_the_spikes_the_ends_and_the_order() -> None:
+def test_downsampling_keeps_spikes_ends_and_order() -> None:
     values = [math.sin(i / 500) for i in range(100_000)]
     values[31_415], values[77_777] = 9.0, -9.0
-    thin = downsample(curve(values), 1500)
+    thin = downsample(make_curve(values), 1500)
     assert len(thin.steps) <= 1500
     assert {9.0, -9.0} <= set(thin.values)
     assert list(thin.steps) == sorted(set(thin.steps))
@@ -58,20 +60,20 @@ def test_thinning_keeps_the_spikes_the_ends_and_the_order() -> None:
     assert all(values[step - 1] == value for step, value in zip(thin.steps, thin.values, strict=True))
 
 
-def test_thinning_keeps_the_gaps() -> None:
-    thin = downsample(curve([1.0] * 5000 + [NAN] * 5000 + [1.0] * 5000), 300)
+def test_downsampling_keeps_gaps() -> None:
+    thin = downsample(make_curve([1.0] * 5000 + [NAN] * 5000 + [1.0] * 5000), 300)
     assert any(math.isnan(value) for value in thin.values)
 
 
 def test_smoothing_does_not_lag() -> None:
-    ramp = curve([float(i) for i in range(1000)])
+    ramp = make_curve([float(i) for i in range(1000)])
     assert list(smooth(ramp).values)[:980] == pytest.approx(list(ramp.values)[:980])
 
 
-def test_smoothing_steps_over_what_is_not_finite() -> None:
+def test_smoothing_ignores_values_that_are_not_finite() -> None:
     values = [1.0] * 200
     values[50] = NAN
-    smoothed = smooth(curve(values)).values
+    smoothed = smooth(make_curve(values)).values
     assert math.isnan(smoothed[50])
     assert [value for value in smoothed if not math.isnan(value)] == pytest.approx([1.0] * 199)
 
@@ -90,21 +92,21 @@ def test_smoothing_steps_over_what_is_not_finite() -> None:
         (NAN, "nan"),
     ],
 )
-def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
+def test_numbers_are_formatted_for_people(value: float, text: str) -> None:
     assert format_number(value) == text
 
 
-def test_the_page_s_script_gets_steps_and_values_as_they_were_recorded() -> None:
+def test_chart_data_has_the_recorded_steps_and_values() -> None:
     steps = [1, 500, 501, 700_000, 999_999, 1_000_000]
     values = [3.25, 2.3459, NAN, 2.0000004, 1e-7, 12_345.67]
-    drawing = make_chart("Loss", "", [Line("a", Curve(steps, values), kind="dots")])
-    assert drawing is not None
-    (line,) = drawing.data["lines"]
+    chart = make_chart("Loss", "", [Line("a", Curve(steps, values), kind="dots")])
+    assert chart is not None
+    (line,) = chart.data["lines"]
     assert list(accumulate(line["steps"])) == steps
     assert line["values"] == [3.25, 2.3459, None, 2.0, 1e-7, 12_345.67]
 
 
-def test_terms_of_the_loss_have_a_chart_where_there_are_several(run: Path) -> None:
+def test_several_loss_terms_have_a_chart(run: Path) -> None:
     terms = {"masked": 6.5, "sentence": 0.7}
     sets = {"code": {"loss": 7.0, "terms": terms, "tokens": 10, "rows": 1}}
     replace_metrics(run, [{"step": n, "loss": 7.2, "terms": terms, "evaluation": sets} for n in (1, 2)])
@@ -132,7 +134,7 @@ def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
     ]
 
 
-def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
+def test_layer_statistics_have_a_chart_for_each_kind(run: Path) -> None:
     replace_metrics(run, with_norms(layers=3))
     page = report_page(run)
     titles = [label.split(",")[0] for label in page.charts()]
@@ -144,7 +146,7 @@ def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
     assert "decoder 2: 1 at step 1, 40 at step 40" in page.charts()[2]
 
 
-def test_charts_of_many_layers_draw_and_name_a_few(run: Path) -> None:
+def test_charts_of_many_layers_show_a_few_of_them(run: Path) -> None:
     replace_metrics(run, with_norms(layers=48))
     page = report_page(run)
     weights = page.charts()[3]
@@ -173,7 +175,7 @@ def with_loads(layers: int, loads: list[float]) -> list[dict[str, object]]:
     ]
 
 
-def test_loads_of_experts_are_maps(run: Path) -> None:
+def test_expert_loads_are_heat_maps(run: Path) -> None:
     """Each pixel is the load of an expert at a step; the words name the extremes."""
     loads = [0.0, 1.0, 2.5, 0.5]
     replace_metrics(run, with_loads(3, loads))
@@ -189,7 +191,7 @@ def test_loads_of_experts_are_maps(run: Path) -> None:
             assert image.getpixel((0, expert)) == run_charts.choose_colour(1 + (load - 1) / 40)
 
 
-def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
+def test_heat_maps_have_few_columns_and_layers(run: Path) -> None:
     lines = [
         {
             "step": step,

@@ -20,20 +20,20 @@ from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two runs of one corpus, the second with another rate and shorter."""
-    first = write_reported_run(tmp_path, 200)
-    second = tmp_path / "runs" / "slower"
-    write_reported_run(tmp_path / "b", 100).rename(second)
-    config = (first / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
-    (second / "config.toml").write_text(config)
-    return [first, second]
+    baseline = write_reported_run(tmp_path, 200)
+    slower = tmp_path / "runs" / "slower"
+    write_reported_run(tmp_path / "b", 100).rename(slower)
+    config = (baseline / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
+    (slower / "config.toml").write_text(config)
+    return [baseline, slower]
 
 
-def test_the_table_tells_what_differs_and_what_was_reached(
+def test_compare_prints_different_settings_and_results(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert lines["optimizer.lr"] == ["0.003", "0.001"]
     assert lines["steps"] == ["200", "100"]
@@ -41,19 +41,19 @@ def test_the_table_tells_what_differs_and_what_was_reached(
     assert (tmp_path / "c.html").is_file()
 
 
-def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> None:
+def test_metrics_of_tasks_are_compared(runs: list[Path], tmp_path: Path) -> None:
     """Each is a column and a chart; a run without them has a dash, and no column is empty."""
-    first, second = runs
-    path = first / "metrics.jsonl"
+    baseline, slower = runs
+    path = baseline / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         for result in line.get("evaluation", {}).values():
             result.pop("bits_per_byte", None)
             result["metrics"] = {"accuracy": 0.75, "f1_macro": 0.5}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = first / "config.toml"
+    config = baseline / "config.toml"
     config.write_text(config.read_text() + '\n[objective]\nname = "text_classification"\n')
-    (second / "metrics.jsonl").write_text("")
+    (slower / "metrics.jsonl").write_text("")
     comparison = RunComparison.read(runs)
     results = comparison.collect_results()
     set_name = comparison.runs[0].validation_sets[0]
@@ -66,12 +66,12 @@ def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> Non
     assert (f"Held-out loss, {set_name}", "mean over labelled examples or nats per token") in titles
 
 
-def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: list[Path]) -> None:
-    first, second = ((run / "config.toml") for run in runs)
-    text = first.read_text()
-    first.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
+def test_settings_that_differ_in_late_digits_are_shown(runs: list[Path]) -> None:
+    baseline, slower = ((run / "config.toml") for run in runs)
+    text = baseline.read_text()
+    baseline.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
     changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace("betas = [0.9, 0.95]", "betas = [0.9, 0.950001]")
-    second.write_text(
+    slower.write_text(
         changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"').replace("[parallel]", "[parallel]\npp = 1")
     )
     assert RunComparison.read(runs).list_differences() == [
@@ -82,7 +82,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
     ]
 
 
-def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(runs: list[Path], tmp_path: Path) -> None:
+def test_the_page_has_a_line_for_every_run_and_no_external_references(runs: list[Path], tmp_path: Path) -> None:
     page = Page(write_comparison(RunComparison.read(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
@@ -96,7 +96,7 @@ def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(runs: 
     assert not [a for _, a in page.tags if str(a.get("src") or a.get("href") or "#")[0] not in "#d"]
 
 
-def test_utilization_of_unlike_peaks_is_not_compared(
+def test_mfu_relative_to_different_peaks_is_left_out(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in runs:
@@ -122,13 +122,13 @@ def test_utilization_of_unlike_peaks_is_not_compared(
     assert words in Page(tmp_path / "c.html").text
 
 
-def test_runs_are_told_apart_by_as_little_as_does() -> None:
+def test_names_of_runs_are_the_shortest_distinct_ends_of_their_paths() -> None:
     assert make_unique_names([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
     assert make_unique_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
     assert make_unique_names([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
 
 
-def test_one_run_is_no_comparison(runs: list[Path]) -> None:
+def test_a_single_run_is_refused(runs: list[Path]) -> None:
     with pytest.raises(UsageError, match="give two runs or more"):
         RunComparison.read(runs[:1])
     with pytest.raises(UsageError, match="not a run directory"):
@@ -136,19 +136,19 @@ def test_one_run_is_no_comparison(runs: list[Path]) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: Path) -> None:
+def test_a_browser_draws_other_axes_without_errors(runs: list[Path], tmp_path: Path) -> None:
     page = write_comparison(RunComparison.read(runs), tmp_path / "c.html")
     flags = [
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
     ]  # fmt: skip
-    completed = subprocess.run(
+    done = subprocess.run(
         [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
          f"{page.as_uri()}#axes=tokens,log"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    assert [line for line in completed.stderr.splitlines() if "CONSOLE" in line] == []
-    assert ">tokens 1M<" in completed.stdout
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert ">tokens 1M<" in done.stdout
     shutil.rmtree(tmp_path / "profile", ignore_errors=True)
 
 
@@ -156,7 +156,7 @@ def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: P
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_a_browser_draws_the_page_without_a_complaint(run: Path, tmp_path: Path) -> None:
+def test_a_browser_draws_the_page_without_errors(run: Path, tmp_path: Path) -> None:
     evil = "<script>document.title = 'taken over'</script><img src='http://example.invalid/x.png'>"
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": evil, "text": evil}) + "\n")
@@ -172,7 +172,7 @@ def test_a_browser_draws_the_page_without_a_complaint(run: Path, tmp_path: Path)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path) -> None:
+def test_points_ticks_and_reference_lines_share_their_axes(run: Path, tmp_path: Path) -> None:
     """Linear and logarithmic axes, gaps, levels that share a label, and odd ranges, as the page's script draws them."""
     lines: list[dict[str, object]] = [
         {"step": 0, "loss": 4.0, "grad_norm": 0.01, "lr": 0.0, "tokens_per_second": 2.0, "memory_bytes": 2**30},
@@ -200,8 +200,8 @@ def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path)
     assert speed.count("M") == 2, "a step without a number breaks the line"
     assert list(labels(plots["Bits per byte"], "level")) == ["c 2.01 · b 2", "a 1"]
     (bits,) = points(plots["Bits per byte"], "marks")
-    levels = labels(plots["Bits per byte"], "level")
-    assert bits[1] == pytest.approx(5 * (levels["a 1"] + levels["c 2.01 · b 2"]), abs=5)
+    shown = labels(plots["Bits per byte"], "level")
+    assert bits[1] == pytest.approx(5 * (shown["a 1"] + shown["c 2.01 · b 2"]), abs=5)
 
 
 def points(plot: str, kind: str) -> list[tuple[float, float]]:
@@ -215,7 +215,7 @@ def labels(plot: str, kind: str) -> dict[str, float]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_matrices_and_pictures_are_drawn(run: Path, tmp_path: Path) -> None:
+def test_a_browser_draws_matrices_and_pictures(run: Path, tmp_path: Path) -> None:
     """A matrix of 20 classes is a picture, which the page's own policy lets through, and so are galleries."""
     counts = [[label, (label + 1) % 20 if label % 4 == 0 else label, 3] for label in range(20)]
     (run / "confusion.json").write_text(json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}}))
@@ -238,7 +238,7 @@ def draw(page: Path, folder: Path) -> str:
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
     ]  # fmt: skip
     command = [str(CHROMIUM), *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert completed.returncode == 0, completed.stderr
-    assert [line for line in completed.stderr.splitlines() if "CONSOLE" in line] == []
-    return completed.stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    return done.stdout

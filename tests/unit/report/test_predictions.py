@@ -19,7 +19,7 @@ from tests.support.reported_runs import report_page
 EVIL = "<img src=x onerror=alert(1)>"
 
 
-def counts_of(targets: Iterable[int], predicted: Iterable[int]) -> dict[tuple[int, int], int]:
+def count_pairs(targets: Iterable[int], predicted: Iterable[int]) -> dict[tuple[int, int], int]:
     counts: dict[tuple[int, int], int] = {}
     for pair in zip(targets, predicted, strict=True):
         counts[pair] = counts.get(pair, 0) + 1
@@ -34,7 +34,7 @@ def test_scores_and_matrix_against_scikit_learn(n_classes: int) -> None:
     targets = random.integers(0, n_classes, 500)
     predicted = np.where(random.random(500) < 0.6, targets, random.integers(0, n_classes, 500))
     labels = [f"class {number}" for number in range(n_classes)]
-    result = summarize("set", counts_of(targets.tolist(), predicted.tolist()), labels)
+    result = summarize("set", count_pairs(targets.tolist(), predicted.tolist()), labels)
     assert result.accuracy == pytest.approx((targets == predicted).mean())
     assert result.examples == 500
     expected = precision_recall_fscore_support(targets, predicted, labels=range(n_classes), zero_division=0.0)
@@ -81,7 +81,7 @@ def write_images(run: Path, labels: list[str], counts: Any) -> None:
     (run / "confusion.json").write_text(json.dumps({"step": 7, "sets": {EVIL: {"labels": labels, "counts": counts}}}))
 
 
-def picture(colour: str) -> bytes:
+def make_png(colour: str) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (3, 2), colour).save(out, "PNG")
     return out.getvalue()
@@ -90,14 +90,14 @@ def picture(colour: str) -> bytes:
 def test_classes_and_pictures_on_the_page(run: Path) -> None:
     write_images(run, [EVIL, "猫"], [[0, 0, 5], [0, 1, 2], [1, 1, 3]])
     (run / "pictures").mkdir()
-    (run / "pictures" / "rollout-00.png").write_bytes(picture("red"))
+    (run / "pictures" / "rollout-00.png").write_bytes(make_png("red"))
     entry = {"file": "pictures/rollout-00.png", "caption": EVIL}
     gallery = {"title": "Attention rollout", "note": EVIL, "pictures": [entry]}
     (run / "pictures.json").write_text(json.dumps({"step": 7, "galleries": [gallery]}))
     page = report_page(run)
     html = (run / "report.html").read_text()
     assert EVIL not in html
-    assert base64.b64encode(picture("red")).decode() in html
+    assert base64.b64encode(make_png("red")).decode() in html
     assert "80.00 % of 10 right, step 7" in page.text
     assert "猫" in page.text
 
@@ -112,21 +112,21 @@ def test_a_run_without_predictions_has_no_such_sections(run: Path) -> None:
     "counts",
     [None, {}, [], [[0]], [[0, "1", 2]], [[-1, 0, 2]], [[0, 0, 0]], [[True, 0, 1]], [[0, 0, 1.5]], [[2**40, 0, 1]]],
 )
-def test_counts_that_are_none(run: Path, counts: Any) -> None:
+def test_invalid_counts_are_ignored(run: Path, counts: Any) -> None:
     write_images(run, ["a"], counts)
     assert compute_class_results(Run(run)) == []
     write_report(run)
 
 
-def test_pictures_that_lie(run: Path, tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_shown_are_counted(run: Path, tmp_path: Path) -> None:
     """Outside the folder, a link, no PNG, too large, not there: left out and counted."""
-    (tmp_path / "secret.png").write_bytes(picture("blue"))
+    (tmp_path / "secret.png").write_bytes(make_png("blue"))
     folder = run / "pictures"
     folder.mkdir()
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "text.png").write_text("no picture")
-    (folder / "large.png").write_bytes(picture("red") + bytes(2**20))
-    (folder / "good.png").write_bytes(picture("green"))
+    (folder / "large.png").write_bytes(make_png("red") + bytes(2**20))
+    (folder / "good.png").write_bytes(make_png("green"))
     names = [
         "../secret.png", "pictures/../../secret.png", str(tmp_path / "secret.png"), "pictures/link.png",
         "pictures/text.png", "pictures/large.png", "pictures/none.png", "pictures/a\0b", 3, "pictures/good.png",
@@ -169,7 +169,7 @@ PREDICTIONS = [
 ]
 
 
-def test_errors_of_a_fine_tuning_run(run: Path) -> None:
+def test_the_most_confident_errors_of_a_fine_tuning_run_come_first(run: Path) -> None:
     """Labels of JSON's truth values, an Arabic text, a long and an empty one; the surest first."""
     write_task(run, ROWS, PREDICTIONS)
     (result,) = compute_class_results(Run(run))
@@ -185,7 +185,7 @@ def test_errors_of_a_fine_tuning_run(run: Path) -> None:
     assert EVIL not in (run / "report.html").read_text()
 
 
-def test_a_file_that_moved_or_changed_is_noted(run: Path) -> None:
+def test_a_task_file_that_moved_or_changed_is_noted(run: Path) -> None:
     file = write_task(run, ROWS, PREDICTIONS)
     file.write_text(json.dumps(ROWS[0]) + "\n")
     read = Run(run)

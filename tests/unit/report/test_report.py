@@ -43,7 +43,7 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
     assert f"stdlib: 4.462 at step 100, {last['loss']:.4g} at step 1,000" in page.charts()[0]
 
 
-def test_the_page_needs_nothing_from_outside(run: Path) -> None:
+def test_the_page_has_no_external_references(run: Path) -> None:
     page = report_page(run)
     html = (run / "report.html").read_text()
     assert page.count("script") == page.count("style") == 1
@@ -55,7 +55,7 @@ def test_the_page_needs_nothing_from_outside(run: Path) -> None:
     assert "@import" not in html
 
 
-def test_texts_of_others_stay_texts(run: Path) -> None:
+def test_untrusted_texts_are_escaped(run: Path) -> None:
     evil = "</pre></script><script>alert('x')</script><img src=x onerror=alert(1)> \" onload=\"alert(2)"
     (run / "samples.jsonl").write_text(json.dumps({"prompt": evil, "text": evil, "step": evil}) + "\n")
     (run / "events.jsonl").write_text(json.dumps({"time": evil, "event": evil, "detail": evil}) + "\n")
@@ -87,7 +87,7 @@ def test_a_run_without_a_step_has_a_page(run: Path) -> None:
     assert f"megatfm train {run}" in page.text
 
 
-def test_a_running_run_shows_what_it_has(run: Path) -> None:
+def test_an_unfinished_run_has_a_page(run: Path) -> None:
     replace_metrics(run, [{"step": 1, "loss": 8.5, "lr": 1e-4}, {"step": 2, "loss": 8.25, "grad_norm": 1.5}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step":3,"los')
@@ -97,7 +97,7 @@ def test_a_running_run_shows_what_it_has(run: Path) -> None:
     assert "metrics.jsonl: 1 line(s) left out that can't be read" in page.text
 
 
-def test_several_validation_sets_are_told_apart(run: Path) -> None:
+def test_several_validation_sets_have_their_names(run: Path) -> None:
     sets = {"code": {"loss": 2.0, "bits_per_byte": 1.0}, "prose": {"loss": 3.0, "bits_per_byte": 1.5}}
     replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
     page = report_page(run)
@@ -106,7 +106,7 @@ def test_several_validation_sets_are_told_apart(run: Path) -> None:
     assert "code: 2 at step 1, 2 at step 1; prose: 3 at step 1" in page.charts()[0]
 
 
-def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
+def test_losses_by_position_have_a_line_for_each_bucket(run: Path) -> None:
     sets = {"code": {"loss": 2.0, "loss_by_position": [3.0, 2.0, "NaN"]}, "prose": {"loss": 3.0}}
     replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
     (words,) = (label for label in report_page(run).charts() if label.startswith("Loss by position"))
@@ -116,7 +116,7 @@ def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
     )
 
 
-def test_samples_of_evaluations_stand_beside_those_of_generate(run: Path) -> None:
+def test_samples_of_evaluations_and_of_generate_are_merged(run: Path) -> None:
     texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
     replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
     (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
@@ -136,7 +136,7 @@ def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
     assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
 
 
-def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
+def test_losses_that_are_not_finite_are_counted(run: Path) -> None:
     losses = [3.0, "NaN", 2.0, "Infinity", 1.0]
     replace_metrics(run, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
     assert "2 not finite" in report_page(run).text
@@ -154,7 +154,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
     assert 99 in raw[0]["values"], "the spike is drawn"
 
 
-def test_every_source_of_a_mixture_is_there_also_behind_a_url(run: Path) -> None:
+def test_all_sources_of_a_mixture_are_listed_also_remote_ones(run: Path) -> None:
     corpora, files = run.parents[1] / "corpora", fsspec.filesystem("memory")
     for name in ("train/manifest.json", "prep.json"):
         files.pipe(f"/shelf/web/{name}", (corpora / name).read_bytes().replace(b"1480", b"1481"))
@@ -174,7 +174,7 @@ gone = {{ path = "memory://shelf/gone/train", weight = 1.0 }}
     files.rm("/shelf", recursive=True)
 
 
-def test_a_corpus_that_moved_is_said(run: Path) -> None:
+def test_a_corpus_that_moved_is_noted(run: Path) -> None:
     (run.parents[1] / "corpora" / "train" / "manifest.json").unlink()
     page = report_page(run)
     assert "has no manifest.json" in page.text
@@ -227,7 +227,7 @@ def test_a_config_of_the_wrong_form_does_not_stop_the_report(run: Path, config: 
     assert text in report_page(run).text
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
         write_report(tmp_path)
 
@@ -253,7 +253,7 @@ def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.Monke
     assert not list(run.glob(".*"))
 
 
-def test_marks_stand_where_it_happened(run: Path) -> None:
+def test_events_are_marked_at_their_steps(run: Path) -> None:
     events = [
         {"event": "skipped", "step": 480, "detail": "gradient norm nan"},
         {"event": "rolled back", "step": 700, "detail": "loss 9"},
@@ -268,12 +268,12 @@ def test_marks_stand_where_it_happened(run: Path) -> None:
     assert page.data()[0]["events"][3] == [700, "rolled back", "loss 9"]
 
 
-def test_other_runs_lie_behind_the_curves_under_their_names(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "runs" / "slower"
-    write_reported_run(tmp_path / "b", 100).rename(other)
-    with pytest.raises(SystemExit) as left:
-        main(["report", str(run), "--with", str(other)])
-    assert left.value.code == 0
+def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: Path) -> None:
+    slower_run = tmp_path / "runs" / "slower"
+    write_reported_run(tmp_path / "b", 100).rename(slower_run)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["report", str(run), "--with", str(slower_run)])
+    assert exit_info.value.code == 0
     page = Page(run / "report.html")
     lines = page.lines("other")
     assert [line["name"] for line in lines] == [
@@ -297,7 +297,7 @@ def test_a_compared_run_that_is_given_twice_is_drawn_once(run: Path, tmp_path: P
     assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 3
 
 
-def test_time_is_told_by_what_it_went_to(run: Path) -> None:
+def test_the_parts_of_the_time_are_shown(run: Path) -> None:
     parts = {"data": 0.1, "passes": 0.6, "optimizer": 0.2, "other": 0.1}
     lines = [{"step": n, "loss": 2.0, "step_seconds": 1.0, "step_parts": parts} for n in range(1, 9)]
     replace_metrics(run, [*lines, {**lines[0], "step": 9, "evaluation_seconds": 0.5, "save_seconds": 0.5}])
@@ -311,7 +311,7 @@ def test_time_is_told_by_what_it_went_to(run: Path) -> None:
     assert "forward and backward: 60 at step 1, 60 at step 9; optimizer: 20 at step 1" in words
 
 
-def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
+def test_the_page_has_tokens_and_hours_of_its_steps(run: Path) -> None:
     (axes,) = json.loads(next(str(a["data-axes"]) for tag, a in report_page(run).tags if tag == "main"))
     steps, tokens, hours = axes
     assert (steps[0], steps[-1], tokens[-1]) == (0, 1000, 1000 * 32 * 512)
@@ -320,7 +320,7 @@ def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
     assert 400 <= len(steps) <= 1001
 
 
-def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None:
+def test_settings_that_differ_from_the_defaults_are_shown_first(run: Path) -> None:
     page = report_page(run)
     first, _, _ = page.text.partition("All settings")
     config = first.partition("What differs from the defaults:")[2]
@@ -334,7 +334,7 @@ def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None
     assert "unknown" in page.text
 
 
-def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
+def test_the_shares_of_a_mixture_are_drawn_over_the_steps(run: Path) -> None:
     config = (run / "config.toml").read_text()
     train = re.search(r'train = "(.*)"', config)
     assert train
@@ -346,7 +346,7 @@ def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
     assert words.endswith("code: 75 at step 1, 50 at step 1,000; prose: 25 at step 1, 50 at step 1,000")
 
 
-def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> None:
+def test_samples_are_grouped_by_prompt_in_the_order_of_steps(run: Path) -> None:
     samples = [("a", 20), ("b", 20), ("a", 10)]
     (run / "samples.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
@@ -356,7 +356,7 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
     assert places == sorted(places)
 
 
-def test_utilization_is_told_by_both_conventions(run: Path) -> None:
+def test_mfu_is_shown_by_both_conventions(run: Path) -> None:
     """The page has what utilization is measured against."""
     (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s per device (H200: data sheet)"}))
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
@@ -369,7 +369,7 @@ def test_utilization_is_told_by_both_conventions(run: Path) -> None:
     assert "without its masked half: 40 at step 1" in chart
 
 
-def test_utilization_is_one_line_where_no_mask_hides_pairs(run: Path) -> None:
+def test_mfu_is_one_line_without_a_causal_mask(run: Path) -> None:
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.42} for n in (1, 2, 3)])
     (chart,) = (chart for chart in report_page(run).charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
@@ -398,7 +398,7 @@ def test_utilization_is_one_line_where_no_mask_hides_pairs(run: Path) -> None:
         ({"processes": 6, "machines": "x" * 20}, "megatfm launch runs/x --nproc 8"),
     ],
 )
-def test_the_command_to_go_on_asks_for_what_the_run_had(environment: dict[str, object], command: str) -> None:
+def test_the_resume_command_asks_for_as_many_processes(environment: dict[str, object], command: str) -> None:
     plan = "mesh  dp_replicate 1 × dp_shard 4 × tp 2 × ep 4\n\nmodules 7"
     run: Any = SimpleNamespace(folder=Path("runs/x"), plan=plan, environment=environment)
     assert make_resume_command(run) == command

@@ -1,4 +1,4 @@
-"""Metrics of a run: lines, figures and sinks; and nobody can have files that grow write elsewhere."""
+"""Metrics, events and sinks of a run; and files that grow are not written through symbolic links."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def training_record(step: int, loss: float = 2.5) -> dict[str, object]:
     return {"step": step, "tokens": step * 100, "loss": loss, "lr": 1e-3, "time": 1_700_000_000.0 + step}
 
 
-def steps(folder: Path) -> list[int]:
+def read_steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -42,7 +42,7 @@ def write_steps(run: RunInfo, first: int, last: int, sinks: tuple[str, ...] = ()
     log.close()
 
 
-def test_lines_hold_the_records_and_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_record_can_be_read_before_the_log_is_closed(tmp_path: Path) -> None:
     log = MetricsLog(RunInfo(tmp_path / "runs" / "a"))
     record = training_record(1) | {"evaluation": {"code": {"loss": 1.25, "tokens": 7}}, "note": "ä\n"}
     log.write(record)
@@ -53,10 +53,10 @@ def test_lines_hold_the_records_and_can_be_read_while_the_run_goes_on(tmp_path: 
 def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
     write_steps(RunInfo(tmp_path), 1, 9)
     write_steps(RunInfo(tmp_path, first_step=6), 7, 12)
-    assert steps(tmp_path) == list(range(1, 13))
+    assert read_steps(tmp_path) == list(range(1, 13))
 
 
-def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_lines_are_dropped_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_steps(RunInfo(tmp_path), 1, 6)
     path = tmp_path / "metrics.jsonl"
     for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
@@ -67,18 +67,18 @@ def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptu
         assert caplog.messages.pop() == f"{path}: dropped 1 damaged line(s)"
 
 
-def test_a_run_from_the_start_begins_an_empty_record(tmp_path: Path) -> None:
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     write_steps(RunInfo(tmp_path), 0, 3)
     write_steps(RunInfo(tmp_path), 0, 2)
-    assert steps(tmp_path) == [0, 1, 2]
+    assert read_steps(tmp_path) == [0, 1, 2]
 
 
-def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_file_is_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
     assert "it will lack the steps up to 5" in caplog.text
 
 
-def test_a_branch_has_no_record_of_what_another_run_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_branch_does_not_miss_the_steps_of_its_parent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
     assert not caplog.messages
 
@@ -90,7 +90,7 @@ def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
     log.close()
 
 
-def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_strict_json(tmp_path: Path) -> None:
     log = MetricsLog(RunInfo(tmp_path))
     log.write(training_record(1, float("nan")) | {"evaluation": {"a": {"loss": float("inf")}}, "x": [-float("inf")]})
     log.close()
@@ -104,14 +104,14 @@ def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> Non
     assert float(record["x"][0]) == -float("inf")
 
 
-def test_an_unwritable_record_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(MegatfmError, match=r"can't write .*metrics.jsonl: Is a directory"):
         MetricsLog(RunInfo(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     log = MetricsLog(RunInfo(tmp_path))
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._file.fileno())
@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     log._file.raw.close()  # the unwritten line must not be tried again at exit
 
 
-def test_events_are_kept_over_resumes_and_torn_lines(tmp_path: Path) -> None:
+def test_events_are_kept_after_an_incomplete_line(tmp_path: Path) -> None:
     log_event(tmp_path, "stopped", "by SIGTERM", step=7)
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"time":1')
@@ -141,11 +141,11 @@ def tensorboard_events(folder: Path) -> list[event_pb2.Event]:
     """The events as TensorBoard reads them: TFRecord frames of length, checksum, payload, checksum."""
     events = []
     for path in sorted((folder / "tensorboard").iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (size,) = struct.unpack_from("<Q", data, at)
-            events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
-            at += 12 + size + 4
+        content, offset = path.read_bytes(), 0
+        while offset < len(content):
+            (size,) = struct.unpack_from("<Q", content, offset)
+            events.append(event_pb2.Event.FromString(content[offset + 12 : offset + 12 + size]))
+            offset += 12 + size + 4
     return events
 
 
@@ -209,12 +209,12 @@ def wandb_records(file: Path) -> tuple[str, list[dict[str, str]]]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, run_id, history = file.read_bytes(), 7, "", []
-    while at < len(data):
-        size, kind = struct.unpack_from("<HB", data, at + 4)
+    content, offset, run_id, history = file.read_bytes(), 7, "", []
+    while offset < len(content):
+        size, kind = struct.unpack_from("<HB", content, offset + 4)
         assert kind == 1
-        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
-        at += 7 + size
+        record = wandb_internal_pb2.Record.FromString(content[offset + 7 : offset + 7 + size])
+        offset += 7 + size
         if record.HasField("run"):
             run_id = record.run.run_id
         if record.HasField("history"):
@@ -222,7 +222,7 @@ def wandb_records(file: Path) -> tuple[str, list[dict[str, str]]]:
     return run_id, history
 
 
-def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_wandb_resumes_the_same_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
     run = tmp_path / "run"
     for first, last in ((0, 3), (2, 5)):
@@ -244,7 +244,7 @@ def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None
     assert second_half[0]["evaluation/code/loss"] == "0.5"
 
 
-def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_usage_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
 
     def refuse(**_: object) -> None:
@@ -257,7 +257,7 @@ def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert "WANDB_MODE=offline" in str(caught.value)
 
 
-def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
+def test_unreachable_wandb_is_tried_once_then_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
@@ -282,14 +282,14 @@ def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
     assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
 
 
-def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path) -> None:
+def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     log_event(tmp_path, "started", "a prompt of \udcff")
     line = (tmp_path / "events.jsonl").read_bytes()
     assert b"\\udcff" in line
     assert json.loads(line)["detail"] == "a prompt of \udcff"
 
 
-def test_a_record_that_ends_before_the_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_steps_are_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_steps(RunInfo(tmp_path), 1, 3)
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
     assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'} ends at step 3: it will lack the steps up to 5"]
@@ -299,10 +299,10 @@ def test_a_record_that_ends_before_the_checkpoint_is_told(tmp_path: Path, caplog
     assert not caplog.messages
 
 
-def test_an_error_in_a_step_closes_the_sinks_too(tmp_path: Path) -> None:
+def test_an_error_in_a_step_closes_the_sinks(tmp_path: Path) -> None:
     closed = []
 
-    class Noted:
+    class FailingSink:
         def write(self, record: object) -> None: ...
         def sync(self) -> None:
             raise OSError("full")
@@ -311,36 +311,36 @@ def test_an_error_in_a_step_closes_the_sinks_too(tmp_path: Path) -> None:
             closed.append(True)
 
     log = MetricsLog(RunInfo(tmp_path))
-    log._sinks = [Noted()]
+    log._sinks = [FailingSink()]
     with pytest.raises(ZeroDivisionError), log:
         raise ZeroDivisionError
     assert closed == [True]
     assert log._file.closed
 
 
-ALONE = ProcessInfo(0, 1, 0, "none", torch.device("cpu"))
+ONE_PROCESS = ProcessInfo(0, 1, 0, "none", torch.device("cpu"))
 
 
-def samples(run: RunDirectory) -> None:
+def append_samples(run: RunDirectory) -> None:
     loaded: Any = SimpleNamespace(run_dir=run.folder, step=1)
     generation._append_samples(loaded, "a prompt", ["text"])
 
 
-GROWING: dict[str, Callable[[RunDirectory], object]] = {
+APPENDED_FILES: dict[str, Callable[[RunDirectory], object]] = {
     "metrics.jsonl": lambda run: MetricsLog(RunInfo(run.folder)),
     "events.jsonl": lambda run: log_event(run.folder, "started", "seed 1"),
     "decisions.jsonl": lambda run: DecisionLog.from_run(run).skip(3),
     "logs/rank-0.log": lambda run: RunLog(run, 9).__enter__(),
-    "logs/watch.log": lambda run: RankMonitor(ALONE, 9.0).attach_run_log(
+    "logs/watch.log": lambda run: RankMonitor(ONE_PROCESS, 9.0).attach_run_log(
         run.folder / "logs/watch.log", lambda *_: None
     ),
-    "samples.jsonl": samples,
+    "samples.jsonl": append_samples,
     "logs/rank-1.log": lambda run: supervise([Child("rank 1", ["true"], log=run.folder / "logs/rank-1.log")]),
 }
 
 
-@pytest.mark.parametrize("name", GROWING)
-def test_records_do_not_grow_through_a_planted_link(
+@pytest.mark.parametrize("name", APPENDED_FILES)
+def test_appended_files_are_not_written_through_symbolic_links(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file is named and left alone; samples are only for the report, so that a note suffices."""
@@ -349,7 +349,7 @@ def test_records_do_not_grow_through_a_planted_link(
         (run.folder / "logs").mkdir(exist_ok=True)
         (run.folder / name).symlink_to(tmp_path / "precious")
         with nullcontext() if name == "samples.jsonl" else pytest.raises((MegatfmError, OSError)) as raised:
-            GROWING[name](run)
+            APPENDED_FILES[name](run)
         output = str(raised.value) if raised else capsys.readouterr().err
         assert "it is a symbolic link, whose target would be overwritten: remove it" in output
         assert Path(name).name in output

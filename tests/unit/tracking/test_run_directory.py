@@ -36,7 +36,7 @@ def enter(run: RunDirectory) -> None:
         pass
 
 
-def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
+def test_a_run_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "a", 0):
         with pytest.raises(
             LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
@@ -47,19 +47,19 @@ def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
     enter(RunDirectory(tmp_path / "a", 0))
 
 
-def lock_folder(folder: Path, says: Connection) -> None:
+def lock_folder(folder: Path, sender: Connection) -> None:
     with RunDirectory(folder, 0):
-        says.send("locked")
+        sender.send("locked")
         time.sleep(60)
 
 
-def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
+def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    hears, says = context.Pipe()
-    holder = context.Process(target=lock_folder, args=(tmp_path, says))
+    receiver, sender = context.Pipe()
+    holder = context.Process(target=lock_folder, args=(tmp_path, sender))
     holder.start()
     try:
-        assert hears.recv() == "locked"
+        assert receiver.recv() == "locked"
         with pytest.raises(MegatfmError, match="another process is training"):
             enter(RunDirectory(tmp_path, 0))
         holder.kill()
@@ -70,13 +70,15 @@ def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
         holder.join()
 
 
-def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MegatfmError, match=r"file/a: can't write the run directory: Not a directory"):
         enter(RunDirectory(tmp_path / "file" / "a", 0))
 
 
-def refuse(run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | None = None, delay: float = 0) -> None:
+def fail_in_run(
+    run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | None = None, delay: float = 0
+) -> None:
     """Fail as training does: after what is written before the first step, or after some."""
     with run, RunLog(run, steps=1):
         if run.is_main:
@@ -92,18 +94,18 @@ def refuse(run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | 
         raise error
 
 
-def refuse_together(folder: Path, order: tuple[int, ...]) -> None:
+def fail_on_all_ranks(folder: Path, order: tuple[int, ...]) -> None:
     """The ranks leave one after another."""
     rank = torch.distributed.get_rank()
     with pytest.raises(UsageError, match="no such optimizer"):
-        refuse(RunDirectory(folder, rank), UsageError("no such optimizer"), delay=0.1 * order.index(rank))
+        fail_in_run(RunDirectory(folder, rank), UsageError("no such optimizer"), delay=0.1 * order.index(rank))
 
 
-def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Path, workers: Workers) -> None:
+def test_a_run_refused_before_its_first_step_leaves_no_files(tmp_path: Path, workers: Workers) -> None:
     with pytest.raises(UsageError):
-        refuse(RunDirectory(tmp_path / "runs" / "a", 0), UsageError("no such optimizer"))
+        fail_in_run(RunDirectory(tmp_path / "runs" / "a", 0), UsageError("no such optimizer"))
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-        workers.run(refuse_together, 3, tmp_path / "runs" / "b", order)
+        workers.run(fail_on_all_ranks, 3, tmp_path / "runs" / "b", order)
     assert not list(tmp_path.iterdir())
 
 
@@ -111,21 +113,21 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Pa
     ("error", "steps"),
     [(UsageError("too late"), 1), (MegatfmError("a full disk"), 0), (ValueError("a bug"), 0)],
 )
-def test_a_run_that_failed_otherwise_keeps_its_log(tmp_path: Path, error: Exception, steps: int) -> None:
+def test_a_run_that_failed_keeps_its_log(tmp_path: Path, error: Exception, steps: int) -> None:
     with pytest.raises(type(error)):
-        refuse(RunDirectory(tmp_path / "a", 0), error, steps=steps)
+        fail_in_run(RunDirectory(tmp_path / "a", 0), error, steps=steps)
     assert str(error) in (tmp_path / "a" / "logs" / "rank-0.log").read_text()
     assert (tmp_path / "a" / "plan.txt").is_file()
 
 
-def test_a_refused_run_leaves_what_others_wrote(tmp_path: Path) -> None:
+def test_a_refused_run_keeps_files_of_others(tmp_path: Path) -> None:
     """A file that somebody put there meanwhile, and a folder that was there before, where the log tells the reason."""
     with pytest.raises(UsageError):
-        refuse(RunDirectory(tmp_path / "a", 0), UsageError("no"), leave="logs/notes")
+        fail_in_run(RunDirectory(tmp_path / "a", 0), UsageError("no"), leave="logs/notes")
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["logs", "notes"]
     (tmp_path / "b").mkdir()
     with pytest.raises(UsageError):
-        refuse(RunDirectory(tmp_path / "b", 0), UsageError("no such optimizer"))
+        fail_in_run(RunDirectory(tmp_path / "b", 0), UsageError("no such optimizer"))
     assert "ERROR no such optimizer" in (tmp_path / "b" / "logs" / "rank-0.log").read_text()
     with RunDirectory(tmp_path / "b", 0), pytest.raises(LockedError):
         enter(RunDirectory(tmp_path / "b", 0))
@@ -133,7 +135,7 @@ def test_a_refused_run_leaves_what_others_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs"])
-def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
+def test_checkpoints_and_logs_may_be_links_to_another_disk(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Links are followed, and the log says so; a link to nowhere, or into another run, is refused."""
@@ -156,7 +158,7 @@ def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
         enter(RunDirectory(tmp_path / "run", 0))
 
 
-def test_a_link_within_the_run_or_above_it_is_none_into_another(tmp_path: Path) -> None:
+def test_a_link_within_the_run_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a" / "big").mkdir(parents=True)
     for name in ("config.toml", "lock"):
         (tmp_path / "runs" / "a" / name).touch()
@@ -172,17 +174,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config("quickstart", ["data.tokenizer=t.model"])
 
 
-def test_the_run_directory_follows_from_the_config(tmp_path: Path, config: Config) -> None:
+def test_the_run_directory_is_named_by_the_config(tmp_path: Path, config: Config) -> None:
     assert run_folder(config) == tmp_path / "runs" / "quickstart"
     assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
 
 
-def test_a_path_that_is_no_text_is_refused(config: Config) -> None:
+def test_a_path_that_is_not_unicode_is_refused(config: Config) -> None:
     with pytest.raises(UsageError, match=r"udcff': a run directory's path must be UTF-8"):
         run_folder(config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}))
 
 
-def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
+def test_a_run_writes_its_config_plan_and_environment(tmp_path: Path, config: Config) -> None:
     run = RunDirectory(tmp_path / "a", 0)
     enter(run)
     run.write_run_files(config, "the plan\n", CPU)
@@ -198,7 +200,7 @@ def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
 
 
 @pytest.mark.parametrize("source", ["tokenizer.json", "."])
-def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source: str) -> None:
+def test_the_tokenizer_is_copied_with_all_its_files(tmp_path: Path, config: Config, source: str) -> None:
     """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
     (tmp_path / "from").mkdir()
     text = ["def f(x):\n    return x\n" * 20]
@@ -213,7 +215,7 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source
     assert copy.id_to_piece(copy.eos) == "<sep>"
 
 
-def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:
+def test_another_tokenizer_replaces_the_files_of_the_old_one(tmp_path: Path, config: Config) -> None:
     """A run begins anew in its folder, or was allowed to: `generate` needs the tokenizer that trains."""
     run = RunDirectory(tmp_path / "a", 0)
     enter(run)
@@ -227,7 +229,7 @@ def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, conf
         assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
 
 
-def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
     run.write("plan.txt", "old")
@@ -238,7 +240,7 @@ def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("place", [temporary_path, Path])
-def test_a_planted_link_is_not_written_through(
+def test_files_are_not_written_through_symbolic_links(
     tmp_path: Path, place: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
@@ -251,7 +253,7 @@ def test_a_planted_link_is_not_written_through(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("successor", [False, True])
-def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
+def test_a_moved_run_directory_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
     folder = tmp_path / "a"
     with (
         RunDirectory(folder, 0) as first,
@@ -278,9 +280,7 @@ def train_and_fail(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
-    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tracebacks_are_in_the_log_file_only(tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     before = list(log.handlers)
     with pytest.raises(ValueError, match="the cause"):
         train_and_fail(RunDirectory(tmp_path, rank))
@@ -296,7 +296,7 @@ def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
     assert "Traceback" not in displayed.out + displayed.err
 
 
-def test_on_a_terminal_lines_scroll_above_the_bar(
+def test_log_lines_are_printed_above_the_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
@@ -310,9 +310,7 @@ def test_on_a_terminal_lines_scroll_above_the_bar(
     assert "4/10" in displayed, "the bar is there"
 
 
-def test_a_line_tells_the_utilization_and_the_time_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_line_has_mfu_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 104.0, 106.0])
     monkeypatch.setattr("megatfm.tracking.console.time.monotonic", lambda: next(now))
     with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1003) as screen:
@@ -326,7 +324,7 @@ def test_a_line_tells_the_utilization_and_the_time_that_is_left(
     assert lines[2].endswith("grad norm 0.50")
 
 
-def test_the_logger_is_as_it_was_after_a_run(
+def test_the_logger_is_restored_after_a_run(
     tmp_path: Path,
 ) -> None:
     """A run whose log cannot be written leaves it so, too."""
@@ -344,7 +342,7 @@ def test_the_logger_is_as_it_was_after_a_run(
         log.setLevel(logging.NOTSET)
 
 
-def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+def test_a_log_file_is_appended_to(tmp_path: Path) -> None:
     for message in ("first", "second"):
         with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1):
             log.info(message)
@@ -352,7 +350,7 @@ def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in lines] == ["first", "second"]
 
 
-def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
+def test_a_run_continues_when_the_console_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reads, writes = os.pipe()
@@ -368,7 +366,7 @@ def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
     assert capsys.readouterr().err == "", "no traceback of logging's"
 
 
-def test_the_commit_is_that_of_the_checkout_or_of_what_a_job_copied(tmp_path: Path) -> None:
+def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path) -> None:
     assert describe_commit(tmp_path) == {}, "an installed package is no checkout"
     (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": []}))
     assert describe_commit(tmp_path) == {"commit": "c0ffee"}

@@ -1,4 +1,4 @@
-"""The lock on a run directory: dies with its holder, on one machine and on filesystems without locks."""
+"""The lock of a run directory: it ends with its holder, on one machine and on file systems without locks."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from megatfm.tracking import run_lock
 from megatfm.tracking.run_lock import RunLock
 from tests.support.forked_commands import ForkedCommand
 
-HOLD = """
+HOLD_PROGRAM = """
 import sys, time
 from pathlib import Path
 from megatfm.tracking.run_lock import RunLock
@@ -32,48 +32,48 @@ def start_program(folder: Path, text: str) -> ForkedCommand:
     """Run a program, which is given the lock's path, in another process."""
     program = folder / "hold.py"
     program.write_text(text)
-    return ForkedCommand([folder / "lock"], folder / "said", program=str(program))
+    return ForkedCommand([folder / "lock"], folder / "output", program=str(program))
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[ForkedCommand]:
-    command = start_program(tmp_path, HOLD)
+    command = start_program(tmp_path, HOLD_PROGRAM)
     command.wait_for_lines(command.output_path, 1)
     assert command.output == "held\n"
     yield command
     command.end()
 
 
-def test_the_holder_is_named_and_its_death_frees_the_lock(tmp_path: Path, holder: ForkedCommand) -> None:
+def test_a_held_lock_names_its_holder_and_ends_with_it(tmp_path: Path, holder: ForkedCommand) -> None:
     with pytest.raises(LockedError, match=rf"\(process {holder.pid} on .*\): wait for it") as caught:
         RunLock(tmp_path / "lock").acquire()
     assert caught.value.exit_code == LOCKED == 77
     holder.end()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid, "left over"
-    after = RunLock(tmp_path / "lock")
-    after.acquire()
+    next_lock = RunLock(tmp_path / "lock")
+    next_lock.acquire()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-    after.release()
+    next_lock.release()
     assert (tmp_path / "lock").read_text() == ""
 
 
-def test_a_process_can_not_take_the_lock_twice(tmp_path: Path) -> None:
+def test_a_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
     """A refusal does not lose the lock."""
     first = RunLock(tmp_path / "lock")
     first.acquire()
     with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
         RunLock(tmp_path / "lock").acquire()
-    other = start_program(tmp_path, HOLD)
-    assert other.wait() == 1
-    assert "LockedError" in other.output
+    command = start_program(tmp_path, HOLD_PROGRAM)
+    assert command.wait() == 1
+    assert "LockedError" in command.output
     first.release()
     first.release()
-    second = RunLock(tmp_path / "lock")
-    second.acquire()
-    second.release()
+    second_lock = RunLock(tmp_path / "lock")
+    second_lock.acquire()
+    second_lock.release()
 
 
-def test_a_file_that_was_removed_before_it_was_locked_is_no_lock(
+def test_a_lock_file_removed_before_it_was_locked_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its holder removes it while another opens it: a third would lock the new file, and both would train."""
@@ -87,41 +87,39 @@ def test_a_file_that_was_removed_before_it_was_locked_is_no_lock(
         return genuine(file)
 
     monkeypatch.setattr(run_lock, "_try_lock", try_lock)
-    lock = RunLock(path)
-    lock.acquire()
+    held = RunLock(path)
+    held.acquire()
     assert len(attempts) == 2
     with pytest.raises(LockedError):
         RunLock(path).acquire()
-    lock.release()
+    held.release()
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path: Path) -> None:
     """A notebook, a plugin or a hook that opens and closes it: POSIX record locks would be gone."""
-    lock = RunLock(tmp_path / "lock")
-    lock.acquire()
+    held = RunLock(tmp_path / "lock")
+    held.acquire()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     with (tmp_path / "lock").open("r+b"):
         pass
-    other = start_program(tmp_path, HOLD)
-    assert other.wait() == 1
-    assert "LockedError" in other.output
-    lock.release()
+    command = start_program(tmp_path, HOLD_PROGRAM)
+    assert command.wait() == 1
+    assert "LockedError" in command.output
+    held.release()
 
 
-def test_a_forked_process_that_outlives_the_holder_does_not_hold_it(tmp_path: Path) -> None:
-    code = HOLD.replace("time.sleep(60)", "import os\nif os.fork() == 0: time.sleep(9)")
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    code = HOLD_PROGRAM.replace("time.sleep(60)", "import os\nif os.fork() == 0: time.sleep(9)")
     command = start_program(tmp_path, code + "\nos._exit(0)")
     assert command.wait() == 0
-    after = RunLock(tmp_path / "lock")
-    after.acquire()
-    after.release()
+    next_lock = RunLock(tmp_path / "lock")
+    next_lock.acquire()
+    next_lock.release()
     command.end()
 
 
-@pytest.mark.usefixtures("hasty")
-def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("short_waits")
+def test_heartbeats_continue_after_an_error_of_the_file_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.utime, []
 
     def stale_at_first(file: int) -> None:
@@ -130,23 +128,23 @@ def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
             raise OSError(errno.ESTALE, "stale file handle")
         real(file)
 
-    lock = RunLock(tmp_path / "lock")
+    held = RunLock(tmp_path / "lock")
     monkeypatch.setattr(os, "utime", stale_at_first)
-    lock.acquire()
+    held.acquire()
     before = (tmp_path / "lock").stat().st_mtime_ns
     deadline = time.monotonic() + 20
     while (tmp_path / "lock").stat().st_mtime_ns == before:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert len(calls) > 1
-    lock.release()
+    held.release()
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_waiting_process_opens_the_lock_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_waits")
+def test_a_waiting_process_reopens_the_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS clients remember the times of a file that they have open: here a descriptor's time never moves again."""
     path, known = tmp_path / "lock", {}
-    elsewhere(path)
+    write_foreign_lock(path)
     real = os.fstat
     monkeypatch.setattr(os, "fstat", lambda file: known.setdefault(file, real(file)))
     real_close = os.close
@@ -157,21 +155,21 @@ def test_a_waiting_process_opens_the_lock_file_anew(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "close", close)
 
-    with touched(path), pytest.raises(LockedError, match=r"process 1 on another-machine"):
+    with keep_touching(path), pytest.raises(LockedError, match=r"process 1 on another-machine"):
         RunLock(path).acquire()
 
 
-def test_the_wait_is_longer_than_nfs_remembers_a_time() -> None:
+def test_the_wait_is_longer_than_nfs_caches_times() -> None:
     assert run_lock.STALE_SECONDS > 60 + 2 * run_lock.HEARTBEAT_SECONDS
 
 
-def test_a_fifo_in_its_place_is_named(tmp_path: Path) -> None:
+def test_a_fifo_as_lock_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(MegatfmError, match=r"lock is not a regular file, so it can't be locked: remove it"):
         RunLock(tmp_path / "lock").acquire()
 
 
-def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
     with pytest.raises(MegatfmError, match=r"lock is a symbolic link, .*: remove it"):
@@ -180,12 +178,12 @@ def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
 
 
 @contextmanager
-def touched(path: Path) -> Iterator[None]:
-    """Within, a file's time moves on, as that of a lock whose owner lives."""
-    finished = threading.Event()
+def keep_touching(path: Path) -> Iterator[None]:
+    """Context manager in which a file's mtime advances, as that of a lock whose holder lives."""
+    done = threading.Event()
 
     def touch() -> None:
-        while not finished.wait(0.05):
+        while not done.wait(0.05):
             os.utime(path)
 
     thread = threading.Thread(target=touch)
@@ -193,46 +191,46 @@ def touched(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        finished.set()
+        done.set()
         thread.join()
 
 
-def elsewhere(path: Path) -> None:
+def write_foreign_lock(path: Path) -> None:
     """Write the lock of a process on another machine."""
     path.write_text(json.dumps({"host": "another-machine", "pid": 1, "job": "7", "time": 0}))
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_lock_file_that_moves_is_held_where_locks_do_not_reach(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_waits")
+def test_a_lock_of_another_machine_is_held_while_its_time_advances(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    elsewhere(path)
+    write_foreign_lock(path)
 
-    with touched(path), pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
+    with keep_touching(path), pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
         RunLock(path).acquire()
     start = time.monotonic()
     lock = RunLock(path)
     lock.acquire()
-    assert time.monotonic() - start >= 0.5, "its death was waited for"
+    assert time.monotonic() - start >= 0.5, "waited for a heartbeat"
     before = path.stat().st_mtime_ns
     time.sleep(0.4)
-    assert path.stat().st_mtime_ns > before, "ours moves"
+    assert path.stat().st_mtime_ns > before, "this lock has a heartbeat"
     lock.release()
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_living_process_holds_the_run_where_there_are_no_locks(
+@pytest.mark.usefixtures("short_waits")
+def test_a_live_process_holds_the_lock_without_kernel_locks(
     tmp_path: Path, holder: ForkedCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(LockedError, match=f"process {holder.pid}"):
         RunLock(tmp_path / "lock").acquire()
     holder.end()
@@ -242,7 +240,7 @@ def test_a_living_process_holds_the_run_where_there_are_no_locks(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', '{"host": "a", "pid": "x"}', "\x00" * 50])
-def test_a_torn_file_is_nobodys(tmp_path: Path, content: str) -> None:
+def test_a_damaged_lock_file_has_no_holder(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     lock = RunLock(tmp_path / "lock")
     lock.acquire()
