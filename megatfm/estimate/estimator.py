@@ -168,6 +168,7 @@ class Estimator:
             parallel.tp,
             parallel.sequence_parallel,
             parallel.expert_tp == "by_channel",
+            parallel.ep > 1,
             config.train.precision,
         )
         if key not in self._models:

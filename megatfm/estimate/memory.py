@@ -140,13 +140,13 @@ def _moments(
         copies.pop()  # it becomes the accumulated gradient
     gradients = 0 if is_single_pass else state.gradients
     for index in parts:
-        forward_peak = profiles[index].forward_peak
-        if not profiles[index].is_block:  # no block is gathered ahead beside it
-            forward_peak = max(0, forward_peak - state.prefetched)
+        beyond = state.beyond_in_forward if profiles[index].is_block else state.beyond_outside
+        forward_peak = max(0, profiles[index].forward_peak + beyond)
         moments.append(_Moment("forward", saved + saved_bytes[index], forward_peak, gradients))
         saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
+    reduces_at_once = config.parallel.zero >= 2 and not state.keeps_whole_gradients
     for index in reversed(parts):
         reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[0])  # complete at its first use
         if is_single_pass:
@@ -159,12 +159,16 @@ def _moments(
             accumulating = profiles[index].accumulation_peak(sum(copies), config.parallel.ep)
             pass_peak = max(profiles[index].backward_peak, accumulating)
         else:
-            pass_peak = profiles[index].unreduced_peak(config.parallel.ep) + reducing
+            experts = sum(w.local for w in weights if w.is_trained and w.is_expert and index == w.parts[0])
+            reducing_experts = experts * size * reduces_at_once
+            if config.parallel.zero == 3 and not config.parallel.splits_backward:
+                reducing_experts -= experts * compute  # no longer gathered
+            pass_peak = profiles[index].unreduced_peak(config.parallel.ep, reducing, reducing_experts)
         moments.append(_Moment("backward", saved, pass_peak + recomputed + pending, gradients))
         saved -= saved_bytes[index]
         if config.parallel.zero >= 2 and profiles[index].is_block:
-            block = sum(w.local for w in weights if w.is_trained and w.in_block and index == w.parts[0])
-            reducing = 0 if state.keeps_whole_gradients else block * size
+            block = sum(w.local for w in weights if w.is_trained and w.in_block and index == w.parts[0]) - experts
+            reducing = block * size * reduces_at_once
             workspace = reducing + block * compute + profiles[index].input_bytes + pending
             moments.append(_Moment("backward", saved, workspace, gradients))
     return moments

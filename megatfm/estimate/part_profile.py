@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatfm.estimate.operators import Operator
+from megatfm.estimate.operators import Operator, Recording
 
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
@@ -30,11 +30,42 @@ class WeightGradient:
 
 
 @dataclass(frozen=True)
+class ExpertMoment:
+    """Moment of a backward pass whose gradients are not reduced. live: bytes without those of experts, which are
+    `expert_gradients` for all experts; is_reduced: those of experts are reduced, and no longer gathered."""
+
+    live: int
+    expert_gradients: int
+    is_reduced: bool
+
+
+def expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
+    """Return the moments of a backward pass that may be the fullest for some number of ranks that share experts.
+
+    gradients: numbers of those of experts; complete: operator before which they are all computed, and then reduced; 0:
+    experts exchange no tokens.
+    """
+    created = [backward.created[number] for number in gradients if number in backward.created]
+    if not created or not complete:
+        return []
+    live = backward.live_without(gradients)
+    held = [sum(n_bytes for start, n_bytes in created if start <= index < complete) for index in range(len(live))]
+    moments = [(held[index], index >= complete, n_bytes) for index, n_bytes in enumerate(live)]
+    moments.append((held[complete - 1], True, live[complete - 1]))  # in their reduction
+    fullest: dict[tuple[int, bool], int] = {}
+    for expert_gradients, is_reduced, n_bytes in moments:
+        key = expert_gradients, is_reduced
+        fullest[key] = max(n_bytes, fullest.get(key, 0))
+    return [ExpertMoment(n_bytes, *key) for key, n_bytes in fullest.items()]
+
+
+@dataclass(frozen=True)
 class PartProfile:
     """Passes of a split point. input_bytes, output_bytes: of the activations that it reads and writes.
 
     forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
-    whole_backward_peak: with these. gradients: in the order of the weights' names. is_block: it lies in a stack.
+    whole_backward_peak: with these. expert_moments: the fullest ones, if experts exchange tokens. gradients: in the
+    order of the weights' names. is_block: it lies in a stack.
     """
 
     name: str
@@ -49,13 +80,20 @@ class PartProfile:
     is_block: bool
     weight_numbers: frozenset[int] = frozenset()
     whole_backward_peak: int = 0
+    expert_moments: Sequence[ExpertMoment] = ()
 
-    def unreduced_peak(self, ep: int) -> int:
-        """Return the most bytes that a backward pass has live if it keeps all gradients. ep: as below."""
-        if ep == 1 or not any(g.is_expert for g in self.gradients):
-            return self.whole_backward_peak
-        kept_bytes = sum(g.n_bytes // (ep if g.is_expert else 1) for g in self.gradients if not g.is_saved)
-        return min(self.backward_peak + kept_bytes, self.whole_backward_peak)
+    def unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
+        """Return the most bytes that a backward pass has live if it keeps all gradients, but those of experts until
+        they are reduced.
+
+        ep: as below; reducing, reducing_experts: bytes in a reduce-scatter before and after the experts' gradients.
+        """
+        if not self.expert_moments:
+            return self.whole_backward_peak + reducing
+        return max(
+            moment.live + moment.expert_gradients // ep + (reducing_experts if moment.is_reduced else reducing)
+            for moment in self.expert_moments
+        )
 
     def accumulation_peak(self, copies: float, ep: int) -> int:
         """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.

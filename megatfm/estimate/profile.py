@@ -22,7 +22,14 @@ from megatfm.config import Config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
-from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor, WeightGradient
+from megatfm.estimate.part_profile import (
+    ExpertMoment,
+    ModelProfile,
+    PartProfile,
+    SavedTensor,
+    WeightGradient,
+    expert_moments,
+)
 from megatfm.estimate.stand_ins import (
     ROWS,
     VOCAB_PARALLEL_STATISTICS,
@@ -33,12 +40,15 @@ from megatfm.estimate.stand_ins import (
     computes_by_matmuls,
     count_fetched_tokens,
     default_dtype,
+    exchange_tokens,
     experts_by_shapes,
+    forward_predicted_tokens,
     quiet_fake_tensors,
 )
 from megatfm.estimate.weights import expert_names, experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.moe.experts import Experts
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy, LMHead
 from megatfm.objectives import reads_text, target_fraction
@@ -85,6 +95,7 @@ class LocalModel:
             }
         )
         self._is_data_dependent = depends_on_values(config)
+        self._exchanges_tokens = parallel.ep > 1
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
         with quiet_fake_tensors():
@@ -102,6 +113,7 @@ class LocalModel:
 
     def _build(self, mesh: Mesh) -> None:
         config, parallel = self.config, self.config.parallel
+        reached_share = 1.0 if parallel.expert_tp == "by_channel" else 1 / parallel.tp
         with self._mode, default_dtype(self._dtype):
             self.model = build_model(config).train()
             if not hasattr(self.model, "split_points"):
@@ -110,7 +122,7 @@ class LocalModel:
                 )
             for module in self.model.modules():
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
-                    replace_forward(module, partial(_forward_predicted_tokens, module, self._fraction))
+                    replace_forward(module, partial(forward_predicted_tokens, module, self._fraction))
             self._expert_names = expert_names(self.model)
             self._is_zigzag = make_zigzag_predicate(self.model)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
@@ -121,6 +133,8 @@ class LocalModel:
                     replace_forward(module, partial(self._rms_norm, module))
                 elif isinstance(module, CrossEntropy):
                     replace_forward(module, partial(self._cross_entropy, module))
+                elif isinstance(module, Experts) and self._exchanges_tokens:
+                    exchange_tokens(module, reached_share, self._note_complete_experts)
 
     @property
     def _fraction(self) -> float:
@@ -168,6 +182,7 @@ class LocalModel:
         is_block: bool,
     ) -> PartProfile:
         self._recorder = recorder = OperatorRecorder()
+        self._experts_complete = 0
         weights = frozenset(recorder.number(p) for p in self.model.parameters())
         saved: dict[int, SavedTensor] = {}
 
@@ -192,7 +207,7 @@ class LocalModel:
         with recorder.record() as backward:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        peak, gradients = self._backward_peak(backward)
+        peak, gradients, moments = self._backward_peak(backward)
         for parameter in self.model.parameters():
             parameter.grad = None
         return PartProfile(
@@ -202,16 +217,18 @@ class LocalModel:
             list(saved.values()),
             sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
             sum(tensor.nbytes for tensor in carried.values()),
-            max(0, forward.peak() - forward.live_at_end),
+            max(0, forward.peak() - sum(forward.created[number][1] for number in saved if number in forward.created)),
             peak,
             gradients,
             is_block,
             weight_numbers=weights,
             whole_backward_peak=backward.peak(),
+            expert_moments=moments,
         )
 
-    def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient]]:
-        """Return the most bytes that a backward pass has live beside gradients of weights, and those gradients."""
+    def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient], list[ExpertMoment]]:
+        """Return the most bytes that a backward pass has live beside gradients of weights, those gradients, and the
+        fullest moments with gradients of experts."""
         number = self._recorder.number
         gradients_of = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         names = {number(gradient): name for name, gradient in gradients_of.items()}
@@ -222,7 +239,8 @@ class LocalModel:
             live_bytes = 0 if is_saved else live[backward.created[key][0]]
             n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
             gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
-        return max(live, default=0), gradients
+        experts = [key for key, name in names.items() if name in self._expert_names]
+        return max(live, default=0), gradients, expert_moments(backward, experts, self._experts_complete)
 
     def _carry(
         self,
@@ -322,6 +340,9 @@ class LocalModel:
         loss: Tensor = CrossEntropyStandIn.apply(self._note, n_statistics, hidden, weight, bias)
         return loss
 
+    def _note_complete_experts(self) -> None:
+        self._experts_complete = len(self._recorder.recording.live)
+
     def _note_attention(
         self,
         flops: float,
@@ -348,7 +369,9 @@ class LocalModel:
         reads, writes = ({number(x): tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
         if name == "_grouped_mm" and dims:
             section = experts_section(self.config.model)
-            rows = inputs[0].shape[0] * dims[0] / (section.n_experts if section else dims[0])
+            rows = float(inputs[0].shape[0])
+            if section and not self._exchanges_tokens:  # tensor-parallel ranks hold rows of each other's experts
+                rows *= dims[0] / section.n_experts
             flops = 2 * rows * math.prod(size for size in dims[1:] if size != ROWS)
             group_rows = max(1, round(rows / dims[0]))
             m, n, k = (group_rows if size == ROWS else size for size in dims[1:])
@@ -374,13 +397,3 @@ def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
 def _expert_tp(config: Config) -> str:
     """Return the experts' layout of a profile: ranks of "folded" experts compute like those without tp."""
     return "by_expert" if config.parallel.expert_tp == "folded" else config.parallel.expert_tp
-
-
-def _forward_predicted_tokens(
-    head: LMHead, fraction: float, hidden_BTD: Tensor, targets_BT: Tensor, **_: Any
-) -> Tensor:
-    """Stand-in for a sparse head's forward. fraction: of the tokens that have a target."""
-    tokens = max(1, round(fraction * targets_BT.shape[1]))
-    hidden_ND = head._transform_and_scale(hidden_BTD[:, :tokens].flatten(0, 1))
-    loss: Tensor = head.loss(hidden_ND, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
-    return loss

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -19,12 +19,15 @@ from torch.utils._pytree import tree_leaves
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.moe.experts import Experts
+from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
 from megatfm.parallel.context_parallel import compute_token_indices
+from megatfm.parallel.expert_parallel import install_exchange
 from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
 
 Note = Callable[..., None]
@@ -222,6 +225,44 @@ def experts_by_shapes(note: Note) -> Iterator[None]:
         yield
     finally:
         KERNELS.update(kernels)
+
+
+class _GradientsComplete(torch.autograd.Function):
+    """Returns a module's inputs, and calls a function when their gradients exist, as FSDP2 does to reduce those of
+    weights."""
+
+    @staticmethod
+    def forward(ctx, on_complete, *inputs):  # type: ignore[no-untyped-def]
+        ctx.on_complete = on_complete
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        ctx.on_complete()
+        return None, *gradients
+
+
+def exchange_tokens(experts: Experts, reached_share: float, on_complete: Callable[[], None]) -> None:
+    """Have experts exchange tokens as on several ranks, each of which gets as many rows as it sends.
+
+    The group has one rank: the buffers are those of any number. reached_share: of all choices, those of the group's
+    experts; on_complete: called when a backward pass has the gradients of the experts' weights.
+    """
+    install_exchange(experts, 2, dist.new_group([0]), reached_share)
+
+    def watch(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BTD, weights_BTK, *others = inputs
+        return *_GradientsComplete.apply(on_complete, x_BTD, weights_BTK), *others
+
+    experts.register_forward_pre_hook(watch)
+
+
+def forward_predicted_tokens(head: LMHead, fraction: float, hidden_BTD: Tensor, targets_BT: Tensor, **_: Any) -> Tensor:
+    """Stand-in for a sparse head's forward. fraction: of the tokens that have a target."""
+    tokens = max(1, round(fraction * targets_BT.shape[1]))
+    hidden_ND = head._transform_and_scale(hidden_BTD[:, :tokens].flatten(0, 1))
+    loss: Tensor = head.loss(hidden_ND, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
+    return loss
 
 
 class HostValues(TorchDispatchMode):

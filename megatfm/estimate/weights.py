@@ -56,8 +56,9 @@ class RankBytes:
 
     gradients: accumulated in a step; reduced: those that the optimizer reads; keeps_whole_gradients: each rank
     accumulates those of all its weights; exchanged: of whole tensors, on the way to their owners. gathered: the most
-    that ZeRO 2 and 3 gather at once beside stored shards; prefetched: blocks that ZeRO 3 gathers ahead; gather_buffer:
-    of the last block, which ZeRO 2 keeps; regathered: new weights that ZeRO 1 gathers after the optimizer.
+    that ZeRO 2 and 3 gather at once in a block's backward pass beside stored shards; beyond_in_forward, beyond_outside:
+    bytes beyond these in a block's forward pass, and outside of blocks (negative: fewer); gather_buffer: of the last
+    gather, which ZeRO 2 keeps; regathered: new weights that ZeRO 1 gathers after the optimizer.
     """
 
     weights: int
@@ -69,7 +70,8 @@ class RankBytes:
     regathered: int
     keeps_whole_gradients: bool
     gather_buffer: int
-    prefetched: int
+    beyond_in_forward: int
+    beyond_outside: int
     exchanged: int
 
     @property
@@ -197,15 +199,19 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     owned_bytes, owned = _fullest_owner(whole_tensors, parallel)
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
     exchanged = (sum(stored[w.name] for w in whole_tensors) + 2 * owned) * size if whole_tensors else 0
-    largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
-    outside = sum(w.local for w in stage_weights if not w.in_block)
-    gathered = gather_buffer = prefetched = 0
+    largest, largest_experts = (_largest_blocks(stage_weights, is_expert=is_expert) for is_expert in (False, True))
+    gathered = gather_buffer = beyond_in_forward = beyond_outside = 0
     if zero == 3 and not parallel.splits_backward:
-        gathered = (outside + sum(largest[: 1 + ahead])) * compute
-        prefetched = sum(largest[1 : 1 + ahead]) * compute
+        outside = sum(w.local for w in stage_weights if not w.in_block)
+        block, prefetched, experts = largest[0], sum(largest[1 : 1 + ahead]), largest_experts[0]
+        gathered = (outside + block + prefetched + experts) * compute
+        # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
+        received = experts if _expert_shards(parallel) > 1 else 0
+        beyond_in_forward = (max(prefetched, experts + received) - prefetched - experts) * compute
+        beyond_outside = ((received if experts else block) - block - prefetched - experts) * compute
     elif zero >= 2:
         gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
-        gather_buffer = (largest[0] if largest else 0) * compute
+        gather_buffer = (largest_experts[0] or largest[0]) * compute
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     reduced = sum(stored[w.name] for w in trained) * size
     regathered = 0
@@ -222,9 +228,17 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
         regathered,
         unsharded,
         gather_buffer,
-        prefetched,
+        beyond_in_forward,
+        beyond_outside,
         exchanged,
     )
+
+
+def _largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:
+    """Return blocks' elements on a rank before ZeRO, the largest first, then 0: of experts on several ranks, or of the
+    other weights."""
+    blocks = numel_by_block([w for w in weights if w.is_expert == is_expert])
+    return [*sorted(blocks.values(), reverse=True), 0]
 
 
 def assign_owners(weights: Iterable[LocalWeight], ranks: int) -> dict[str, int]:

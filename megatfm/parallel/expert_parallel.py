@@ -44,18 +44,20 @@ ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 """(rows [M, D] sorted by expert, end offset of each expert's rows, int32 [experts]) → expert outputs [M, D]."""
 
 
-def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -> Callable[..., Tensor]:
+def dispatch_and_combine(
+    expert_function: ExpertFunction, group: ProcessGroup, reached_share: float = 1.0
+) -> Callable[..., Tensor]:
     """Wrap a function of local experts in two all-to-alls, so that it applies the experts of all ranks of the group.
 
     Every rank holds the same number of experts. The wrapped function takes `meanwhile`, a function to call while rows
-    are being sent (shared experts).
+    are being sent (shared experts). reached_share: of all choices, those of the group's experts, for fake tensors.
     """
     ranks = group.size()
 
     def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
-        input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, len(rows_MD))
+        input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, round(len(rows_MD) * reached_share))
         sent_MD = rows_MD[: sum(input_splits)]
         if meanwhile:
             received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
@@ -73,8 +75,8 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
 def _read_splits(send_counts_PE: Tensor, recv_counts_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return the number of rows to send to and to receive from each rank.
 
-    The host reads the device once here, because it allocates the receive buffer. Fake tensors have no values: their
-    rows are divided evenly.
+    The host reads the device once here, because it allocates the receive buffer. Fake tensors have no values: `rows`
+    are divided evenly.
     """
     counts_2P = torch.stack([send_counts_PE.sum(1), recv_counts_PE.sum(1)])
     if is_fake(send_counts_PE):
@@ -111,11 +113,17 @@ def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
 
 def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
     if (parts := mesh.size(EXPERT)) > 1:
-        local: ExpertFunction = module.run_experts  # type: ignore[assignment]
-        module.ep_size = parts  # type: ignore[assignment]
-        module.run_experts = dispatch_and_combine(local, mesh.group(EXPERT))  # type: ignore[assignment]
-        # FSDP2 wraps experts separately. It hooks the tensors that a module returns, and warns about views.
-        module.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
+        (_, (local, *_)), (experts, *_) = layouts["w_up"].region, layouts["w_up"].shape
+        install_exchange(module, parts, mesh.group(EXPERT), local * parts / experts)
+
+
+def install_exchange(experts: nn.Module, parts: int, group: ProcessGroup, reached_share: float) -> None:
+    """Have experts exchange tokens over a group. parts: ranks over which they are divided; reached_share: as above."""
+    local: ExpertFunction = experts.run_experts  # type: ignore[assignment]
+    experts.ep_size = parts  # type: ignore[assignment]
+    experts.run_experts = dispatch_and_combine(local, group, reached_share)  # type: ignore[assignment]
+    # FSDP2 wraps experts separately. It hooks the tensors that a module returns, and warns about views.
+    experts.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
 
 
 def _shard_by_expert(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:

@@ -19,6 +19,7 @@ from megatfm.estimate.traced import Traced, differences, run_trace, traced_axis
 from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
+from megatfm.parallel.expert_parallel import dispatch_and_combine
 from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
@@ -136,6 +137,20 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
         assert ring.lengths(5, torch.device("cpu")) == [5, 5, 5]
 
 
+def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
+    """Half of 24 rows chose the 8 experts of two ranks; the others belong to those of other tensor-parallel ranks."""
+    seen: list[int] = []
+
+    def run_experts(rows_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows_RD))
+        return rows_RD
+
+    with fake_ranks(2), FakeTensorMode():
+        exchange = dispatch_and_combine(run_experts, dist.group.WORLD, reached_share=0.5)
+        outputs = exchange(torch.zeros(24, 3), torch.zeros(8, dtype=torch.int32))
+    assert (seen, outputs.shape) == ([12], (24, 3))
+
+
 @pytest.mark.parametrize(
     ("preset", "tolerance", "layout"),
     [
@@ -146,12 +161,17 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
         ("t5-base", 0.01, "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_encoder_layers=2"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16"),
         ("gpt3-13b", 0.01, "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8"),
+        ("olmoe-1b-7b", 0.002, "parallel.ep=4 train.global_batch=24 model.vocab_size=5030"),
+        ("olmoe-1b-7b", 0.002,
+         "parallel.ep=4 train.global_batch=16 model.vocab_size=5030 parallel.grad_accumulation=sharded"),
     ],
-    ids=["pipeline zero1", "zero3", "tied, one micro-batch", "whole tensors", "zero3 sharded", "zero2 × tp2"],
+    ids=["pipeline zero1", "zero3", "tied, one micro-batch", "whole tensors", "zero3 sharded", "zero2 × tp2",
+         "experts", "experts sharded"],
 )  # fmt: skip
 def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layout: str) -> None:
     """A pipeline's first rank keeps what it sent until the backward pass; a tied table's gradient is complete at its
-    first use; optimizers see reduced gradients, and ZeRO 1 gathers the new weights after them."""
+    first use; optimizers see reduced gradients, and ZeRO 1 gathers the new weights after them; experts are gathered and
+    reduced by themselves, and hold the rows that they exchange."""
     overrides = ["train.compile=false", "train.micro_batch=1", "model.n_layers=2", *layout.split()]
     trace = run_trace(preset, overrides, 8, 0)
     with estimator(load_config(preset, overrides), load_cluster("h100", 8)) as opened:
