@@ -27,7 +27,6 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 """Instructions for matmuls, the best first."""
 
-Item = TypeVar("Item")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Step = Callable[[], object]
@@ -82,9 +81,9 @@ def write_text(path: Path | None, text: str) -> None:
         path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def write_json(path: Path | None, value: object, indent: int = 1) -> None:
+def write_json(path: Path | None, value: object) -> None:
     """Write a result; nothing without a path."""
-    write_text(path, json.dumps(value, indent=indent))
+    write_text(path, json.dumps(value, indent=1))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -177,12 +176,12 @@ def reset_peak_memory() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def alternate_order(items: Iterable[Item], number: int) -> list[Item]:
+def alternate_order(items: Iterable[Key], number: int) -> list[Key]:
     """Return the items in order, reversed every other round."""
     return list(items)[:: 1 if number % 2 else -1]
 
 
-def shuffle_order(items: Iterable[Item], number: int) -> list[Item]:
+def shuffle_order(items: Iterable[Key], number: int) -> list[Key]:
     """Return the items in an order that is drawn by the round's number."""
     ordered = list(items)
     return random.Random(number).sample(ordered, len(ordered))

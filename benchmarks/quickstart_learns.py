@@ -81,22 +81,22 @@ def make_networks(d_ff: int) -> dict[str, dict[str, object]]:
     top_k, balanced = {"name": "top_k"}, {"name": "top_k", "aux_loss_coef": 0.1}
     return {
         "dense": {"d_ff": d_ff},
-        "`top_k`, `balance` 0.05": make_moe({**top_k, "aux_loss_coef": 0.05}),
+        "`top_k`, `aux_loss_coef` 0.05": make_moe({**top_k, "aux_loss_coef": 0.05}),
         "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(even),
-        "`top_k`, `balance` 0.1": make_moe(balanced),
-        "`top_k`, `balance` 0.01": make_moe({**top_k, "aux_loss_coef": 0.01}),
+        "`top_k`, `aux_loss_coef` 0.1": make_moe(balanced),
+        "`top_k`, `aux_loss_coef` 0.01": make_moe({**top_k, "aux_loss_coef": 0.01}),
         "`top_k`, no balance": make_moe(top_k),
-        "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
+        "`switch`, `aux_loss_coef` 0.1, `capacity_factor` 1.25": make_moe(
             {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
         ),
         "`hash`": make_moe({"name": "hash"}),
         "`deepseek_v3`, 16 experts of half the width, 4 chosen": make_moe(even, experts=16, top_k=4),
         "`deepseek_v3`, 32 experts of a quarter, 8 chosen": make_moe(even, experts=32, top_k=8),
         "`deepseek_v3`, one shared and one chosen": make_moe(even, top_k=1, n_shared_experts=1),
-        "`top_k`, `sequence_balance` 0.1": make_moe({**top_k, "seq_aux_loss_coef": 0.1}),
-        "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe(balanced, capacity_factor=1.25),
-        "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
-        "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
+        "`top_k`, `seq_aux_loss_coef` 0.1": make_moe({**top_k, "seq_aux_loss_coef": 0.1}),
+        "`top_k`, `aux_loss_coef` 0.1, `capacity_factor` 1.25": make_moe(balanced, capacity_factor=1.25),
+        "`gshard`, `aux_loss_coef` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
+        "`noisy_top_k`, `importance_loss_coef`, `load_loss_coef` 0.1": make_moe(
             {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
         ),
     }
