@@ -74,6 +74,9 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "hierarchical models": (2, [make_case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "masked images of hierarchical models": (2, [make_case("simmim", zero=2, dp_shard=2)]),
+    "hierarchical models that pool": (2, [make_case("mvit v2", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "hierarchical models by cosines": (2, [make_case("swin v2", zero=stage, dp_shard=2) for stage in (2, 3)]),
+    "vision-language models": (2, [make_case("llava", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
     "second copies": (2, [make_case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
     "tensors": (2, [make_case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
@@ -88,6 +91,16 @@ MORE: dict[str, tuple[int, list[Config]]] = {
     "adapters of experts, too": (10, [make_case("moe, adapters", zero=z, dp_shard=2, ep=2) for z in (0, 1, 3)]),
     "two streams": (2, [make_case("xlnet", zero=stage, dp_shard=2) for stage in (0, 3)]),
     "generators and discriminators": (2, [make_case("electra", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "hierarchical models that pool, too": (10, [make_case("mvit v2", zero=z, dp_shard=2) for z in (0, 2)]),
+    "hierarchical models by cosines, too": (10, [make_case("swin v2", zero=z, dp_shard=2) for z in (0, 1)]),
+    "hierarchical models, pipelines": (10, [make_case("mvit v2", zero=1, dp_shard=1, pp=2)]),
+    "hierarchical models by cosines, pipelines": (10, [make_case("swin v2", zero=1, dp_shard=1, pp=2)]),
+    "vision-language models, contexts": (10, [make_case("llava", zero=1, dp_shard=1, cp=2)]),
+    "vision-language models, tensors": (
+        10,
+        [make_case("llava", "data.sequence_length=576", zero=1, dp_shard=1, tp=2)],
+    ),
+    "vision-language models, pipelines": (10, [make_case("llava", zero=1, dp_shard=1, pp=2)]),
     "recomputed": (10, [make_case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 

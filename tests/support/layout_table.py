@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from megatfm.config import ParallelConfig
-from tests.parity import test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
+from megatfm.config import Config, ParallelConfig
+from tests.parity import test_deepspeed, test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
 from tests.support.context_models import (
     CONTEXT_LAYOUTS,
     CONTEXT_MODELS,
     CONTEXT_MODELS_BY_RANKS,
     context_layouts_of,
 )
+from tests.support.deepspeed_runs import list_family_layouts, make_stage_cases
 from tests.support.expert_models import (
     CONTEXT_EXPERT_MODELS,
     EXPERT_CASES,
@@ -44,6 +45,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
 BEGIN_IMAGES = "<!-- models of images, made by tests/support/layout_table.py -->"
+BEGIN_DEEPSPEED = "<!-- stages under DeepSpeed, made by tests/support/layout_table.py -->"
 TICK = "✓"
 IMAGE_ROWS = {
     "class": "vit, class token and a register", "mean": "vit, class token and mean pool",
@@ -190,12 +192,42 @@ def make_image_table() -> str:
     return "\n".join(lines)
 
 
+def list_deepspeed_cases() -> Iterator[Config]:
+    """The configs whose steps under DeepSpeed are compared with one device's and the native engine's."""
+    for _, cases in (test_deepspeed.SOME | test_deepspeed.MORE).values():
+        yield from cases
+    for family, layout in list_family_layouts():
+        yield from make_stage_cases(family, layout, "adamw")
+
+
+def deepspeed_layout_name(parallel: ParallelConfig) -> str:
+    """Name a layout without its stage: "pp2 zbv × dp2"."""
+    sizes = {"pp": parallel.pp, "ep": parallel.ep, "cp": parallel.cp, "tp": parallel.tp, "dp": parallel.dp_shard}
+    words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+    schedule = f" {parallel.pp_schedule}" if parallel.pp > 1 else ""
+    return " × ".join([words[0] + schedule, *words[1:]])
+
+
+def make_deepspeed_table() -> str:
+    """Rows are models, columns layouts, cells the stages of ZeRO that are compared."""
+    stages: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for config in list_deepspeed_cases():
+        stages[config.name, deepspeed_layout_name(config.parallel)].add(config.parallel.zero)
+    layouts = [*dict.fromkeys(layout for _, layout in stages)]
+    lines = [f"| Model | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    for row in dict.fromkeys(row for row, _ in stages):
+        cells = [", ".join(map(str, sorted(stages.get((row, layout), ())))) for layout in layouts]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def renew_page(text: str) -> str:
     """The page with the tables as they should be."""
     for begin, result in (
         (BEGIN, make_table()),
         (BEGIN_CONTEXTS, make_context_table()),
         (BEGIN_IMAGES, make_image_table()),
+        (BEGIN_DEEPSPEED, make_deepspeed_table()),
     ):
         text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1)
     return text

@@ -21,6 +21,7 @@ from tests.support.layout_table import (
     PAGE,
     list_cases,
     list_covered_layouts,
+    list_deepspeed_cases,
     list_image_cases,
     list_pipeline_cases,
     make_table,
@@ -33,6 +34,7 @@ NO_RANKS = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectiv
 """Packages that do not use `torch.distributed`."""
 SHARED_BY_TESTS = ("tests.support", "tests.plugins")
 READ_BY_THE_LAYOUT_TABLE = (
+    "tests.parity.test_deepspeed",
     "tests.parity.test_pipelines",
     "tests.parity.test_image_layouts",
     "tests.parity.test_two_towers",
@@ -245,6 +247,14 @@ def test_every_model_with_images_has_a_row() -> None:
     assert IMAGE_ROWS.keys() == IMAGE_MODELS.keys()
     assert {("two towers, softmax", "zero3"), ("vision-language, mlp", "pp2 1f1b × tp2")} <= {*compared}
     assert ("swin, simmim", "cp2") not in compared
+
+
+def test_models_of_images_have_rows_under_deepspeed() -> None:
+    stages = defaultdict(set)
+    for config in list_deepspeed_cases():
+        if config.parallel.dp_shard == 2 and config.parallel.tp == 1:
+            stages[config.name].add(config.parallel.zero)
+    assert stages["mvit v2"] == stages["swin v2"] == stages["llava"] == stages["vit"] == {0, 1, 2, 3}
 
 
 def test_cases_follow_the_parametrization() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.config import load_config
-from megatfm.engines.registry import EngineRegistry
+from megatfm.engines.registry import ENGINES, EngineRegistry
 from megatfm.errors import UsageError
 
 SETTINGS = {
@@ -39,3 +39,26 @@ def test_an_unknown_engine_or_feature() -> None:
         engines.check(load_config("quickstart", ["parallel.engine=other"]), "fp32")
     with pytest.raises(UsageError, match=r"there is no 'zero'; there are: pp, cp, ep, fp16, "):
         engines.register("mine", features=["zero"])  # type: ignore[list-item]
+
+
+IMAGES_UNDER_DEEPSPEED = {
+    "two towers": ("clip-b16", [], r"objective.name = 'contrastive': parallel.engine = 'deepspeed' does not declare "
+                   r"'compares_samples' among its features: set another objective, or parallel.engine = 'native'"),
+    "two towers by a sigmoid": ("siglip-b16", [], "objective.name = 'contrastive': parallel.engine = 'deepspeed'"),
+    "parts of maps": ("mvitv2-t", ["parallel.cp=2", "parallel.zero=1"], "parallel.cp = 2.*needs whole images on each"),
+    "parts of windows": ("swinv2-t", ["parallel.cp=2", "parallel.zero=1"], "parallel.cp = 2.*needs whole images on"),
+    "one head for two ranks": ("mvitv2-t", ["parallel.tp=2"], "parallel.tp = 2 does not divide model.attention"),
+    "a pipeline of sharded gradients": ("llava-1.5-7b", ["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
+    "replicas": ("llava-1.5-7b", ["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
+    "compiled blocks": ("vit-b16", ["train.compile=true"], "set train.compile = false"),
+}  # fmt: skip
+READS_TEXT = ("clip-b16", "siglip-b16", "llava-1.5-7b")
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "message"), IMAGES_UNDER_DEEPSPEED.values(), ids=IMAGES_UNDER_DEEPSPEED
+)
+def test_deepspeed_refuses_models_of_images_by_name(preset: str, overrides: list[str], message: str) -> None:
+    base = ["data.tokenizer=t"] if preset in READS_TEXT else []
+    with pytest.raises(UsageError, match=message):
+        ENGINES.check(load_config(preset, [*base, "parallel.engine=deepspeed", *overrides]), "fp32")
