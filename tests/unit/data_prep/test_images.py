@@ -6,6 +6,7 @@ import random
 import re
 import struct
 import tarfile
+import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatfm.cli import main
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus
+from megatfm.data_prep.execution.executors import LockExecutor
+from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
@@ -134,6 +137,85 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):
         assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == full
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed": ("split.seed", {"split": {"validation": 0.3, "seed": 4}}),
+    "no validation": ("split.validation", {"split": {"validation": 0}}),
+    "plain tars": ("compress", {"compress": False}),
+    "classes": ("read.labels", {"read": {"labels": {"by": "folder"}}}),
+    "skipped images": ("read.on_error", {"read": {"on_error": "skip"}}),
+}
+"""By name, settings that another config has, and the key that the refusal names."""
+
+
+@pytest.mark.parametrize(("key", "settings"), OTHERS.values(), ids=OTHERS)
+def test_another_config_in_a_finished_folder_is_refused(tmp_path: Path, key: str, settings: dict[str, Any]) -> None:
+    as_folder(tmp_path / "in", samples(12))
+    before = file_hashes(data_prep.run(config(tmp_path)).out)
+    with pytest.raises(UsageError, match=rf"out: was prepared with another config \({key} was"):
+        data_prep.run(config(tmp_path, **settings))
+    assert file_hashes(tmp_path / "out") == before
+    replaced = data_prep.run(config(tmp_path, overwrite=True, **settings))
+    assert file_hashes(replaced.out) == file_hashes(data_prep.run(config(tmp_path, "fresh", **settings)).out)
+
+
+@pytest.mark.parametrize(("key", "settings"), OTHERS.values(), ids=OTHERS)
+def test_a_task_with_another_config_is_refused(
+    tmp_path: Path, key: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks of an array in one folder, between which the config was edited."""
+    as_folder(tmp_path / "in", samples(12))
+    at_work, refused = threading.Event(), threading.Event()
+    commit = Workspace.commit
+
+    def wait(self: Workspace, *stage: Any, **options: Any) -> None:
+        at_work.set()
+        assert refused.wait(30)
+        commit(self, *stage, **options)
+
+    monkeypatch.setattr(Workspace, "commit", wait)
+    first = threading.Thread(
+        target=data_prep.run, args=(config(tmp_path), None, lambda folder: LockExecutor(1, 2, folder))
+    )
+    first.start()
+    assert at_work.wait(30)
+    try:
+        with pytest.raises(UsageError, match=rf"out: other tasks are preparing it with another config \({key}"):
+            data_prep.run(config(tmp_path, **settings), make_executor=lambda folder: LockExecutor(2, 2, folder))
+    finally:
+        refused.set()
+        first.join(60)
+    assert file_hashes(tmp_path / "out") == file_hashes(data_prep.run(config(tmp_path, "fresh")).out)
+
+
+class StoppedError(BaseException):
+    """As a kill, nothing handles it."""
+
+
+@pytest.mark.parametrize("stage", ["import.00001", "import"])
+@pytest.mark.parametrize("settings", [settings for _, settings in OTHERS.values()], ids=OTHERS)
+def test_stopped_and_resumed_with_another_config(
+    tmp_path: Path, settings: dict[str, Any], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with the other config, and back to the first; nothing of the one reaches the other's corpus."""
+    as_folder(tmp_path / "in", samples())
+    commit = Workspace.commit
+
+    def stop(self: Workspace, name: str, *remaining: Any, **options: Any) -> None:
+        if name == stage:
+            raise StoppedError
+        commit(self, name, *remaining, **options)
+
+    for out in ("on", "back"):
+        for changes in ({}, settings):
+            with monkeypatch.context() as patch:
+                patch.setattr(Workspace, "commit", stop)
+                with pytest.raises(StoppedError):
+                    data_prep.run(config(tmp_path, out, task_bytes=2048, **changes))
+        last = settings if out == "on" else {}
+        fresh = data_prep.run(config(tmp_path, f"fresh-{out}", **last)).out
+        assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=2048, **last)).out) == file_hashes(fresh)
 
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
