@@ -165,7 +165,7 @@ def _search_failure(opened_estimator: "Estimator", result: "SearchResult") -> st
 
 def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
-    from megatfm.estimate.text import traced_lines, traced_table
+    from megatfm.estimate.text import not_compiled_line, traced_lines, traced_table
     from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
 
     changes = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
@@ -175,10 +175,13 @@ def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "E
         *changes,
     ]
     traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
-    bf16_estimate = opened_estimator.estimate(
-        load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
-    )
+    config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
+    bf16_estimate = opened_estimator.estimate(config)
     print_table(traced_table(differences(bf16_estimate, traced), traced))
+    if estimate.compiled:
+        compiled = opened_estimator.estimate(config.with_changes({"train.compile": True}))
+        parts = opened_estimator.profile(config).parts
+        print(not_compiled_line([part.name for part in parts if part.is_block], bf16_estimate, compiled))
     for line in traced_lines(traced):
         print(line)
 
