@@ -183,7 +183,7 @@ def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult
 
 def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
-    from megatfm.estimate.text import traced_lines, traced_table
+    from megatfm.estimate.text import not_compiled_line, traced_lines, traced_table
     from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
 
     changes = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
@@ -193,10 +193,13 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
         *changes,
     ]
     traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
-    bf16_estimate = opened_estimator.estimate(
-        load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
-    )
+    config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
+    bf16_estimate = opened_estimator.estimate(config)
     print_table(traced_table(differences(bf16_estimate, traced), traced))
+    if estimate.compiled:
+        compiled = opened_estimator.estimate(config.with_changes({"train.compile": True}))
+        parts = opened_estimator.profile(config).parts
+        print(not_compiled_line([part.name for part in parts if part.is_block], bf16_estimate, compiled))
     for line in traced_lines(traced):
         print(line)
 

@@ -4,7 +4,7 @@ Times and sizes of stages come from running sums over the model's split points, 
 form. `search.py` estimates the best in full.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from megatfm.estimate.estimator import Estimator, compiles
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.step_time import OVERLAP, PartTime, part_time
-from megatfm.estimate.traffic import Axis, axes_of, collective_seconds
+from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node
 from megatfm.estimate.weights import LocalWeight, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 
@@ -66,12 +66,14 @@ def _scale_operator(op: Operator, factor: int, tokens: int, weights: frozenset[i
 
 @dataclass
 class Passes:
-    """Running sums over the split points: seconds of both passes and of gradients of weights, saved bytes; and the
-    largest workspace and boundary of a block, in bytes."""
+    """Running sums over the split points: seconds of both passes and of gradients of weights, of traffic in both on the
+    link of data parallelism, saved bytes; and the largest workspace and boundary of a block, in bytes."""
 
     forward: Numbers
     backward: Numbers
     weight_part: Numbers
+    shared_forward: Numbers
+    shared_backward: Numbers
     saved: Numbers
     workspace: float
     boundary: float
@@ -94,7 +96,7 @@ class QuickScores:
         """Score a legal layout, whose `dp_shard` is known."""
         parallel = config.parallel
         axes = axes_of(parallel)
-        passes = self._passes_of(config)
+        passes = self._passes_of(config, axes)
         bounds, rank_of = self._stage_bounds(config)
         stage_rank = np.asarray(rank_of)
 
@@ -106,8 +108,15 @@ class QuickScores:
 
         dense_sums, expert_sums, outside_sums, block = self._weight_sums(config)
         dense, experts, outside = (by_rank(by_stage(sums)) for sums in (dense_sums, expert_sums, outside_sums))
-        forward, backward, weight_part = (
-            by_rank(by_stage(sums)) for sums in (passes.forward, passes.backward, passes.weight_part)
+        forward, backward, weight_part, *shared = (
+            by_rank(by_stage(sums))
+            for sums in (
+                passes.forward,
+                passes.backward,
+                passes.weight_part,
+                passes.shared_forward,
+                passes.shared_backward,
+            )
         )
         in_flight = microbatches_in_flight(
             parallel.pp_schedule if parallel.pp > 1 else "1f1b",
@@ -119,7 +128,9 @@ class QuickScores:
         is_sender = np.append(stage_rank[1:] != stage_rank[:-1], False)
         saved = by_rank((by_stage(passes.saved) + is_sender * passes.boundary) * in_flight)
         n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
-        seconds = self._seconds(config, microbatches, axes, passes, forward, backward, weight_part, dense, experts)
+        seconds = self._seconds(
+            config, microbatches, axes, passes, forward, backward, weight_part, shared, dense, experts
+        )
         reserved = self.cluster.device.reserved_gib * GIB
         return Score(seconds, float(n_bytes.max()) + passes.workspace + reserved)
 
@@ -162,6 +173,7 @@ class QuickScores:
         forward: Numbers,
         backward: Numbers,
         weight_part: Numbers,
+        shared: Sequence[Numbers],
         dense: Numbers,
         experts: Numbers,
     ) -> float:
@@ -182,14 +194,16 @@ class QuickScores:
             reduce += collective_seconds(
                 copies, node, "all_reduce", 2 * (n_dense / shard.size + n_expert / edp.size) * size
             )
-            hidden = float(backward.max()) * OVERLAP if parallel.pp == 1 else 0.0
+            shared_forward, shared_backward = shared
+            free = backward - shared_backward  # of the link
+            hidden = float(free.max()) * OVERLAP if parallel.pp == 1 else 0.0
             if parallel.zero == 3 and not parallel.splits_backward:
                 sharded = parallel.grad_accumulation == "sharded"
-                forward = np.maximum(forward, gather)
+                forward = np.maximum(forward, gather + shared_forward)
                 overlapped = gather + (reduce if sharded else 0.0)
-                data = 0.0 if sharded else max(0.0, reduce + gather - float(backward.max())) * (parallel.pp == 1)
+                data = 0.0 if sharded else max(0.0, reduce + gather - float(free.max())) * (parallel.pp == 1)
                 data = reduce if parallel.pp > 1 else data
-                backward = np.maximum(backward, overlapped)
+                backward = np.maximum(backward, overlapped + shared_backward)
             else:
                 data = max(0.0, reduce + gather - hidden)
         step = microbatches * float((forward + backward).max())
@@ -219,7 +233,7 @@ class QuickScores:
         }.get(parallel.pp_schedule, microbatch)
         return (parallel.pp - 1) * (idle + 2 * transfer * parallel.stages_per_rank)
 
-    def _passes_of(self, config: Config) -> Passes:
+    def _passes_of(self, config: Config, axes: Mapping[str, Axis]) -> Passes:
         parallel, train = config.parallel, config.train
         compiled = self._compiles(config)
         key = (
@@ -230,14 +244,14 @@ class QuickScores:
             parallel.cp_method,
             train.micro_batch,
         )
-        full_key = (*key, train.recompute, compiled, parallel.async_tp, parallel.zero >= 2)
+        is_on_network = data_leaves_node(parallel.zero, axes, self.cluster.node)
+        full_key = (*key, train.recompute, compiled, parallel.async_tp, parallel.zero >= 2, is_on_network)
         if full_key not in self._passes:
             single_row = config.model_copy(update={"train": train.model_copy(update={"micro_batch": 1})})
             profile = self.estimator.profile(single_row)
             tokens = max(1, config.data.sequence_length // parallel.cp)
             times: dict[int, tuple[PartTime, PartProfile]] = {}
             pairs = []
-            axes = axes_of(parallel)
             for index, part in enumerate(profile.parts):
                 if id(part) not in times:
                     scaled = scale_profile(part, train.micro_batch, tokens)
@@ -314,6 +328,7 @@ def _sum_passes(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, c
     passes = [time.total(reduces=False) for time, _ in pairs]
     saved = [part.saved_bytes(recompute, compiled) for _, part in pairs]
     weight = [time.backward.total * time.weight_share for time, _ in pairs]
+    shared = [time.shared_forward for time, _ in pairs], [time.shared_backward for time, _ in pairs]
     recomputed = [
         part.saved_bytes("none", compiled) - n_bytes if part.is_block and recompute != "none" else 0
         for (_, part), n_bytes in zip(pairs, saved, strict=True)
@@ -329,4 +344,13 @@ def _sum_passes(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, c
         return np.cumsum([0.0, *values])
 
     forward, backward = zip(*passes, strict=True)
-    return Passes(running(forward), running(backward), running(weight), running(saved), workspace, boundary)
+    return Passes(
+        running(forward),
+        running(backward),
+        running(weight),
+        running(shared[0]),
+        running(shared[1]),
+        running(saved),
+        workspace,
+        boundary,
+    )

@@ -25,6 +25,9 @@ from megatfm.estimate.traffic import (
     axis_seconds,
     collective_seconds,
     count_all_gathers,
+    data_leaves_node,
+    join_axes,
+    leaves_node,
 )
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
@@ -65,7 +68,8 @@ class StepTime:
 @dataclass(frozen=True)
 class PartTime:
     """Seconds of a split point's passes: computing, traffic over tp, cp and ep, and ZeRO's gathers and reductions.
-    imbalance: extra time of both passes on the fullest expert-parallel rank."""
+    imbalance: extra time of both passes on the fullest expert-parallel rank; shared_forward, shared_backward: traffic
+    over tp, cp and ep on the link of ZeRO's gathers, which wait for it; gathers_once: the first pass of a step does."""
 
     forward: Seconds
     backward: Seconds
@@ -78,14 +82,28 @@ class PartTime:
     gather: float
     reduce: float
     weight_share: float
+    shared_forward: float = 0.0
+    shared_backward: float = 0.0
+    gathers_once: bool = False
 
     def total(self, *, reduces: bool) -> tuple[float, float]:
-        """Return forward and backward seconds, including gathers and reductions that computation does not hide."""
+        """Return forward and backward seconds, including gathers and reductions that computation does not hide.
+
+        Traffic on the same link hides nothing: a pass takes at least as long as all of it.
+        """
         exchanges = self.context + self.experts + self.imbalance
         forward = self.forward.total + self.sent_forward + exchanges / 3
         backward = self.backward.total + self.recompute + self.sent_backward + exchanges * 2 / 3
-        overlapped = self.gather + (self.reduce if reduces else 0.0)
-        return max(forward, self.gather), max(backward, overlapped)
+        gather = 0.0 if self.gathers_once else self.gather
+        overlapped = gather + (self.reduce if reduces else 0.0)
+        return max(forward, gather + self.shared_forward), max(backward, overlapped + self.shared_backward)
+
+    @property
+    def exposed_first_gather(self) -> float:
+        """Seconds of a step's only gather that the first forward pass does not hide."""
+        if not self.gathers_once:
+            return 0.0
+        return max(0.0, self.gather + self.shared_forward - self.total(reduces=False)[0])
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,7 @@ def step_time(
         if parallel.zero >= 2 and not sharded:  # the last micro-batch alone reduces
             reducing, plain = (sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False))
             data += max(0.0, reducing - plain)
+        data += sum(times[i].exposed_first_gather for i in indices)
         return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
@@ -179,7 +198,11 @@ def part_time(
     add_context_flows(flows, config, part, axes[CONTEXT], 1)
     add_expert_flows(flows, config, part, axes[EXPERT], 1)
     experts = axis_seconds(flows, axes, node, (EXPERT,))
+    context = axis_seconds(flows, axes, node, (CONTEXT,))
     gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
+    data_link = data_leaves_node(parallel.zero, axes, node)
+    on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
+    exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
     weight_flops = _weight_gradient_flops(part)
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartTime(
@@ -188,12 +211,15 @@ def part_time(
         recompute + resent * exposed,
         sent_forward * exposed,
         sent_backward * exposed,
-        axis_seconds(flows, axes, node, (CONTEXT,)),
+        context,
         experts,
         _imbalance(config, cluster, part, experts, fp8=fp8),
         gather,
         reduce,
         weight_flops / total_flops if part.backward else WEIGHT_SHARE,
+        sent_forward * on_link[TENSOR] + exchanged / 3,
+        (sent_backward + resent) * on_link[TENSOR] + exchanged * 2 / 3,
+        count_all_gathers(config, True, 2) == 1,
     )
 
 
@@ -230,7 +256,7 @@ def _recompute_seconds(
 def _zero_seconds(
     config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
-    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 3."""
+    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
     parallel, node = config.parallel, cluster.node
     if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
         return 0.0, 0.0
@@ -241,10 +267,12 @@ def _zero_seconds(
         axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
-        if shard and count_all_gathers(config, True, 1) > 1:
+        if shard:
             gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
             reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
+            copies = join_axes([axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])])
+            reduce += collective_seconds(copies, node, "all_reduce", 2 * shard * size * (1 - 1 / copies.size))
     return gather, reduce
 
 
@@ -265,8 +293,9 @@ def _exposed_data(
 ) -> float:
     """Estimate the seconds of ZeRO's traffic that the last backward pass does not hide; in pipelines it hides none."""
     parallel = config.parallel
-    data_axes = (SHARD, REPLICATE, EXPERT_SHARD)
-    hideable = [key for key in flows.sent if key not in flows.by_member]
+    data_axes = (SHARD, REPLICATE, EXPERT_SHARD, CONTEXT)
+    attention = [key for key in flows.sent if key[0] == CONTEXT and key[1] != "all_reduce"]
+    hideable = [key for key in flows.sent if key not in flows.by_member and key not in attention]
     if parallel.zero >= 2 and parallel.dp_shard * parallel.dp_replicate > 1:
         if parallel.pp == 1:
             return 0.0
@@ -275,7 +304,7 @@ def _exposed_data(
     seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
     if parallel.pp > 1:
         return seconds
-    backward = sum(time.total(reduces=False)[1] for time in times)
+    backward = sum(time.total(reduces=False)[1] - time.shared_backward for time in times)
     return max(0.0, seconds - OVERLAP * backward)
 
 

@@ -256,6 +256,20 @@ def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Tabl
     return table
 
 
+def not_compiled_line(blocks: Sequence[str], eager: Estimate, compiled: Estimate) -> str:
+    """Return a line that names the blocks that a run compiles and a trace does not, and what compiling changes.
+
+    blocks: paths of all blocks; eager, compiled: estimates of the traced micro-batches.
+    """
+    stacks = Counter(path.rpartition(".")[0] for path in blocks)
+    names = ", ".join(f"{count} of {stack}" for stack, count in stacks.items())
+    peaks = [f"{(e.worst.total - e.worst.reserved) / 1e9:,.3f} GB" for e in (eager, compiled)]
+    return (
+        f"blocks traced eagerly, which a run compiles: {names}; the table's estimate is of eager blocks, too: peak "
+        f"{peaks[0]} on the fullest rank, {peaks[1]} if compiled (modelled)"
+    )
+
+
 def traced_lines(traced: Traced) -> list[str]:
     """Return lines on the kernels, host waits and largest tensor of a traced step."""
     facts = traced.facts

@@ -87,6 +87,16 @@ def ranks_in_node(axis: Axis, node: Node) -> int:
     return max(1, min(axis.size, node.gpus // axis.stride)) if axis.stride < node.gpus else 1
 
 
+def leaves_node(axis: Axis, node: Node) -> bool:
+    """Return whether a group of the axis talks over the network."""
+    return ranks_in_node(axis, node) < axis.size
+
+
+def data_leaves_node(zero: int, axes: Mapping[str, Axis], node: Node) -> bool:
+    """Return whether ZeRO's gathers and reductions, or sums of gradients without it, go over the network."""
+    return leaves_node(axes[SHARD] if zero >= 2 else join_axes((axes[SHARD], axes[REPLICATE])), node)
+
+
 def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
     """Estimate the seconds of collectives. n_bytes: sent by each rank, in all calls together.
 
@@ -99,7 +109,7 @@ def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, 
     within, between = node.within, node.between
     n_trips = 2 if collective == "all_reduce" else 1
     latency = calls * n_trips * _latency(axis.size, local_ranks, within, between)
-    if local_ranks == axis.size:
+    if not leaves_node(axis, node):
         return n_bytes / within.rate + latency
     if collective == "all_to_all":
         local_share = (local_ranks - 1) / (axis.size - 1)

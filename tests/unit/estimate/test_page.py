@@ -1,6 +1,7 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatfm.estimate.page import (
     write_estimate_page,
 )
 from megatfm.estimate.roofline import attention_seconds, elementwise_seconds, matmul_seconds, measured_rate
+from megatfm.estimate.traced import Traced
 from megatfm.estimate.write import layout_config, write_layout
 
 
@@ -45,6 +47,27 @@ class Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_trace_names_the_blocks_that_it_does_not_compile(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The eager peak is the one in the table; compiled blocks save fewer activations."""
+    facts: dict[str, Any] = {"rank": 0, "world": 8, "microbatches": 2, "weights": 1, "passes": 10**9, "optimizer": 1}
+    facts |= {"sent": [], "seconds": 1.0, "largest": ""} | {key: {} for key in ("kernels", "waits", "all_pairs")}
+    monkeypatch.setattr("megatfm.estimate.traced.run_trace", lambda *_: Traced(facts | {"at_peak": {}}))
+    words = ["estimate", "gpt2-124m", "--gpus", "8", "--traced", "model.n_layers=3"]
+    with pytest.raises(SystemExit):
+        main([*words, f"train.compile={str(compiled).lower()}"])
+    shown = capsys.readouterr().out
+    line = re.search(r"which a run compiles: 3 of decoder.layers; .*peak ([\d.]+) GB.*, ([\d.]+) GB if compiled", shown)
+    assert (line is not None) == compiled
+    if line is not None:
+        in_table = re.search(r"peak\W+([\d.]+)", shown)
+        assert in_table is not None
+        assert float(line[1]) == float(in_table[1])
+        assert float(line[2]) < float(line[1])
 
 
 def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ import pytest
 from megatfm.cli import main
 from megatfm.config import Config, load_config, to_toml
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.devices import Link, Node, load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.estimate.recorded import device_of, read_recorded, snapshot_owners
+from megatfm.estimate.roofline import Seconds
 from megatfm.estimate.schedule import simulate
 from megatfm.estimate.stalls import AUX_LOSS_MAX_VIOLATION, data_stall, effective_share, fullest_share
+from megatfm.estimate.step_time import PartTime
+from megatfm.estimate.traffic import Axis, Flows, axis_seconds
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
 from tests.support.layouts import bubble_fraction
 from tests.support.layouts import simulate_schedule as simulate_plain
@@ -52,6 +55,78 @@ def test_a_transfer_is_waited_for_between_ranks_alone() -> None:
     assert actual.seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * 0.5)
     slow = {kind: [seconds, 3 * seconds] for kind, seconds in SECONDS.items()}
     assert simulate("1f1b", 2, 1, 1, [0, 1], slow, 0.0).seconds == pytest.approx(1 + 3 + 6 + 2)
+
+
+NETWORK = Link("network", 10.0, 1.0, 0.0)
+NODE_OF_TWO = Node("two", 2, Link("NVLink", 100.0, 1.0, 0.0), NETWORK, 1.0, "test")
+
+
+def test_axes_that_leave_the_node_take_turns_on_its_network() -> None:
+    """30 bytes around cp, 20 over ranks of other nodes, at 10 bytes a second; a ring of neighbours shares two cards for
+    its 60; tp stays on NVLink."""
+    axes = [Axis("tp", 2, 1), Axis("cp", 2, 2), Axis("dp_shard", 2, 4), Axis("dp_replicate", 4, 1)]
+    flows, by_name = Flows(), {axis.name: axis for axis in axes}
+    for axis, n_bytes in zip(axes, (500, 30, 20, 60), strict=True):
+        flows.add(axis, "all_gather", n_bytes)
+    for names, seconds in ((["tp"], 5.0), (["cp", "dp_shard"], 3.0 + 2.0), (["dp_replicate"], 60 / (2 * 10.0))):
+        assert axis_seconds(flows, by_name, NODE_OF_TWO, names) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shared", "forward", "backward"),
+    [((0.0, 0.0), 4 + 3, 6 + 8), ((3.0, 6.0), 6 + 3, 6 + 8 + 6)],
+    ids=["two links", "one link"],
+)
+def test_gathers_hide_behind_computing_and_not_behind_traffic_on_their_link(
+    shared: tuple[float, float], forward: float, backward: float
+) -> None:
+    """4 s of computing forward, 5 backward, 9 s of context traffic, of which a third forward; a gather of 6 s and a
+    reduction of 8."""
+    computing = Seconds(matmul=4.0), Seconds(matmul=5.0)
+    time = PartTime(*computing, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 6.0, 8.0, 0.5, *shared)
+    assert time.total(reduces=True) == pytest.approx((forward, backward))
+    once = PartTime(*computing, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 6.0, 8.0, 0.5, *shared, gathers_once=True)
+    assert sum(once.total(reduces=False)) == pytest.approx(4 + 5 + 9)
+    assert once.exposed_first_gather == pytest.approx(max(0.0, 6 + shared[0] - (4 + 3)))
+
+
+INSTANT = """
+default_node.instant = "slow"
+[device.instant]
+extends = "h100"
+flops = { bf16 = 1e30 }
+memory_bandwidth = 1e30
+launch_seconds = 1e-30
+host_seconds = 0
+[node.slow]
+gpus = 1
+within = { name = "none", bandwidth = 1e30, efficiency = 1, latency = 0 }
+between = { name = "network", bandwidth = 50e9, efficiency = 1, latency = 0 }
+disk_bandwidth = 1e30
+source = "test"
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.tp=2 parallel.cp=2",
+        "parallel.cp=2 parallel.dp_replicate=2",
+        "parallel.cp=2 parallel.grad_accumulation=sharded",
+        "parallel.tp=2 parallel.cp=2 parallel.zero=2",
+        "parallel.cp=2 parallel.zero=1",
+        "parallel.cp=2 parallel.zero=0",
+    ],
+)
+def test_devices_that_compute_at_once_wait_for_every_byte(tmp_path: Path, layout: str) -> None:
+    """With all axes on one link, a step takes as long as the link carries what a rank sends."""
+    (tmp_path / "instant.toml").write_text(INSTANT, encoding="utf-8")
+    words = ["model.n_layers=2", "model.vocab_size=1000", "data.sequence_length=2048", "train.micro_batch=1"]
+    words += ["train.global_batch=8", "train.precision=bf16", "checkpoint.every=100000000", "parallel.dp_shard=-1"]
+    cluster = load_cluster("instant", 8, hardware=tmp_path / "instant.toml")
+    with estimator(load_config("llama3-8b", [*words, *layout.split()]), cluster) as opened:
+        estimate = opened.estimate(opened.base)
+    assert estimate.time.step == pytest.approx(sum(estimate.flows.sent.values()) / 50e9, rel=0.01)
 
 
 def drawn_share(experts: int, ranks: int, tokens: int, top_k: int, spread: float) -> float:
