@@ -74,7 +74,7 @@ def describe_commit(root: Path) -> dict[str, str]:
         elif origin.is_file():
             record = json.loads(origin.read_text(encoding="utf-8"))
             head, changed = str(record.get("commit", "")), bool(record.get("changed"))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError):  # a damaged file, or no git
         return {}
     return {"commit": head + " with changes" * changed} if head else {}
 
