@@ -90,8 +90,8 @@ def _verify_presets(args: argparse.Namespace) -> int:
     from megatfm.verify import forkserver
     from megatfm.verify.layouts import LAYOUTS
 
-    names = [args.presets] if "=" in args.presets else args.presets.split(",")
-    arguments = [argument for argument in (*names, args.config, *args.overrides) if argument]
+    first_arguments = [args.presets] if "=" in args.presets else args.presets.split(",")
+    arguments = [argument for argument in (*first_arguments, args.config, *args.overrides) if argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if args.engine:
         overrides.append(f"parallel.engine={args.engine}")

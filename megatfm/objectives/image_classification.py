@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 HEAD = "classifier"
 ACCURACIES = frozenset(f"top{k}" for k in METRICS)
+MAX_LABEL_DIGITS = 18
+"""Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 
 
 @OBJECTIVES.register("image_classification")
@@ -118,13 +120,14 @@ def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
             "has no .cls with the number of its class: give prep the labels (see `read.labels` in the guide to prep)"
         )
     text = files["cls"].strip()
-    if not text.isdigit() or not int(text) < n_classes:
+    label = int(text) if text.isdigit() and len(text) <= MAX_LABEL_DIGITS else None
+    if label is None or label >= n_classes:
         excerpt = text[:20].decode("utf-8", "replace")
         raise SampleError(
             f"has the class {excerpt!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
             f"{n_classes - 1}"
         )
-    return int(text)
+    return label
 
 
 def _get_n_classes(model: ModelConfig) -> int:

@@ -26,8 +26,16 @@ CPU_CHUNK_ELEMENTS = 2**20
 
 # M tokens of all rows, D model width, V vocabulary, W rows of this vocabulary shard
 
-AllGather = Callable[[Tensor], Tensor]
-"""Gathers a tensor [...] of one vocabulary shard from all shards, [P, ...]."""
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Rows of the vocabulary that this rank holds.
+
+    start: first row. all_gather: function that gathers a tensor [...] of this shard from all P shards, [P, ...].
+    """
+
+    start: int
+    all_gather: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,7 @@ def cross_entropy(
     options: LogitOptions = LogitOptions(),
     *,
     chunk: int | None = None,
-    vocab_start: int = 0,
-    all_gather: AllGather | None = None,
+    shard: VocabularyShard | None = None,
     losses_M: Tensor | None = None,
     weights_M: Tensor | None = None,
 ) -> Tensor:
@@ -72,10 +79,9 @@ def cross_entropy(
     The forward pass overwrites the logits with their gradients and computes the needed gradients of the inputs (as in
     Liger, Hsu et al. 2024); the backward pass only scales them. Returns the sum of the losses, in nats.
 
-    chunk: tokens at a time; None: as memory allows. vocab_start, all_gather: for a vocabulary-parallel loss, where
-    weight_WD holds the vocabulary's rows from vocab_start on; each shard returns the full loss and a partial gradient
-    of hidden_MD. losses_M: output buffer for the tokens' losses, 0 for ignored targets. weights_M: factors on the
-    tokens' losses in the sum, without gradients.
+    chunk: tokens at a time; None: as memory allows. shard: of the vocabulary, whose rows weight_WD holds; each shard
+    returns the full loss and a partial gradient of hidden_MD. losses_M: output buffer for the tokens' losses, 0 for
+    ignored targets. weights_M: factors on the tokens' losses in the sum, without gradients.
     """
     chunk = chunk or choose_chunk(hidden_MD, len(weight_WD))
     # ctx.needs_input_grad is true for parameters even under no_grad.
@@ -83,9 +89,8 @@ def cross_entropy(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, options, chunk, vocab_start, all_gather, needs_grad, losses_M,
-        weights_M,
-    )  # fmt: skip
+        hidden_MD, weight_WD, bias_W, targets_M, options, chunk, shard, needs_grad, losses_M, weights_M
+    )
 
 
 def choose_chunk(hidden_MD: Tensor, rows: int) -> int:
@@ -115,8 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_M: Tensor,
         options: LogitOptions,
         chunk: int,
-        vocab_start: int,
-        all_gather: AllGather | None,
+        shard: VocabularyShard | None,
         needs_grad: tuple[bool, bool, bool],
         losses_M: Tensor | None,
         weights_M: Tensor | None,
@@ -137,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden = hidden_MD[rows]
             logits = _compute_logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
             losses = None if losses_M is None else losses_M[rows]
-            chunk_loss = _to_gradient(logits, targets_M[rows], options, vocab_start, all_gather, losses)
+            chunk_loss = _to_gradient(logits, targets_M[rows], options, shard, losses)
             gradient = logits
             if weights_M is not None and losses is not None:
                 chunk_loss = (weights_M[rows] * losses).sum()
@@ -167,7 +171,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
             for saved in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -193,8 +197,7 @@ def _to_gradient(
     logits: Tensor,
     targets_M: Tensor,
     options: LogitOptions,
-    vocab_start: int,
-    all_gather: AllGather | None,
+    shard: VocabularyShard | None,
     losses_M: Tensor | None,
 ) -> Tensor:
     """Return the loss of a chunk, and overwrite its logits [M, W] with their gradient.
@@ -202,20 +205,20 @@ def _to_gradient(
     A GPU runs one Triton kernel. A CPU processes a few rows at a time, so that intermediate results stay in its cache.
     Vocabulary shards communicate once a chunk.
     """
-    if all_gather is None and (in_place := _choose_kernel(logits)):
-        losses = in_place(logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing)
+    if shard is None and (compute_gradients := _choose_kernel(logits)):
+        losses = compute_gradients(
+            logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing
+        )
         if losses_M is not None:
             losses_M.copy_(losses)
         return losses.sum()
-    all_at_once = all_gather is not None or logits.device.type != "cpu"
+    all_at_once = shard is not None or logits.device.type != "cpu"
     step = len(logits) if all_at_once else max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
     sums = []
     for start in range(0, len(logits), step):
         rows, targets = logits[start : start + step], targets_M[start : start + step]
         values = rows.to(_widen_dtype(rows))
-        losses_M1, gradient = _compute_chunk(
-            values, targets[:, None], options, vocab_start, all_gather or _add_shard_dim
-        )
+        losses_M1, gradient = _compute_chunk(values, targets[:, None], options, shard or FULL_VOCABULARY)
         if gradient is not rows:
             rows.copy_(gradient)
         if losses_M is not None:
@@ -226,6 +229,10 @@ def _to_gradient(
 
 def _add_shard_dim(values: Tensor) -> Tensor:
     return values[None]
+
+
+FULL_VOCABULARY = VocabularyShard(0, _add_shard_dim)
+"""The vocabulary as the only shard."""
 
 
 def _choose_kernel(logits: Tensor) -> Callable[..., Tensor] | None:
@@ -251,11 +258,11 @@ def has_triton() -> bool:
 
 
 def _compute_chunk(
-    logits: Tensor, targets_M1: Tensor, options: LogitOptions, vocab_start: int, all_gather: AllGather
+    logits: Tensor, targets_M1: Tensor, options: LogitOptions, shard: VocabularyShard
 ) -> tuple[Tensor, Tensor]:
     """Return the losses [M, 1] of a chunk and the gradient of their sum by the logits [M, W]; overwrites the logits."""
     has_target = targets_M1 != IGNORE
-    local = targets_M1 - vocab_start
+    local = targets_M1 - shard.start
     is_local = (local >= 0) & (local < logits.shape[1])
     local = local.where(is_local, 0)
     slope = None
@@ -270,19 +277,17 @@ def _compute_chunk(
         local_statistics += [logits.sum(1, keepdim=True), torch.full_like(max_logit, logits.shape[1])]
     exponentials = logits.exp_()
     # Each shard has subtracted its own maximum, so that a single all-gather exchanges all statistics.
-    max_P, target_logit_P, has_target_P, *rest_P, sums_P = all_gather(
+    max_P, target_logit_P, has_target_P, *smoothing_P, sums_P = shard.all_gather(
         torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
     ).unbind(1)
     global_max = max_P.amax(0)
     max_difference_P = max_P - global_max
     normaliser = (max_difference_P.exp() * sums_P).sum(0)
-    target_logit, target_count = (
-        (target_logit_P + has_target_P * max_difference_P).sum(0),
-        has_target_P.sum(0),
-    )
+    target_logit = (target_logit_P + has_target_P * max_difference_P).sum(0)
+    target_count = has_target_P.sum(0)
     spread: Tensor | float = 0.0
     if options.smoothing:
-        logits_P, rows_P = rest_P
+        logits_P, rows_P = smoothing_P
         sum_of_logits, vocabulary = (logits_P + rows_P * max_difference_P).sum(0), rows_P.sum(0)
         spread = options.smoothing / vocabulary
         target_logit = (1 - options.smoothing) * target_logit + spread * sum_of_logits

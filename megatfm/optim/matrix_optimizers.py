@@ -19,9 +19,9 @@ from megatfm.optim.parameters import (
     OPTIMIZERS,
     Parameters,
     compute_lr_scales,
+    list_stacked_names,
     make_weight_decay_options,
     split_block_matrices,
-    stacked_names,
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -59,7 +59,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     matrices, remaining = split_block_matrices(parameters)
     options = make_weight_decay_options(matrices, config.weight_decay)
     rates = compute_lr_scales(matrices, config.matrix_lr / config.lr)
-    stacked = stacked_names(matrices)
+    stacked = list_stacked_names(matrices)
     single = [name for name in matrices if name not in stacked]
     groups = [OptimizerGroup(single, "whole_tensor", make_muon, options, rates)]
     if stacked:
@@ -139,7 +139,7 @@ def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
 def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """SOAP for the blocks' matrices, AdamW for embedding, head and vectors."""
 
-    def make(groups: list[dict[str, Any]]) -> Soap:
+    def build(groups: list[dict[str, Any]]) -> Soap:
         return Soap(
             groups,
             lr=config.lr,
@@ -155,7 +155,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
         for name, p in matrices.items()
     }
     names, rates = list(matrices), compute_lr_scales(matrices)
-    group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",))
+    group = OptimizerGroup(names, "whole_tensor", build, options, rates, counters=("step",))
     return [group, *adamw(config, remaining)]
 
 

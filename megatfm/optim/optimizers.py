@@ -19,7 +19,13 @@ from megatfm import rng
 from megatfm.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, ScheduleFreeConfig
 from megatfm.engines.interface import OptimizerGroup, ShardLocation
 from megatfm.ops.keyed_random import hash_elements, stochastic_round
-from megatfm.optim.parameters import OPTIMIZERS, Parameters, compute_lr_scales, make_weight_decay_options, stacked_names
+from megatfm.optim.parameters import (
+    OPTIMIZERS,
+    Parameters,
+    compute_lr_scales,
+    list_stacked_names,
+    make_weight_decay_options,
+)
 
 CHUNK_ELEMENTS = 2**24
 """Elements whose moments are converted to full precision at a time, which bounds temporary memory."""
@@ -45,10 +51,10 @@ def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
             )
         ]
 
-    def make(groups: list[dict[str, Any]]) -> AdamW:
+    def build(groups: list[dict[str, Any]]) -> AdamW:
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
-    return [OptimizerGroup(list(parameters), "elementwise", make, options, rates)]
+    return [OptimizerGroup(list(parameters), "elementwise", build, options, rates)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
     learning rate schedule provides the warm-up, as for all optimizers.
     """
 
-    def make(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
+    def build(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
         optimizer = AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         optimizer.train()  # always: its eval() changes weights in place, and back with rounding errors
         return optimizer
@@ -146,7 +152,7 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
         OptimizerGroup(
             list(parameters),
             "elementwise",
-            make,
+            build,
             make_weight_decay_options(parameters, config.weight_decay),
             compute_lr_scales(parameters),
             counters=("k", "weight_sum", "lr_max"),
@@ -167,7 +173,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
     Updates need full tensors: they depend on means over rows, columns and all elements.
     """
 
-    def make(groups: list[dict[str, Any]]) -> Adafactor:
+    def build(groups: list[dict[str, Any]]) -> Adafactor:
         return Adafactor(
             groups,
             lr=config.lr,
@@ -177,8 +183,8 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
         )
 
     options = make_weight_decay_options(parameters, config.weight_decay)
-    names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
-    return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]
+    names, rates, stacked = list(parameters), compute_lr_scales(parameters), list_stacked_names(parameters)
+    return [OptimizerGroup(names, "whole_tensor", build, options, rates, stacked_names=stacked)]
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -235,13 +241,13 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
     Updates need full tensors, for their norms.
     """
 
-    def make(groups: list[dict[str, Any]]) -> Lamb:
+    def build(groups: list[dict[str, Any]]) -> Lamb:
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     decays = make_weight_decay_options(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
-    names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
-    return [OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)]
+    names, rates, stacked = list(parameters), compute_lr_scales(parameters), list_stacked_names(parameters)
+    return [OptimizerGroup(names, "whole_tensor", build, options, rates, counters=("step",), stacked_names=stacked)]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -281,11 +287,11 @@ class Lamb(torch.optim.Optimizer):
 def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """Lion (Chen et al. 2023); weight decay depends on the parameter's role."""
 
-    def make(groups: list[dict[str, Any]]) -> Lion:
+    def build(groups: list[dict[str, Any]]) -> Lion:
         return Lion(groups, lr=config.lr, betas=config.betas)
 
     options = make_weight_decay_options(parameters, config.weight_decay)
-    return [OptimizerGroup(list(parameters), "elementwise", make, options, compute_lr_scales(parameters))]
+    return [OptimizerGroup(list(parameters), "elementwise", build, options, compute_lr_scales(parameters))]
 
 
 class Lion(torch.optim.Optimizer):

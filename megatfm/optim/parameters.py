@@ -1,6 +1,7 @@
 """Optimizer groups of a model: roles of parameters, weight decay, learning rate factors, and moving averages."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -136,7 +137,7 @@ def split_block_matrices(parameters: Parameters) -> tuple[Parameters, Parameters
     return matrices, {name: p for name, p in parameters.items() if name not in matrices}
 
 
-def stacked_names(parameters: Parameters) -> frozenset[str]:
+def list_stacked_names(parameters: Parameters) -> frozenset[str]:
     """Return the names of parameters that are stacks of matrices."""
     return frozenset(name for name, p in parameters.items() if p.role == "matrices")
 
@@ -157,12 +158,12 @@ def build_optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[O
             f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "
             "Adam's updates: choose adamw, lion or schedule_free_adamw, or leave model.mup out"
         )
-    grouped_names = [name for group in groups for name in group.names]
+    n_groups = Counter(name for group in groups for name in group.names)
     for name in parameters:
-        if grouped_names.count(name) != 1:
+        if n_groups[name] != 1:
             raise MegatfmError(
-                f"optimizer {config.name!r} has {name} in {grouped_names.count(name)} groups: each parameter "
-                "must be in exactly one"
+                f"optimizer {config.name!r} has {name} in {n_groups[name]} groups: each parameter must "
+                "be in exactly one"
             )
     return groups
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import LogitOptions, cross_entropy
+from megatfm.ops.cross_entropy import LogitOptions, VocabularyShard, cross_entropy
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
     all_gather_no_grad,
@@ -265,8 +265,7 @@ def vocab_parallel_cross_entropy(
         bias_W,
         variant,
         chunk=chunk,
-        vocab_start=vocab_start,
-        all_gather=lambda values: all_gather_no_grad(values, group),
+        shard=VocabularyShard(vocab_start, lambda values: all_gather_no_grad(values, group)),
         losses_M=losses_M,
         weights_M=weights_M,
     )

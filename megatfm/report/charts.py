@@ -64,7 +64,7 @@ class Chart:
     title: str
     unit: str
     lines: Sequence[Line]
-    levels: Sequence[ReferenceLine]
+    reference_lines: Sequence[ReferenceLine]
     summary: str
     """Text alternative for screen readers."""
     n_nonfinite: int
@@ -90,7 +90,7 @@ class Chart:
             "log": self.is_log,
             "zero": self.from_zero,
             "lines": [_make_line_data(line) for line in self.lines],
-            "levels": [[level.name, level.value, format_number(level.value)] for level in self.levels],
+            "levels": [[line.name, line.value, format_number(line.value)] for line in self.reference_lines],
             "events": [[event.step, event.kind, event.text] for event in self.events],
         }
 
@@ -113,19 +113,19 @@ def make_chart(
     unit: str,
     lines: Sequence[Line],
     *,
-    levels: Sequence[ReferenceLine] = (),
+    reference_lines: Sequence[ReferenceLine] = (),
     from_zero: bool = False,
 ) -> Chart | None:
     """Build a chart; None if no value is finite. The y axis is logarithmic if the values span a wide range."""
     lines = [line for line in lines if line.curve.finite]
     if not lines:
         return None
-    values = [value for line in lines for value in line.curve.finite] + [level.value for level in levels]
+    values = [value for line in lines for value in line.curve.finite] + [line.value for line in reference_lines]
     return Chart(
         title=title,
         unit=unit,
         lines=lines,
-        levels=levels,
+        reference_lines=reference_lines,
         summary="; ".join(_summarize(line) for line in lines if line.kind != "raw"),
         n_nonfinite=sum(len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"),
         is_log=not from_zero and min(values) > 0 and max(values) / min(values) > 50,

@@ -117,7 +117,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
     """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
     lines = RunLines(run, compared or {})
     terms = [Line(name, smooth(run.get_curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.loss_terms)]
-    levels = [level for name in run.validation_sets for level in list_baselines(run, name)]
+    baselines = [line for name in run.validation_sets for line in list_baselines(run, name)]
     candidates = (
         make_chart(
             "Loss",
@@ -126,7 +126,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         ),
         make_chart("Terms of the loss", "mean over their targets", terms),
         make_source_chart(run),
-        make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), levels=levels),
+        make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), reference_lines=baselines),
         *(
             make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric))
             for metric in run.evaluation_metrics

@@ -1,18 +1,12 @@
-"""The hardware and software of a run, as far as they may change results bit by bit; and model FLOPs utilization (MFU).
-
-MFU (Chowdhery et al. 2022, appendix B) is the ratio of the FLOPs that the model needs for its tokens to the FLOPs that
-the devices could have done in the same time. Recomputation doesn't count.
-"""
+"""The hardware and software of a run, as far as they may change results bit by bit."""
 
 import json
 import os
 import platform
 import re
 import subprocess
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatfm.config import Config
 from megatfm.object_collectives import all_gather_object, get_machine_name
 from megatfm.version import __version__
 
@@ -81,7 +74,7 @@ def describe_commit(root: Path) -> dict[str, str]:
         elif origin.is_file():
             record = json.loads(origin.read_text(encoding="utf-8"))
             head, changed = str(record.get("commit", "")), bool(record.get("changed"))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError):  # a damaged file, or no git
         return {}
     return {"commit": head + " with changes" * changed} if head else {}
 
@@ -173,121 +166,3 @@ def _describe_change(key: str, old: str, new: str) -> str:
     removed = [f"without {' '.join(sorted(before - after))}"] if before - after else []
     added = [f"with {' '.join(sorted(after - before))}"] if after - before else []
     return f"{key}: {', '.join(removed + added)}"
-
-
-# -------------------------------------------------------------------------------------------- utilization
-
-FlopsPerToken = Callable[[Config], tuple[float, float]]
-"""Function that returns a token's FLOPs in training: with full attention, and without the half that is masked."""
-
-PEAK_FLOPS = {
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307e12,
-    "MI250X": 383e12 / 2,
-    "MI250": 362e12 / 2,
-    "V100 PCIE": 112e12,
-    "V100": 125e12,
-}
-"""Words in a GPU's name → dense 16-bit FLOP/s from the vendor's data sheet; for V100, in float16 only.
-torch sees the two dies of an MI250 or MI250X as two devices."""
-OTHER_CHIPS = {"MIG", "GRID", "Laptop", "D", "Ti"}
-"""Words in the names of GPU slices, and of chips with other core counts than their namesakes: these are measured."""
-MATMUL_SIZE, MATMUL_SECONDS = 1024, 0.1
-"""Size of the matrices, and least duration, of the measurement for GPUs that are not in the table."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Peak FLOP/s of a device, and the source of the value."""
-
-    flops: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.flops / 1e12:,.3g} TFLOP/s per device ({self.source})"
-
-
-@dataclass(frozen=True)
-class Utilization:
-    """Computes MFU from a speed.
-
-    flops_per_token, causal_flops_per_token: FLOPs of a token with full and with causal attention. peak: of one device.
-    """
-
-    flops_per_token: float
-    causal_flops_per_token: float
-    peak: Peak
-    devices: int
-
-    def compute_mfu(self, tokens_per_second: float) -> dict[str, float]:
-        """Return `mfu` and `mfu_causal`, which leaves out the masked half of attention, at a speed."""
-        tokens_per_flop = tokens_per_second / (self.peak.flops * self.devices)
-        return {
-            "mfu": tokens_per_flop * self.flops_per_token,
-            "mfu_causal": tokens_per_flop * self.causal_flops_per_token,
-        }
-
-
-def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak FLOP/s of this process's device in a dtype: from the data sheet if known, else measured."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    if device.type != "cuda":
-        return measure_peak_flops(device, dtype, f"CPU, {dtype_name}, {torch.get_num_threads()} threads")
-    name = torch.cuda.get_device_name(device)
-    if flops := look_up_peak_flops(name, dtype):
-        return Peak(flops, f"{name}, {dtype_name}: data sheet")
-    return measure_peak_flops(device, dtype, f"{name}, {dtype_name}")
-
-
-def look_up_peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's dense 16-bit FLOP/s; None for other dtypes, and for GPUs that are not in the table."""
-    if dtype not in (torch.bfloat16, torch.float16) or ("V100" in name and dtype == torch.bfloat16):
-        return None
-    words = name.replace("-", " ").split()
-    if OTHER_CHIPS.intersection(words):
-        return None
-    for device_name, flops in PEAK_FLOPS.items():
-        if all(word in words for word in device_name.split()):
-            return flops
-    return None
-
-
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: str) -> Peak:
-    """Measure the peak FLOP/s as the fastest of several matmuls of square matrices.
-
-    On a CPU, counts the threads' CPU time, so that other processes don't lower the peak.
-    """
-    a, b = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
-
-    def clock() -> float:
-        return time.perf_counter() if device.type == "cuda" else time.process_time() / torch.get_num_threads()
-
-    best, start_time = float("inf"), time.perf_counter()
-    while time.perf_counter() - start_time < MATMUL_SECONDS:
-        start = clock()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, clock() - start)
-    return Peak(2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, matmuls of {MATMUL_SIZE} × {MATMUL_SIZE}")
-
-
-def time_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a matmul of a small model's size: the best of several."""
-    left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        (left @ right.T).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -189,4 +189,10 @@ class RunDirectory:
             if not path.is_file() or path.read_bytes() != content:
                 self.write(name, content)
         for name in {*tokenizers.TOKENIZER_FILENAMES, tokenizers.CHAT_TEMPLATE} - files.keys():
-            (self.folder / name).unlink(missing_ok=True)
+            path = self.folder / name
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise MegatfmError(
+                    f"{path}: belongs to another tokenizer, and can't be removed: {error.strerror}: remove it"
+                ) from error

@@ -25,7 +25,7 @@ from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.pipeline_stages import Pipeline, prune_to_stages, split_into_stages
 from megatfm.registry import did_you_mean
-from megatfm.tracking.hardware import time_matmul
+from megatfm.tracking.utilization import time_matmul
 
 ASYNC_TP = "async tp  all-gathers and reduce-scatters over tp are split and overlap with matmuls\n"
 """Line that is added to the layout table."""

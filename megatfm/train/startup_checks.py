@@ -32,8 +32,8 @@ from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather_object, gather_errors, run_on_rank_0_raising
 from megatfm.parallel.mesh import AXES, Mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import count_local_ranks
-from megatfm.tracking.hardware import time_matmul
 from megatfm.tracking.run_directory import RunDirectory
+from megatfm.tracking.utilization import time_matmul
 from megatfm.train.resilience import join_first
 
 log = logging.getLogger("megatfm")

@@ -21,7 +21,7 @@ from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
-from megatfm.tracking import hardware
+from megatfm.tracking import hardware, utilization
 from megatfm.tracking.console import RunLog
 from megatfm.tracking.metrics import MetricsLog, StepTimes, check_sinks
 from megatfm.tracking.run_directory import RunDirectory, run_folder
@@ -53,7 +53,7 @@ log = logging.getLogger("megatfm")
 
 def train(
     config: Config,
-    flops_per_token: hardware.FlopsPerToken | None = None,
+    flops_per_token: utilization.FlopsPerToken | None = None,
     sampler: Sampler | None = None,
     new_paths: NewPaths | None = None,
 ) -> int:
@@ -101,8 +101,8 @@ def train(
             trainer.evaluator = Evaluator(engine, corpora, config, sampler, tasks)
             trainer.requested_config, trainer.launcher = requested, process.launcher
             if flops_per_token and run.is_main:
-                peak = hardware.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
-                trainer.utilization = hardware.Utilization(*flops_per_token(config), peak, process.world_size)
+                peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
+                trainer.utilization = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)
@@ -138,7 +138,7 @@ class Trainer:
         self.requested_config = config
         """The config before `adapt_layout` adapted it, as the run directory stores it."""
         self.evaluator: Evaluator
-        self.utilization: hardware.Utilization | None = None
+        self.utilization: utilization.Utilization | None = None
         self.launcher, self.is_branch = "none", False
         self._save_seconds: float | None = None
 

@@ -67,25 +67,25 @@ class AttentionRequest:
         """Describe a call. v_width: head width of values; None: that of the keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
         scores = q_BNTH.shape[0] * q_BNTH.shape[1] * queries * keys
-        softcap = options.softcap is not None
-        compiled = torch.compiler.is_compiling()
+        is_relative_bias = is_relative(bias)
+        is_dense_bias = bias is not None and not is_relative_bias
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
         return cls(
-            q_BNTH.device.type,
-            q_BNTH.dtype,
-            queries,
-            keys,
-            scores,
-            mask.builtin_mask,
-            softcap,
-            has_dropout,
-            bias is not None and not is_relative(bias),
-            sinks,
-            compiled,
-            is_varlen,
-            is_relative(bias),
-            bias is not None and not is_relative(bias) and bias.requires_grad,
+            device=q_BNTH.device.type,
+            dtype=q_BNTH.dtype,
+            queries=queries,
+            keys=keys,
+            scores=scores,
+            builtin_mask=mask.builtin_mask,
+            softcap=options.softcap is not None,
+            has_dropout=has_dropout,
+            has_dense_bias=is_dense_bias,
+            sinks=sinks,
+            compiled=torch.compiler.is_compiling(),
+            is_varlen=is_varlen,
+            has_relative_bias=is_relative_bias,
+            trains_dense_bias=bias is not None and is_dense_bias and bias.requires_grad,
         )
 
     @property

@@ -98,6 +98,7 @@ def test_grey_images_have_one_channel() -> None:
         ({"png": picture(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
         ({"png": picture(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
         ({"png": picture(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
+        ({"png": picture(noise(4, 4)), "cls": b"7" * 5000}, r"class '77777777777777777777'.* are 0 to 4"),
         ({"png": picture(noise(4, 4))}, r"has no \.cls"),
     ],
 )

@@ -1,6 +1,5 @@
-"""Masked tokens, SpanBERT's spans and permutations over a million tokens: rates, lengths, replacements."""
+"""Masked and replaced tokens, and SpanBERT's spans, over a million tokens: rates, lengths, replacements."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,13 @@ TEXTS = 2000
 LENGTH = 500
 
 
-def within(count: float, n: float, share: float) -> bool:
+def is_within(count: float, n: float, share: float) -> bool:
     """Five standard deviations of a binomial."""
     return abs(count - n * share) < 5 * (n * share * (1 - share)) ** 0.5
 
 
 @pytest.fixture(scope="module")
-def million(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def masked_texts(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Texts, what is shown, and targets, without marks: each [TEXTS, LENGTH]."""
     result = make_objective("masked")
     texts = np.stack([make_text(LENGTH, seed) for seed in range(TEXTS)]).astype(np.int64)
@@ -36,26 +35,26 @@ def million(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.nda
     )
 
 
-def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> None:
-    texts, displayed, targets = million
+def test_mask_and_replacement_rates_over_a_million_tokens(masked_texts: Any, special: SpecialTokens) -> None:
+    texts, displayed, targets = masked_texts
     chosen = targets != IGNORE
     assert (targets[chosen] == texts[chosen]).all(), "the original token is the target"
     assert (displayed[~chosen] == texts[~chosen]).all(), "nothing else is changed"
-    assert within(chosen.sum(), texts.size, 0.15)
-    assert within((chosen.sum(0) - 0.15 * TEXTS).max() + 0.15 * TEXTS, TEXTS, 0.15), "any place is as likely"
+    assert is_within(chosen.sum(), texts.size, 0.15)
+    assert is_within((chosen.sum(0) - 0.15 * TEXTS).max() + 0.15 * TEXTS, TEXTS, 0.15), "any place is as likely"
     masked = displayed[chosen] == MASK
     unchanged = displayed[chosen] == texts[chosen]
     random = ~masked & ~unchanged
     n = chosen.sum()
     # A random token is the original one now and then.
-    same = 0.1 / len(special.text_ids)
-    assert within(masked.sum(), n, 0.8)
-    assert within(unchanged.sum(), n, 0.1 + same)
-    assert within(random.sum(), n, 0.1 - same)
+    unchanged_by_chance = 0.1 / len(special.text_ids)
+    assert is_within(masked.sum(), n, 0.8)
+    assert is_within(unchanged.sum(), n, 0.1 + unchanged_by_chance)
+    assert is_within(random.sum(), n, 0.1 - unchanged_by_chance)
 
 
-def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: SpecialTokens) -> None:
-    texts, displayed, targets = million
+def test_random_tokens_are_uniform_over_text_ids(masked_texts: Any, special: SpecialTokens) -> None:
+    texts, displayed, targets = masked_texts
     random = displayed[(targets != IGNORE) & (displayed != MASK) & (displayed != texts)]
     counts = np.bincount(random, minlength=1000)
     assert counts[:200].sum() == 0, "reserved ids are never shown"
@@ -69,10 +68,10 @@ def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: Spe
 def test_short_texts_have_the_same_rate(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
     result = make_objective("masked")
     chosen = sum((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
-    assert within(chosen, 3000 * n, 0.15)
+    assert is_within(chosen, 3000 * n, 0.15)
 
 
-def test_whole_words_are_masked_as_a_whole(
+def test_whole_words_are_masked_together(
     make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens
 ) -> None:
     result = make_objective("masked", whole_words=True)
@@ -87,7 +86,7 @@ def test_whole_words_are_masked_as_a_whole(
         share = np.bincount(word, is_chosen) / np.bincount(word)
         assert set(share.tolist()) <= {0.0, 1.0}
         chosen, n = chosen + int(is_chosen.sum()), n + LENGTH
-    assert within(chosen, n, 0.15)
+    assert is_within(chosen, n, 0.15)
 
 
 def test_static_masks_are_the_same_in_every_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
@@ -100,7 +99,7 @@ def test_static_masks_are_the_same_in_every_epoch(make_objective: Any, make_text
         assert len(remaining) == 5
 
 
-def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
+def test_sequences_fit_rows_and_empty_chunks_make_none(make_objective: Any) -> None:
     result = make_objective("masked", rows=(64,))
     assert result.max_tokens == 62
     assert result.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
@@ -127,7 +126,7 @@ def test_missing_special_tokens_are_named(make_objective: Any, make_model: Any, 
         make_objective("span_boundary", special=wordless)
 
 
-def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_replaced_token_masks_85_percent_of_chosen_tokens(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, n, masked, chosen = make_objective("replaced_token"), 400, 0, 0
     for sample in range(2500):
         tokens = make_text(n, sample)
@@ -143,7 +142,7 @@ def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any,
     assert abs(masked - 0.85 * chosen) < 5 * (chosen * 0.85 * 0.15) ** 0.5
 
 
-def test_the_terms_and_their_counts(make_objective: Any) -> None:
+def test_replaced_token_counts_its_terms(make_objective: Any) -> None:
     result = make_objective("replaced_token")
     assert dict(result.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
     batch = {
@@ -202,7 +201,7 @@ def test_span_lengths_are_geometric(spans: dict[str, Any]) -> None:
     assert lengths.mean() == pytest.approx(3.8, abs=0.05), "the paper's mean"
 
 
-def test_fifteen_percent_are_masked(spans: dict[str, Any]) -> None:
+def test_spans_cover_fifteen_percent(spans: dict[str, Any]) -> None:
     assert spans["masked"] / (TEXTS * LENGTH) == pytest.approx(0.15, abs=0.001)
     assert spans["masked words"] / spans["words"] == pytest.approx(0.15, abs=0.001)
 
@@ -224,14 +223,14 @@ def test_the_replacement_of_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_short_texts_work(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
+def test_short_texts_have_spans_that_fit(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
     result = make_objective("span_boundary", mask_rate=0.5)
     masked = [int((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
     assert max(masked) > 0
     assert max(masked) <= n
 
 
-def test_spans_lie_anywhere_and_at_both_ends_alike(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_spans_are_uniform_over_positions(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, tokens = make_objective("span_boundary"), make_text(100)
     counts = sum((build_one(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000))
     share = counts / 2000
@@ -247,100 +246,3 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
         UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.extra_heads\.boundary\]"
     ):
         make_objective("span_boundary", model_config=make_model("encoder").with_changes({"extra_heads": {}}))
-
-
-# ----------------------------------------------------------------------------------------------- permutations
-
-
-def texts_targets(fields: dict[str, np.ndarray]) -> np.ndarray:
-    """Which tokens of the text, without its marks, are predicted."""
-    return fields["targets"][~np.isin(fields["tokens"], (SEP, CLS))] != IGNORE
-
-
-def test_permutation_sequence_and_its_cuts(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    result, cuts = make_objective("permutation"), set()
-    for sample in range(200):
-        tokens = make_text(20, sample)
-        fields = build_one(result, tokens, sample=sample)
-        marks = np.flatnonzero(np.isin(fields["tokens"], (SEP, CLS)))
-        first = int(marks[0])
-        cuts.add(first)
-        assert fields["tokens"][marks].tolist() == [SEP, SEP, CLS]
-        assert marks[1:].tolist() == [21, 22]
-        assert np.delete(fields["tokens"], marks).tolist() == tokens.tolist(), "nothing is masked"
-        assert fields["segments"].tolist() == [0] * (first + 1) + [1] * (21 - first) + [2]
-        expected = fields["targets"] != IGNORE
-        assert (fields["targets"][expected] == fields["tokens"][expected]).all()
-        assert not expected[marks].any()
-        assert (fields["order"] > 0).tolist() == expected.tolist()
-        assert sorted(fields["order"][expected]) == list(range(1, expected.sum() + 1))
-    assert cuts == set(range(1, 20)), "both segments have a token, and every cut is drawn"
-
-
-@pytest.fixture(scope="module")
-def chosen(make_objective: Any, make_text: Any, build_one: Any) -> np.ndarray:
-    """[texts, tokens]."""
-    result, text = make_objective("permutation"), make_text(LENGTH)
-    return np.stack([texts_targets(build_one(result, text, sample=i)) for i in range(TEXTS)])
-
-
-def test_one_in_six_is_predicted_wherever_it_stands(chosen: np.ndarray) -> None:
-    """A token's rate has a standard deviation of 0.0083; that of a whole text's sum is less, spans being spread."""
-    rates = chosen.mean(0)
-    assert rates.mean() == pytest.approx(1 / 6, abs=0.0005)
-    assert abs(rates - 1 / 6).max() < 5 * 0.0084
-    for edge in (rates[:10], rates[-10:]):
-        assert edge.mean() == pytest.approx(1 / 6, abs=0.011)
-
-
-@pytest.mark.parametrize(("every", "n"), [(6, 2), (6, 11), (3, 7), (2, 40)])
-def test_short_texts_are_predicted_at_the_same_rate(
-    make_objective: Any, make_text: Any, build_one: Any, every: int, n: int
-) -> None:
-    result = make_objective("permutation", tokens_per_prediction=every)
-    actual = np.stack([texts_targets(build_one(result, make_text(n), sample=i)) for i in range(4000)])
-    assert actual.mean() == pytest.approx(1 / every, abs=5 * (0.25 * 5 / (4000 * n)) ** 0.5)
-
-
-def test_spans_are_uniform_from_one_to_five(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    """With contexts so wide that spans hardly ever touch or reach beyond the text, runs of targets are spans."""
-    result, runs = make_objective("permutation", tokens_per_prediction=100), Counter[int]()
-    for sample in range(TEXTS):
-        targets = texts_targets(build_one(result, make_text(LENGTH), sample=sample))
-        edges = np.flatnonzero(np.diff(targets, prepend=False, append=False)).reshape(-1, 2)
-        runs.update(int(end - begin) for begin, end in edges if begin > 0 and end < LENGTH)
-    total = sum(n for length, n in runs.items() if length <= 5)
-    assert total > 2500
-    assert sum(n for length, n in runs.items() if length > 5) < 0.01 * total
-    expected = total / 5
-    assert sum((runs[i] - expected) ** 2 / expected for i in range(1, 6)) < 4 + 6 * 8**0.5
-
-
-def test_a_context_has_one_span(chosen: np.ndarray) -> None:
-    """Spread like contexts of K · L: the number of targets in a text varies far less than if each were drawn alone."""
-    assert chosen.sum(1).var() < 0.5 * LENGTH * (1 / 6) * (5 / 6)
-
-
-def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    """All six orders of three targets are as frequent."""
-    result, orders = make_objective("permutation"), Counter[tuple[int, ...]]()
-    for sample in range(6000):
-        order = build_one(result, make_text(18), sample=sample)["order"]
-        if order.max() == 3:
-            orders[tuple(order[order > 0])] += 1
-    expected = sum(orders.values()) / 6
-    assert expected > 100
-    assert len(orders) == 6
-    assert sum((n - expected) ** 2 / expected for n in orders.values()) < 5 + 6 * 10**0.5
-
-
-def test_permutations_differ_by_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    result, text = make_objective("permutation"), make_text(60)
-    assert len({build_one(result, text, epoch=i)["order"].tobytes() for i in range(20)}) == 20
-
-
-def test_counts_are_the_targets(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    result = make_objective("permutation")
-    fields = build_one(result, make_text(60))
-    (count,) = result.target_counts({name: torch.from_numpy(values)[None] for name, values in fields.items()}).values()
-    assert int(count) == (fields["order"] > 0).sum() > 0

@@ -34,11 +34,11 @@ PINNED = {
     ("ul2", "decoder"): "d39146e24923a1e1",
     ("replaced_token", "electra"): "ebd899cbb0d073bd",
 }
-ALL = pytest.mark.parametrize(("name", "family"), PINNED, ids=[" ".join(one) for one in PINNED])
+EACH_OBJECTIVE = pytest.mark.parametrize(("name", "family"), PINNED, ids=[" ".join(case) for case in PINNED])
 
 
 @dataclass
-class Others:
+class OtherDocuments:
     documents: list[np.ndarray]
 
     @property
@@ -49,7 +49,7 @@ class Others:
         return self.documents[number]
 
 
-def digest(fields: dict[str, np.ndarray]) -> bytes:
+def hash_fields(fields: dict[str, np.ndarray]) -> bytes:
     hashed = blake3()
     for name, values in sorted(fields.items()):
         hashed.update(name.encode() + values.astype("<i8").tobytes())
@@ -60,44 +60,51 @@ def build_objective(make_objective: Any, name: str, family: str, rows: tuple[int
     return make_objective(name, family=family, rows=rows if family == "encoder_decoder" else rows[:1])
 
 
-def test_every_objective_is_here() -> None:
+def test_every_text_objective_is_pinned() -> None:
     shipped = {name for name in OBJECTIVES.names() if OBJECTIVES.get(name).__module__.startswith("megatfm.")}
     of_text = {name for name in shipped if not getattr(OBJECTIVES.get(name), "needs_files", False)}
     assert {name for name, _ in PINNED} == of_text
 
 
-@ALL
+@EACH_OBJECTIVE
 def test_examples_of_each_objective_are_pinned(make_objective: Any, make_text: Any, name: str, family: str) -> None:
-    objective, remaining = (
+    objective, other_documents = (
         build_objective(make_objective, name, family),
-        Others([make_text(70, 1), make_text(20, 2)]),
+        OtherDocuments([make_text(70, 1), make_text(20, 2)]),
     )
     hashed = blake3()
     for n in (2, 3, 17, 40, min(objective.max_tokens or 60, 60)):
         for sample in range(8):
             hashed.update(
-                digest(
-                    objective.build_example(DocumentChunk(make_text(n), remaining), ChunkKey(12, 1, sample, sample % 3))
+                hash_fields(
+                    objective.build_example(
+                        DocumentChunk(make_text(n), other_documents), ChunkKey(12, 1, sample, sample % 3)
+                    )
                 )
             )
     assert hashed.hexdigest()[:16] == PINNED[name, family]
 
 
-@ALL
-def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, family: str) -> None:
+@EACH_OBJECTIVE
+def test_examples_depend_on_the_key_alone(make_objective: Any, make_text: Any, name: str, family: str) -> None:
     """Neither the order of building, nor what was built before, nor the instance; and inputs stay as they are."""
     keys = [ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)]
-    remaining = Others([make_text(50, 1), make_text(9, 2)])
-    one, two = (build_objective(make_objective, name, family) for _ in range(2))
+    other_documents = OtherDocuments([make_text(50, 1), make_text(9, 2)])
+    first, second = (build_objective(make_objective, name, family) for _ in range(2))
     tokens = make_text(40).astype(np.int64)  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
-    forwards = [digest(one.build_example(DocumentChunk(tokens, remaining), key)) for key in keys]
-    backwards = [digest(two.build_example(DocumentChunk(tokens, remaining), key)) for key in reversed(keys)]
+    forwards = [hash_fields(first.build_example(DocumentChunk(tokens, other_documents), key)) for key in keys]
+    backwards = [
+        hash_fields(second.build_example(DocumentChunk(tokens, other_documents), key)) for key in reversed(keys)
+    ]
     assert forwards == backwards[::-1]
     if name != "causal":
         examples = set(forwards)
         assert len(examples) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
-        other_seed = {digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys}
+        other_seed = {
+            hash_fields(first.build_example(DocumentChunk(tokens, other_documents), key._replace(seed=6)))
+            for key in keys
+        }
         assert len(examples & other_seed) < len(keys) / 2
 
 
@@ -108,8 +115,8 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     sample=st.integers(0, 2**40),
     partner=st.integers(1, 200),
 )
-@ALL
-def test_lengths_are_kept_and_fit(
+@EACH_OBJECTIVE
+def test_examples_have_the_planned_lengths(
     make_objective: Any,
     make_text: Any,
     name: str,
@@ -130,7 +137,7 @@ def test_lengths_are_kept_and_fit(
         assert n < 2
         return
     fields = objective.build_example(
-        DocumentChunk(make_text(n, 3), Others([make_text(partner, 4)])), ChunkKey(seed, 3, sample, 1)
+        DocumentChunk(make_text(n, 3), OtherDocuments([make_text(partner, 4)])), ChunkKey(seed, 3, sample, 1)
     )
     for field, values in fields.items():
         assert len(values) == planned[0 if field.startswith("encoder_") else -1]
@@ -139,7 +146,7 @@ def test_lengths_are_kept_and_fit(
     assert (fields["targets"] >= IGNORE).all()
 
 
-@ALL
+@EACH_OBJECTIVE
 def test_no_rank_or_resume_changes_a_batch(
     make_objective: Any, make_text: Any, memory: Any, name: str, family: str
 ) -> None:
@@ -162,10 +169,10 @@ def test_no_rank_or_resume_changes_a_batch(
         steps = [joined(next(full)) for _ in range(6)]
         resumed_batches = [joined(next(resumed)) for _ in range(4)]
     with (
-        loader(micro_batch=1, data_rank=0, data_ranks=2) as zero,
-        loader(micro_batch=2, data_rank=1, data_ranks=2) as one,
+        loader(micro_batch=1, data_rank=0, data_ranks=2) as rank_0,
+        loader(micro_batch=2, data_rank=1, data_ranks=2) as rank_1,
     ):
-        shared = [[joined(next(zero)), joined(next(one))] for _ in range(6)]
+        shared = [[joined(next(rank_0)), joined(next(rank_1))] for _ in range(6)]
     for number, step in enumerate(steps):
         for field, values in step.items():
             np.testing.assert_array_equal(values, np.concatenate([part[field] for part in shared[number]]))

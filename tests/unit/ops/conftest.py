@@ -1,4 +1,4 @@
-"""Kernels are tried on memory in which all that nobody wrote is not a number."""
+"""Kernels run on memory filled with NaN, so that reading unwritten memory shows."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.support.uninitialized_memory import fill_memory_with_nan
 
 
 @pytest.fixture(autouse=True)
-def unwritten_is_not_a_number() -> Iterator[None]:
-    """torch.empty gives NaN."""
+def fill_new_memory_with_nan() -> Iterator[None]:
+    """Fill new memory with NaN, also that of torch.empty."""
     with fill_memory_with_nan():
         yield

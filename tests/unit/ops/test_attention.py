@@ -19,19 +19,19 @@ B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMask = CAUSAL_MASK) -> Tensor:
+def run_chosen_kernel(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMask = CAUSAL_MASK) -> Tensor:
     kernel = choose_kernel(AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False))
     return kernel.run(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
-def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
+def draw_heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(B, N, queries, H), (B, kv_heads, keys, H), (B, kv_heads, keys, H)]
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return 2 * q, 2 * k, v
 
 
-def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+def attend_by_loops(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     """Nothing but loops, exponentials and sums."""
     result = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
@@ -44,45 +44,45 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("function", [chosen_attention, attention_reference])
+@pytest.mark.parametrize("function", [run_chosen_kernel, attention_reference])
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
 @pytest.mark.parametrize("past", [0, 4])
-def test_attention_equals_one_query_at_a_time(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
-    q, k, v = heads(kv_heads, queries=T - past)
+def test_attention_equals_loops_over_queries(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = draw_heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
     pattern_mask = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
     assert (pattern_mask.builtin_mask == "causal") == (past == 0)
-    torch.testing.assert_close(function(q, k, v, pattern_mask), one_query_at_a_time(q, k, v, past))
+    torch.testing.assert_close(function(q, k, v, pattern_mask), attend_by_loops(q, k, v, past))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
     pattern_mask = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
-    inputs = [x.requires_grad_() for x in heads(2)]
+    inputs = [x.requires_grad_() for x in draw_heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    actual = torch.autograd.grad(chosen_attention(*inputs, pattern_mask), inputs, y)
+    actual = torch.autograd.grad(run_chosen_kernel(*inputs, pattern_mask), inputs, y)
     expected = torch.autograd.grad(attention_reference(*inputs, pattern_mask), inputs, y)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("function", [chosen_attention, attention_reference])
-def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
-    q, k, v = heads(3)
+@pytest.mark.parametrize("function", [run_chosen_kernel, attention_reference])
+def test_a_document_in_a_packed_row_equals_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = draw_heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
     pattern_mask = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     packed = function(q, k, v, pattern_mask)
     for b in range(B):
         for document in documents[b].unique():
             at = documents[b] == document
-            alone = one_query_at_a_time(q[b : b + 1, :, at], k[b : b + 1, :, at], v[b : b + 1, :, at], 0)
+            alone = attend_by_loops(q[b : b + 1, :, at], k[b : b + 1, :, at], v[b : b + 1, :, at], 0)
             torch.testing.assert_close(packed[b : b + 1, :, at], alone)
 
 
 @pytest.mark.parametrize("word", ["causal", "all"])
 @pytest.mark.parametrize("of_values", [H - 1, H + 3])
-def test_values_of_another_width_than_keys(
+def test_values_may_be_wider_than_keys(
     monkeypatch: pytest.MonkeyPatch, word: Literal["all", "causal"], of_values: int
 ) -> None:
     """As of a row that is long, of which torch would hold all scores."""
@@ -94,7 +94,7 @@ def test_values_of_another_width_than_keys(
             flash.append(function is kernel)
             return function(*inputs, **(named or {}))
 
-    q, k, _ = heads(6)
+    q, k, _ = draw_heads(6)
     v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with Watched():
@@ -107,17 +107,17 @@ def test_values_of_another_width_than_keys(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_bfloat16_on_a_cpu_by_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.bfloat16() for x in heads(2))
+def test_both_cpu_kernels_agree_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.bfloat16() for x in draw_heads(2))
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     for limit in (kernels.MATMUL_SCORES, 0):
         monkeypatch.setattr(kernels, "MATMUL_SCORES", limit)
-        result = chosen_attention(q, k, v)
+        result = run_chosen_kernel(q, k, v)
         assert result.dtype == torch.bfloat16
         assert (result.double() - expected).abs().max() < 0.05
 
 
-def test_metadata_that_layers_share_is_made_once() -> None:
+def test_masks_are_computed_once_for_all_layers() -> None:
     result = []
     layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.cached("x", lambda: result.append(1) or len(result)) for _ in range(3)] == [1, 1, 1]
@@ -125,9 +125,9 @@ def test_metadata_that_layers_share_is_made_once() -> None:
 
 
 @pytest.mark.parametrize(("trains_bias", "name"), [(True, "products"), (False, "fused")])
-def test_biases_that_are_trained_are_added_to_written_out_scores(trains_bias: bool, name: str) -> None:
+def test_trained_biases_use_the_kernel_of_matmuls(trains_bias: bool, name: str) -> None:
     """On a CPU, as of windows of a map; torch's own way with such a bias also looks for queries that see nothing."""
-    q, k, v = (x.float() for x in heads(N))
+    q, k, v = (x.float() for x in draw_heads(N))
     bias = torch.randn(1, N, T, T, generator=torch.Generator().manual_seed(0)).requires_grad_(trains_bias)
     kernel = choose_kernel(
         AttentionRequest.from_inputs(q, k, FULL_MASK, AttentionOptions(), has_dropout=False, bias=bias)

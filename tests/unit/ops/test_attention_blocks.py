@@ -29,7 +29,7 @@ PATTERNS = [
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and tiles that T is no multiple of, several chunks of each, and masks made in several parts."""
     monkeypatch.setattr(block_plan, "TILE_SIZES", (4, 8, 16))
     monkeypatch.setattr(block_plan, "KEY_ALIGNMENT", 4)
@@ -41,14 +41,16 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_plan, "MAX_MASK_PAIRS", 3 * SIZE * SIZE)
 
 
-def layouts(rows: int = B) -> Iterator[SequenceMetadata]:
+def iter_layouts(rows: int = B) -> Iterator[SequenceMetadata]:
     positions, prefix = torch.arange(T).expand(rows, T), (torch.arange(T) < 5) | (torch.arange(T) == 30)
     for documents in (None, DOCUMENTS[:rows]):
         yield SequenceMetadata(positions, documents)
         yield SequenceMetadata(positions, documents, prefix=prefix.expand(rows, T))
 
 
-def inputs(kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def draw_inputs(
+    kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(B, N, queries, H), (B, kv_heads, T, H), (B, kv_heads, T, width)]
     return [
@@ -77,23 +79,23 @@ def compare(
         tensors = [*tensors, bias]
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(expected.dtype)
     result = (actual, *torch.autograd.grad(actual, tensors, y))
-    right = (expected, *torch.autograd.grad(expected, tensors, y))
-    least = 1e-2 * max(x.norm() for x in right)
-    return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(result, right, strict=True))
+    expected = (expected, *torch.autograd.grad(expected, tensors, y))
+    least = 1e-2 * max(x.norm() for x in expected)
+    return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [N, 2, 1])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_gradients_against_the_reference(pattern: AttentionPattern, kv_heads: int) -> None:
-    for layout in layouts():
-        assert compare(inputs(kv_heads), PatternMask(pattern, layout, 0, N)) < 1e-13
+    for layout in iter_layouts():
+        assert compare(draw_inputs(kv_heads), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
 @pytest.mark.parametrize("kv_heads", [N, 2])
-def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
+def test_full_attention_is_computed_in_tiles(kv_heads: int) -> None:
     """BigBird's first and last block, where blocks divide a row; with and without biases by distance."""
     length = 64
-    tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
+    tensors = [x[:, :, :length].detach().requires_grad_() for x in draw_inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     pattern_mask = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
     visits, *_ = block_sparse._plan_visits(pattern_mask, tensors[0], tensors[1], has_dropout=False, fused=True)
@@ -102,11 +104,11 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
     ]
     assert compare(tensors, pattern_mask) < 1e-13
-    near = biases()[:, T - length : T + length - 1].detach().requires_grad_()
+    near = draw_biases()[:, T - length : T + length - 1].detach().requires_grad_()
     assert compare(tensors, pattern_mask, bias=near) < 1e-13
 
 
-def biases(heads: int = N) -> Tensor:
+def draw_biases(heads: int = N) -> Tensor:
     """A number for each head and distance, as large as scores."""
     generator = torch.Generator().manual_seed(heads)
     return 3 * torch.randn(heads, 2 * T - 1, generator=generator, dtype=torch.float64)
@@ -115,24 +117,26 @@ def biases(heads: int = N) -> Tensor:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_biases_by_distance(pattern: AttentionPattern) -> None:
     """Biases have a gradient (T5), or none (ALiBi)."""
-    for kv_heads, layout in zip((N, 2, 1, N), layouts(), strict=True):
+    for kv_heads, layout in zip((N, 2, 1, N), iter_layouts(), strict=True):
         pattern_mask = PatternMask(pattern, layout, 0, N)
-        assert compare(inputs(kv_heads), pattern_mask, bias=biases()) < 1e-13
-        assert compare(inputs(kv_heads), pattern_mask, bias=biases().requires_grad_()) < 1e-13
+        assert compare(draw_inputs(kv_heads), pattern_mask, bias=draw_biases()) < 1e-13
+        assert compare(draw_inputs(kv_heads), pattern_mask, bias=draw_biases().requires_grad_()) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Full(causal=True), BigBird(4, 1, 0, N)], ids=repr)
-def test_biases_by_distance_with_all_else(pattern: AttentionPattern) -> None:
+def test_biases_by_distance_combine_with_other_options(pattern: AttentionPattern) -> None:
     variant, sinks = (
         AttentionOptions(softcap=2.0, dropout=0.3),
         torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
     )
-    tensors = [*inputs(2, width=6), sinks.requires_grad_()]
-    for layout in layouts():
-        assert compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_()) < 1e-13
+    tensors = [*draw_inputs(2, width=6), sinks.requires_grad_()]
+    for layout in iter_layouts():
+        assert (
+            compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, draw_biases().requires_grad_()) < 1e-13
+        )
 
 
-def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
+def test_a_relative_bias_equals_its_expansion_to_pairs() -> None:
     """Written out, for queries that end at the last key as those after a cache do."""
     queries, keys, bias = 5, 9, torch.randn(2, 13)
     expected = torch.stack(
@@ -160,24 +164,24 @@ KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
 def test_variants_of_block_sparse_attention_equal_the_dense_reference(
     pattern: AttentionPattern, variant: AttentionOptions, keys: Tensor | None, width: int
 ) -> None:
-    for layout in layouts():
-        assert compare(inputs(2, width=width), PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
+    for layout in iter_layouts():
+        assert compare(draw_inputs(2, width=width), PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
-        assert compare([*inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
+        assert compare([*draw_inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_after_cached_tokens(pattern: AttentionPattern) -> None:
+def test_queries_after_cached_tokens(pattern: AttentionPattern) -> None:
     past = 21
     layout = SequenceMetadata(
         torch.arange(past, T).expand(B, -1), DOCUMENTS[:, past:], past=past, past_documents=DOCUMENTS[:, :past],
     )  # fmt: skip
-    assert compare(inputs(2, queries=T - past), PatternMask(pattern, layout, 0, N)) < 1e-13
+    assert compare(draw_inputs(2, queries=T - past), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
-def test_a_part_of_the_heads() -> None:
-    layout = next(layouts())
-    q, k, v = inputs()
+def test_a_shard_of_the_heads() -> None:
+    layout = next(iter_layouts())
+    q, k, v = draw_inputs()
     full, second = (
         block_sparse.block_sparse_attention(
             *(x[:, part] for x in (q, k, v)), PatternMask(SameChunkPattern(3), layout, first, n), None, PLAIN, None
@@ -187,18 +191,18 @@ def test_a_part_of_the_heads() -> None:
     torch.testing.assert_close(full[:, 2:], second)
 
 
-def test_masks_of_any_form() -> None:
+def test_dense_masks() -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(B, N, T, T, generator=generator) < 0.05
     mask |= torch.eye(T, dtype=torch.bool)
     for part in (mask, mask[:1, :1], mask[:, :1], mask[:1]):
-        assert compare(inputs(2), DenseMask(None, part)) < 1e-13
+        assert compare(draw_inputs(2), DenseMask(None, part)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_lower_precision(dtype: torch.dtype) -> None:
+def test_lower_precision_is_close_to_the_reference(dtype: torch.dtype) -> None:
     """At most twice as far from float64 as the reference is in that precision."""
-    pattern_mask, tensors = PatternMask(Window(30), next(layouts())), inputs(2, dtype=dtype)
+    pattern_mask, tensors = PatternMask(Window(30), next(iter_layouts())), draw_inputs(2, dtype=dtype)
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = torch.autograd.grad(attention_reference(*exact, pattern_mask), exact, y)
@@ -227,7 +231,7 @@ def test_tables_of_block_sparse_attention_grow_linearly() -> None:
             assert long <= 2.2 * short + 2 * SIZE * SIZE
 
 
-def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
+def copy_layout(layout: SequenceMetadata) -> SequenceMetadata:
     return SequenceMetadata(layout.positions, layout.documents)
 
 
@@ -241,33 +245,35 @@ def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
         ("keys beyond the last", Window(7, 9)),
     ],
 )
-def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_block_masks_are_found(
+    fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
     monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     pattern_mask, broken = (
-        PatternMask(pattern, item, 0, N) for item in (layout, copy_of(layout))
+        PatternMask(pattern, item, 0, N) for item in (layout, copy_layout(layout))
     )  # each keeps what it has made
     if fault.startswith("a block"):
         monkeypatch.setattr(broken, "full_block_mask", broken.block_mask)
     elif fault.startswith("a document"):
         broken = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, -1)), 0, N)
     elif fault.startswith("the random"):
-        broken = PatternMask(pattern, copy_of(layout), 1, N - 1)
+        broken = PatternMask(pattern, copy_layout(layout), 1, N - 1)
     else:
         requested = broken.mask_mod
         monkeypatch.setattr(broken, "mask_mod", lambda b, n, q, k: requested(b, n, q, (k - 1).clamp(min=0)))
     heads = N - 1 if fault.startswith("the random") else N
-    q, k, v = (x[:, :heads] for x in inputs())
-    right = (
+    q, k, v = (x[:, :heads] for x in draw_inputs())
+    expected = (
         block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, PLAIN, None)
         if heads == N
         else block_sparse.block_sparse_attention(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
     )
-    torch.testing.assert_close(right, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
+    torch.testing.assert_close(expected, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
     wrong = block_sparse.block_sparse_attention(q, k, v, broken, None, PLAIN, None)
-    assert ((wrong - right).norm() / right.norm()) > 1e-3
+    assert ((wrong - expected).norm() / expected.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Chunked(20, causal=True), Longformer(9, (0, 17))], ids=repr)
@@ -276,16 +282,16 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), DOCUMENTS)
     wrong = {"left": 11} if pattern == Window(10) else {"chunk": 21} if pattern.band.chunk else {"global_tokens": (0,)}
     pattern_mask = PatternMask(pattern, layout, 0, N)
-    assert compare(inputs(2), pattern_mask) < 1e-13
+    assert compare(draw_inputs(2), pattern_mask) < 1e-13
     assert pattern_mask.bands(fused=True)
     for sides, documents in (
         (replace(pattern.band, **wrong), layout.document_spans()),
         (pattern.band, [(None, 0, T)]),
     ):
-        broken = PatternMask(pattern, copy_of(layout), 0, N)
+        broken = PatternMask(pattern, copy_layout(layout), 0, N)
         bands = block_plan.make_bands(sides, documents, torch.device("cpu"), fused=True)
         monkeypatch.setattr(broken, "bands", lambda *, fused, result=bands: result)
-        assert compare(inputs(2), broken) > 1e-3
+        assert compare(draw_inputs(2), broken) > 1e-3
 
 
 IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
@@ -297,16 +303,16 @@ IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
     "pattern",
     [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX)) for i, p in enumerate(PATTERNS)],
 )  # fmt: skip
-def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_equals_the_reference(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)
-    q, k, v = (x.detach() for x in inputs(2))
+    q, k, v = (x.detach() for x in draw_inputs(2))
     variant = AttentionOptions(scale=0.2, softcap=3.0)
-    for layout in list(layouts())[1:3]:
+    for layout in list(iter_layouts())[1:3]:
         pattern_mask = PatternMask(pattern, layout, 0, N)
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
         for given_sinks in (None, sinks):
-            for bias in (None, biases()):
+            for bias in (None, draw_biases()):
                 result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
                 expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
                 torch.testing.assert_close(result, expected)

@@ -27,7 +27,7 @@ def always_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 0)
 
 
-def packed(*, prefix: bool = False) -> SequenceMetadata:
+def pack_documents(*, prefix: bool = False) -> SequenceMetadata:
     documents = [
         [number if length > 0 else -1 for number, length in enumerate(row) for _ in range(abs(length))]
         for row in LENGTHS
@@ -37,7 +37,7 @@ def packed(*, prefix: bool = False) -> SequenceMetadata:
     return SequenceMetadata(torch.tensor(positions), torch.tensor(documents), prefix=in_prefix)
 
 
-def random_inputs(kv_heads: int) -> list[Tensor]:
+def draw_inputs(kv_heads: int) -> list[Tensor]:
     """Queries, keys and values; values are wider."""
     generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(len(LENGTHS), T, n, h) for n, h in ((N, H), (kv_heads, H), (kv_heads, H + 2))]
@@ -49,10 +49,10 @@ def random_inputs(kv_heads: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, 0.3)])
-def test_output_and_gradients_are_those_of_all_pairs(
+def test_output_and_gradients_equal_those_of_a_dense_mask(
     pattern: str, kv_heads: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask, inputs = PatternMask(PATTERNS[pattern], packed()), random_inputs(kv_heads)
+    mask, inputs = PatternMask(PATTERNS[pattern], pack_documents()), draw_inputs(kv_heads)
     rng_keys = torch.randint(-(2**62), 2**62, (len(LENGTHS), N, T))
     options = AttentionOptions(scale, dropout=0.3)
     expected = attention_reference(*inputs, mask, None, options, rng_keys)
@@ -68,23 +68,23 @@ def test_output_and_gradients_are_those_of_all_pairs(
 @pytest.mark.parametrize(
     ("pattern", "sequence"),
     [
-        (Window(3, 3), packed()),
-        (Full(), packed(prefix=True)),
+        (Window(3, 3), pack_documents()),
+        (Full(), pack_documents(prefix=True)),
         (Full(), SequenceMetadata(torch.arange(T).expand(3, T))),
         (Full(), SequenceMetadata(torch.arange(T).expand(3, T), torch.zeros(3, T, dtype=torch.int64))),
     ],
 )
-def test_other_masks_and_whole_rows_are_left_to_all_pairs(
+def test_other_masks_and_unpacked_rows_use_the_reference(
     pattern: AttentionPattern, sequence: SequenceMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(by_document, "attention_reference", lambda *inputs: "all pairs")
     rng_keys = torch.zeros(3, N, T, dtype=torch.int64)
     mask = PatternMask(pattern, sequence)
-    output = attend_by_document(*random_inputs(2), mask, None, AttentionOptions(dropout=0.1), rng_keys)
+    output = attend_by_document(*draw_inputs(2), mask, None, AttentionOptions(dropout=0.1), rng_keys)
     assert output == "all pairs"
 
 
-def test_many_short_documents_are_left_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_short_documents_use_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [(0, start, start + 8) for start in range(0, 256, 8)]
     assert is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
     monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 10_000)
@@ -99,7 +99,9 @@ def test_many_short_documents_are_left_to_all_pairs(monkeypatch: pytest.MonkeyPa
         ({"bias": torch.zeros(N, T, T)}, "products"), ({"options": AttentionOptions(softcap=2.0)}, "products"),
     ],
 )  # fmt: skip
-def test_dropout_in_packed_rows_chooses_documents(changes: dict[str, Any], name: str) -> None:
-    q, k, _ = random_inputs(2)
+def test_dropout_in_packed_rows_chooses_the_kernel_by_document(changes: dict[str, Any], name: str) -> None:
+    q, k, _ = draw_inputs(2)
     request = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}
-    assert choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name == name
+    assert (
+        choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), pack_documents()), **request)).name == name
+    )

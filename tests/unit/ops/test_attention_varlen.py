@@ -31,7 +31,7 @@ B, T, N, K, H = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
 
 
-def by_documents(
+def varlen_attn_stand_in(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,25 +63,25 @@ def by_documents(
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "get_operator", lambda: by_documents)
+    monkeypatch.setattr(varlen, "get_operator", lambda: varlen_attn_stand_in)
 
 
-def heads() -> tuple[Tensor, Tensor, Tensor]:
+def draw_heads() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = (B, N, T, H), (B, K, T, H), (B, K, T, H)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
+def make_metadata(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
     starts = None if documents is None else torch.from_numpy(compute_cu_seqlens(documents.numpy()))
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
-def case(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
+def make_request(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2],
+        *draw_heads()[:2],
         pattern_mask,
         AttentionOptions(),
         has_dropout=requested.pop("has_dropout", False),
@@ -94,14 +94,14 @@ def case(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **reque
 @pytest.mark.parametrize(
     "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
 )
-def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
+def test_varlen_attention_equals_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
     pattern_mask, inputs, variant = (
-        PatternMask(pattern, sequence(documents)),
-        heads(),
+        PatternMask(pattern, make_metadata(documents)),
+        draw_heads(),
         AttentionOptions(scale=0.3),
     )
     result = varlen.varlen(*inputs, pattern_mask, None, variant, None)
-    expected = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
+    expected = attention_reference(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (result, expected)), strict=True):
@@ -119,23 +119,23 @@ def test_cu_seqlens_have_a_fixed_number_of_documents() -> None:
     assert compute_cu_seqlens(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
 
 
-def test_the_kernel_of_each_case_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, packed, plain = Full(causal=True), sequence(), sequence(None)
-    opened = sequence(prefix=torch.arange(T).expand(B, T) < 3)
+def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, packed, plain = Full(causal=True), make_metadata(), make_metadata(None)
+    opened = make_metadata(prefix=torch.arange(T).expand(B, T) < 3)
     unknown = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
     big_bird = BigBird(4, 1, 0, N)
     actual = {
-        "packed": case(PatternMask(causal, packed)),
-        "window": case(PatternMask(Window(5), plain)),
-        "one document": case(PatternMask(causal, plain)),
-        "prefix": case(PatternMask(causal, opened)),
-        "starts unknown": case(PatternMask(causal, unknown)),
-        "pattern": case(PatternMask(big_bird, packed)),
-        "float32": case(PatternMask(causal, packed), torch.float32),
-        "drops": case(PatternMask(causal, packed), has_dropout=True),
-        "drops, one document": case(PatternMask(causal, plain), has_dropout=True),
-        "sinks": case(PatternMask(causal, packed), sinks=True),
-        "values of another width": case(PatternMask(causal, packed), v_width=16),
+        "packed": make_request(PatternMask(causal, packed)),
+        "window": make_request(PatternMask(Window(5), plain)),
+        "one document": make_request(PatternMask(causal, plain)),
+        "prefix": make_request(PatternMask(causal, opened)),
+        "starts unknown": make_request(PatternMask(causal, unknown)),
+        "pattern": make_request(PatternMask(big_bird, packed)),
+        "float32": make_request(PatternMask(causal, packed), torch.float32),
+        "drops": make_request(PatternMask(causal, packed), has_dropout=True),
+        "drops, one document": make_request(PatternMask(causal, plain), has_dropout=True),
+        "sinks": make_request(PatternMask(causal, packed), sinks=True),
+        "values of another width": make_request(PatternMask(causal, packed), v_width=16),
     }
     assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
         "packed": "varlen", "window": "varlen", "one document": "fused", "prefix": "flex", "starts unknown": "flex",
@@ -149,7 +149,7 @@ def test_the_kernel_of_each_case_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
             "list_parameters",
             lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
         )
-        assert choose_kernel(case(PatternMask(causal, packed))).name == "flex"
+        assert choose_kernel(make_request(PatternMask(causal, packed))).name == "flex"
 
 
 def test_the_installed_torch_has_the_varlen_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +158,12 @@ def test_the_installed_torch_has_the_varlen_operator(monkeypatch: pytest.MonkeyP
     assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.list_parameters()
 
 
-def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cu_seqlens_of_the_batch_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the host's arrays to the operator, through a decoder that computes as on a GPU."""
     inputs, real = [], varlen.varlen
 
-    def serve(case: AttentionRequest) -> Any:
-        assert case.is_varlen
+    def serve(request: AttentionRequest) -> Any:
+        assert request.is_varlen
         return type("Varlen", (), {"name": "varlen", "run": staticmethod(noted)})
 
     def noted(*args: Any) -> Tensor:
@@ -196,14 +196,14 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
         graphs.append(graph)
         return lambda *inputs: (torch.zeros(B, N, T, H, dtype=torch.bfloat16),)
 
-    sequences = sequence()
+    sequences = make_metadata()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pattern_mask = PatternMask(Full(causal=True), sequences)
         assert AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False).is_varlen
         return varlen.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
-    inputs = (x.detach().bfloat16() for x in heads())
+    inputs = (x.detach().bfloat16() for x in draw_heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
     actual = [str(node.target) for node in graphs[0].graph.nodes]
     assert sum(target.startswith("torch_attn._varlen_attn") for target in actual) == 1, actual
@@ -235,7 +235,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "choose_backends",
         lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
-    pattern_mask, inputs = PatternMask(Full(causal=True), sequence()), heads()
+    pattern_mask, inputs = PatternMask(Full(causal=True), make_metadata()), draw_heads()
     calls: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -259,7 +259,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         (torch.float32, 128, 128, False),
     ],
 )
-def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
+def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, of_values: int, shares: bool
 ) -> None:
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
@@ -287,24 +287,26 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_dropped_probabilities_in_two_passes(rate: float, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_with_dropout_equals_the_reference(
+    rate: float, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_by_products)
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_attention_stand_in)
     monkeypatch.setattr("megatfm.ops.attention.flex.MIN_VALUE_WIDTH", 2)
-    inputs, variant = heads(), AttentionOptions(softcap=2.0, dropout=rate)
+    inputs, variant = draw_heads(), AttentionOptions(softcap=2.0, dropout=rate)
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
     wanted_of = [*inputs, *([score] if score is not None else [])]
-    pattern_mask = PatternMask(Full(causal=True), sequence())
+    pattern_mask = PatternMask(Full(causal=True), make_metadata())
     result = flex(*inputs, pattern_mask, None, variant, keys, score)
-    expected = attention_reference(*inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score)
+    expected = attention_reference(*inputs, PatternMask(Full(causal=True), make_metadata()), None, variant, keys, score)
     torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def flex_by_products(
+def flex_attention_stand_in(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
     enable_gqa: bool, return_aux: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip

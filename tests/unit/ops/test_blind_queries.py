@@ -84,7 +84,7 @@ def test_blind_queries_give_zeros_and_no_gradients(name: str, dtype: torch.dtype
             assert (gradient == 0).all()
 
 
-def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
+def test_a_plan_without_blocks_gives_zeros_and_no_gradients() -> None:
     random = torch.Generator().manual_seed(0)
     q, g = (torch.randn(2, 4, 8, 16, generator=random) for _ in range(2))
     k, v = (torch.randn(2, 2, 8, 16, generator=random) for _ in range(2))
@@ -112,7 +112,7 @@ class FirstQueriesOnly(AttentionPattern):
         return (q.last < self.count) & (k.first >= 0)
 
 
-def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_blocks_beside_empty_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sparse, "SIZE", 8)
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 32, 4, generator=random).requires_grad_() for _ in range(3))

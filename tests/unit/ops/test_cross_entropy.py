@@ -68,7 +68,7 @@ def test_the_reference_by_hand() -> None:
 
 
 @pytest.mark.parametrize("function", [cross_entropy, cross_entropy_reference])
-def test_nothing_to_predict_is_zero_with_zero_gradients(function) -> None:  # type: ignore[no-untyped-def]
+def test_without_targets_loss_and_gradients_are_zero(function) -> None:  # type: ignore[no-untyped-def]
     hidden, weight, targets = inputs(torch.float64)
     loss = function(hidden, weight, torch.full_like(targets, IGNORE))
     assert float(loss.detach()) == 0.0
@@ -129,7 +129,7 @@ def test_only_one_input_needs_a_gradient() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:
+def test_a_target_beyond_the_vocabulary_gives_nan() -> None:
     hidden, weight, targets = inputs(torch.float64)
     targets[3] = V
     assert cross_entropy(hidden, weight, targets).isnan()
@@ -139,7 +139,7 @@ with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, rea
 
 
 @with_triton
-def test_interpreted_it_is_the_reference() -> None:
+def test_the_interpreted_triton_kernel_equals_the_reference() -> None:
     command = [sys.executable, "-m", "tests.unit.ops.interpreted"]
     ran = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
@@ -177,9 +177,9 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
 class ThreadRing:
     """Ranks that are threads: each leaves what it sends, and takes what the rank before left. Counts what is sent."""
 
-    def __init__(self, rank: int, lengths: Sequence[int], places: list[Any], barrier: Barrier) -> None:
+    def __init__(self, rank: int, lengths: Sequence[int], slots: list[Any], barrier: Barrier) -> None:
         self.rank, self.size, self._lengths = rank, len(lengths), lengths
-        self._places, self._barrier = places, barrier
+        self._slots, self._barrier = slots, barrier
         self.sent = 0
 
     def lengths(self, n: int, device: torch.device) -> Sequence[int]:
@@ -188,35 +188,35 @@ class ThreadRing:
 
     def shift(self, tensors: Sequence[Tensor], length: int) -> list[Tensor]:
         self.sent += sum(tensor.numel() for tensor in tensors)
-        self._places[self.rank] = [tensor.clone() for tensor in tensors]
+        self._slots[self.rank] = [tensor.clone() for tensor in tensors]
         self._barrier.wait(30)
-        received: list[Tensor] = self._places[(self.rank - 1) % self.size]
+        received: list[Tensor] = self._slots[(self.rank - 1) % self.size]
         self._barrier.wait(30)
         assert all(len(tensor) == length for tensor in received)
         return received
 
 
-def features(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw_features(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Unit vectors of `n` images and captions."""
     generator = torch.Generator().manual_seed(seed)
     images, texts = (F.normalize(torch.randn(n, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
     return images, texts
 
 
-def numbers(kind: str) -> tuple[Tensor, Tensor | None]:
+def make_scale_and_bias(kind: str) -> tuple[Tensor, Tensor | None]:
     scale, bias = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (7.0, -1.2))
     return scale, bias if kind == "sigmoid" else None
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_chunks_are_all_logits_at_once(kind: Any, chunk: int) -> None:
+def test_contrastive_loss_in_chunks_equals_the_reference(kind: Any, chunk: int) -> None:
     results = []
-    for way in ("chunks", "reference"):
-        images, texts = (x.requires_grad_() for x in features(7))
-        scale, bias = numbers(kind)
+    for implementation in ("chunks", "reference"):
+        images, texts = (x.requires_grad_() for x in draw_features(7))
+        scale, bias = make_scale_and_bias(kind)
         inputs = [x for x in (images, texts, scale, bias) if x is not None]
-        if way == "chunks":
+        if implementation == "chunks":
             loss = contrastive_loss(images, texts, scale, bias, LossOptions(kind, chunk=chunk))
         else:
             loss = contrastive_loss_reference(images, texts, scale, bias, kind)
@@ -225,29 +225,29 @@ def test_chunks_are_all_logits_at_once(kind: Any, chunk: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_losses_by_hand() -> None:
+def test_contrastive_losses_of_two_pairs_by_hand() -> None:
     """Two pairs whose vectors are equal, or at right angles: e and 1 stand for the logits 1 and 0."""
-    eye, one = torch.eye(2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    eye, scale = torch.eye(2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     e = torch.e
-    softmax = contrastive_loss(eye, eye, one, None, LossOptions("softmax"))
+    softmax = contrastive_loss(eye, eye, scale, None, LossOptions("softmax"))
     assert softmax.item() == pytest.approx(2 * -torch.tensor(e / (e + 1)).log().item())
-    sigmoid = contrastive_loss(eye, eye, one, -one, LossOptions("sigmoid"))
+    sigmoid = contrastive_loss(eye, eye, scale, -scale, LossOptions("sigmoid"))
     negative, positive = torch.tensor([e / (1 + e), 0.5]).log().tolist()
     assert sigmoid.item() == pytest.approx(-2 * positive - 2 * negative, rel=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [(4,), (3, 3), (2, 5, 1), (4, 0, 3), (1, 2, 0, 0, 6)])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
-    """Also of ranks without pairs; features' gradients are complete, those of numbers add up."""
-    images, texts = (x.requires_grad_() for x in features(sum(lengths)))
-    scale, bias = numbers(kind)
+def test_contrastive_loss_on_a_ring_equals_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
+    """Some ranks have no pairs. Gradients of features are complete, those of scale and bias add up."""
+    images, texts = (x.requires_grad_() for x in draw_features(sum(lengths)))
+    scale, bias = make_scale_and_bias(kind)
     inputs = [x for x in (images, texts, scale, bias) if x is not None]
-    loss_of_all = contrastive_loss_reference(images, texts, scale, bias, kind)
-    expected = torch.autograd.grad(loss_of_all, inputs)
-    places: list[Any] = [None] * len(lengths)
+    full_loss = contrastive_loss_reference(images, texts, scale, bias, kind)
+    expected = torch.autograd.grad(full_loss, inputs)
+    slots: list[Any] = [None] * len(lengths)
     barrier, results = Barrier(len(lengths)), list[Any]([None] * len(lengths))
-    rings = [ThreadRing(rank, lengths, places, barrier) for rank in range(len(lengths))]
+    rings = [ThreadRing(rank, lengths, slots, barrier) for rank in range(len(lengths))]
 
     def run(rank: int) -> None:
         begin = sum(lengths[:rank])
@@ -262,10 +262,10 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    torch.testing.assert_close(sum(loss for loss, _ in results), loss_of_all.detach(), rtol=1e-12, atol=1e-12)
-    for at, gradient in enumerate(expected):
-        parts = [gradients[at] for _, gradients in results]
-        actual = torch.cat(parts) if at < 2 else torch.stack(parts).sum(0)
+    torch.testing.assert_close(sum(loss for loss, _ in results), full_loss.detach(), rtol=1e-12, atol=1e-12)
+    for index, gradient in enumerate(expected):
+        parts = [gradients[index] for _, gradients in results]
+        actual = torch.cat(parts) if index < 2 else torch.stack(parts).sum(0)
         torch.testing.assert_close(actual, gradient, rtol=1e-11, atol=1e-12)
     if len(set(lengths)) == 1:
         n, d, ranks = lengths[0], 5, len(lengths)
@@ -273,9 +273,9 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
         assert rings[0].sent == (n * per_pair if ranks > 1 else 0)
 
 
-def test_captions_before_the_own() -> None:
+def test_retrieval_ranks_count_captions_at_least_as_similar() -> None:
     """By counting: equal captions are the image's own, ties and NaN count against it."""
-    images, texts = features(9, seed=3)
+    images, texts = draw_features(9, seed=3)
     texts[4], texts[7] = texts[2], texts[2]  # 4 is the same caption, 7 another one that looks the same
     captions = torch.tensor([10, 11, 12, 13, 12, 15, 16, 17, 18])
     cosines = images @ texts.T

@@ -1,4 +1,4 @@
-"""Sums of squares, keyed random numbers, products that make only wanted gradients, and products of 8-bit floats."""
+"""Sums of squares, keyed random numbers, products that compute only wanted gradients, and fp8 products."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,14 +32,14 @@ def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     assert float(actual) == pytest.approx(expected, rel=tolerance)
 
 
-def test_a_large_table_adds_up_to_float32s_precision():
+def test_the_sum_of_squares_of_a_large_table_is_accurate():
     """As large as GPT-2's embedding, at which torch's own norm of float32 has lost a thousandth."""
     tensor = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     expected = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
     assert float(sum_squares([tensor])) == pytest.approx(expected, rel=1e-7)
 
 
-def test_sums_of_squares_show_infinities_and_nans():
+def test_sums_of_squares_keep_infinities_and_nans():
     assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
     assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
 
@@ -53,11 +53,11 @@ def test_the_sum_of_squares_of_nothing_is_zero(tensors):
 
 
 WIDTHS = (29, 72, 160)
-"""Numbers of places and channels that fill a vector of a CPU's and leave some over."""
+"""Numbers of tokens and channels that are no multiple of a CPU's vector width."""
 
 
-def drawn(keys_B: Tensor) -> list[Tensor]:
-    """Draws of a compiled model, for places and channels that are counted within."""
+def draw_all(keys_B: Tensor) -> list[Tensor]:
+    """Draw the random numbers of a compiled model, whose tokens and channels are counted inside the graph."""
     keys_BT = keyed_random.make_token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
     masks = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])
@@ -70,30 +70,30 @@ def drawn(keys_B: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_compiled_it_draws_the_same() -> None:
-    """A product of places that overflowed within a loop had gcc make loops that ended too late, and wrote elsewhere."""
+def test_compiled_random_numbers_equal_eager_ones() -> None:
+    """From an overflowing product of loop indices, gcc compiled loops that wrote out of bounds."""
     torch.compiler.reset()
     keys_B = torch.randint(-(2**63), 2**63 - 1, (3,), generator=torch.Generator().manual_seed(0))
-    result = torch.compile(drawn, fullgraph=True, dynamic=False)(keys_B)
-    for compiled, plain in zip(result, drawn(keys_B), strict=True):
+    result = torch.compile(draw_all, fullgraph=True, dynamic=False)(keys_B)
+    for compiled, plain in zip(result, draw_all(keys_B), strict=True):
         assert torch.equal(compiled, plain)
 
 
-def test_steps_wrap_as_one_product_does() -> None:
+def test_multiply_golden_equals_a_wrapping_product() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.cat([torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)])
     assert torch.equal(keyed_random._multiply_golden(values), values * GOLDEN)
 
 
-def test_the_largest_rate_of_a_config_leaves_something() -> None:
+def test_the_largest_dropout_rate_keeps_some_elements() -> None:
     """One above it is refused, with the rate that would do."""
-    most = 1 - 2**-16
-    dropped = keyed_random.dropout(torch.ones(2**18), most, torch.tensor(7))
+    largest = 1 - 2**-16
+    dropped = keyed_random.dropout(torch.ones(2**18), largest, torch.tensor(7))
     assert set(dropped.unique().tolist()) == {0.0, float(RATE_STEPS)}
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for key in ("dropout", "attention.dropout", "ffn.dropout", "drop_path"):
-        assert ModelConfig.from_dotted(**base, **{key: most})
-        with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+        assert ModelConfig.from_dotted(**base, **{key: largest})
+        with pytest.raises(ValueError, match=f"less than or equal to {largest}"):
             ModelConfig.from_dotted(**base, **{key: 0.999999})
 
 
@@ -101,26 +101,30 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}
 
 
-class Products(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     """Counts matrix products."""
 
-    made = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made += func in PRODUCTS
+        self.count += func in PRODUCTS
         return func(*args, **(kwargs or {}))
 
 
-def loss_of(x: Tensor, weight: Tensor) -> Tensor:
+def compute_loss(x: Tensor, weight: Tensor) -> Tensor:
     return cross_entropy(x, weight, torch.arange(len(x)) % len(weight), chunk=16)
 
 
-def grouped(x: Tensor, weight: Tensor) -> Tensor:
+def compute_grouped(x: Tensor, weight: Tensor) -> Tensor:
     return windowed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
 
 
-# function: products forward, and for each gradient; a loss makes its gradients in the forward pass
-CASES: dict[Callable[..., Tensor], tuple[int, int]] = {loss_of: (2, 2), grouped: (2, 2), fp8_linear: (1, 1)}
+# function: products forward, and for each gradient; a loss computes its gradients in the forward pass
+CASES: dict[Callable[..., Tensor], tuple[int, int]] = {
+    compute_loss: (2, 2),
+    compute_grouped: (2, 2),
+    fp8_linear: (1, 1),
+}
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -134,12 +138,12 @@ def test_backward_has_only_the_products_it_needs(
     x, weight = (torch.randn(32, 16, generator=random).bfloat16() for _ in range(2))
     x.requires_grad_(of_x)
     parameter = nn.Parameter(weight, requires_grad=of_weight)
-    forward, item = CASES[function]
-    with Products() as products, nullcontext() if training else torch.no_grad():
+    forward, products_per_gradient = CASES[function]
+    with ProductCounter() as products, nullcontext() if training else torch.no_grad():
         result = function(x, parameter).float().sum()
         if training and (of_x or of_weight):
             result.backward()
-    assert products.made == forward + item * training * (of_x + of_weight)
+    assert products.count == forward + products_per_gradient * training * (of_x + of_weight)
     for tensor, needs_gradient in ((x, of_x), (parameter, of_weight)):
         assert (tensor.grad is not None) == (training and needs_gradient)
     if training and of_x and of_weight:
@@ -157,25 +161,25 @@ HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 
 def draw_scaled(*shape: int, seed: int = 0) -> Tensor:
-    """Vectors of very different sizes."""
+    """Draw vectors of very different norms."""
     random = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-3, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
     return torch.randn(shape, generator=random, dtype=torch.float64) * sizes
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
-def test_scales_are_the_least_powers_of_two_that_fit(rowwise: bool) -> None:
+def test_fp8_scales_are_the_least_powers_of_two_that_fit(rowwise: bool) -> None:
     x = draw_scaled(M, K)
     x[3] = 0
     scale = compute_scales(x, rowwise, 448.0)
     assert scale.shape == ((M, 1) if rowwise else (1, 1))
     assert (scale.frexp()[0] == 0.5).all()
-    most = (x / scale).abs().amax(1 if rowwise else (0, 1))
-    assert (most <= 448).all()
-    assert ((most > 224) | (most == 0)).all()
+    largest = (x / scale).abs().amax(1 if rowwise else (0, 1))
+    assert (largest <= 448).all()
+    assert ((largest > 224) | (largest == 0)).all()
 
 
-def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
+def test_fp8_nan_and_infinity_spread_to_their_row_alone() -> None:
     for value in (float("nan"), float("inf")):
         x = draw_scaled(M, K).bfloat16()
         x[2, 5] = value
@@ -186,25 +190,26 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
 
 @pytest.mark.parametrize("rowwise", [True, False])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
-def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kind: torch.dtype) -> None:
+def test_fp8_products_are_as_accurate_as_their_factors(rowwise: bool, kind: torch.dtype) -> None:
     """|l'r' − lr| ≤ (εₗ + εᵣ + εₗεᵣ)·|l||r|, and what is too small for a tensor's one scale."""
     left, right = draw_scaled(M, K).bfloat16().double(), draw_scaled(N, K, seed=1).bfloat16().double()
     actual = multiply_fp8(left, right, rowwise, kind, use_fast_accum=False)
     errors = (1 + HALF_STEP[kind]) * (1 + HALF_STEP[E4M3]) - 1
     bound = errors * left.abs() @ right.abs().T
     # Half the distance between subnormals of a factor, times the other.
-    for x, other, of in ((left, right.T, kind), (right, left.T, E4M3)):
-        tiny = torch.finfo(of).smallest_normal * HALF_STEP[of] * compute_scales(x, rowwise, torch.finfo(of).max)
-        part = tiny.double().expand(x.shape) @ ((1 + errors) * other.abs())
+    for x, factor, dtype in ((left, right.T, kind), (right, left.T, E4M3)):
+        limits = torch.finfo(dtype)
+        tiny = limits.smallest_normal * HALF_STEP[dtype] * compute_scales(x, rowwise, limits.max)
+        part = tiny.double().expand(x.shape) @ ((1 + errors) * factor.abs())
         bound = bound + (part if x is left else part.T)
     assert ((actual - left @ right.T).abs() <= bound).all()
     assert (actual - left @ right.T).abs().max() > 1e-4 * bound.max(), "nothing was rounded"
-    # torch's kernel multiplies the same numbers, and rounds what it made.
+    # torch's kernel multiplies the same numbers, and rounds the result.
     kernel = multiply_fp8(left.bfloat16(), right.bfloat16(), rowwise, kind, use_fast_accum=False).double()
     assert ((kernel - actual).abs() <= 2**-7 * actual.abs() + 2**-20 * left.abs() @ right.abs().T).all()
 
 
-def gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+def compute_output_and_gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
     x, weight, bias, y = (
         draw_scaled(*shape, seed=seed).to(dtype).requires_grad_()
         for seed, shape in enumerate([(3, 16, K), (N, K), (N,), (3, 16, N)])
@@ -219,23 +224,23 @@ def gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rowwise", [True, False])
-def test_output_and_gradients_are_near_those_in_full(rowwise: bool, dtype: torch.dtype) -> None:
-    exact = gradients(torch.nn.functional.linear, torch.float64)
-    actual = gradients(lambda *inputs: fp8_linear(*inputs, rowwise=rowwise), dtype)
+def test_fp8_outputs_and_gradients_are_close_to_full_precision(rowwise: bool, dtype: torch.dtype) -> None:
+    exact = compute_output_and_gradients(torch.nn.functional.linear, torch.float64)
+    actual = compute_output_and_gradients(lambda *inputs: fp8_linear(*inputs, rowwise=rowwise), dtype)
     errors = [float((g - e).norm() / e.norm()) for g, e in zip(actual, exact, strict=True)]
-    in_full = 1e-12 if dtype == torch.float64 else 2**-7
+    full_precision_bound = 1e-12 if dtype == torch.float64 else 2**-7
     assert all(0.005 < error < 0.1 for error in errors[:2])
-    assert errors[2] < in_full if rowwise else 0.005 < errors[2] < 0.1
-    assert errors[3] < in_full
+    assert errors[2] < full_precision_bound if rowwise else 0.005 < errors[2] < 0.1
+    assert errors[3] < full_precision_bound
 
 
-def test_a_token_s_output_does_not_depend_on_the_others() -> None:
+def test_an_fp8_output_does_not_depend_on_other_tokens() -> None:
     x, weight = draw_scaled(M, K), draw_scaled(N, K, seed=1)
     assert torch.equal(fp8_linear(x, weight)[5:9], fp8_linear(x[5:9], weight))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
-def test_no_tokens_have_no_output_and_no_gradients(rowwise: bool) -> None:
+def test_fp8_of_no_tokens_is_empty_and_has_zero_gradients(rowwise: bool) -> None:
     x, weight = (
         torch.empty(2, 0, K).bfloat16().requires_grad_(),
         draw_scaled(N, K).bfloat16().requires_grad_(),
@@ -249,7 +254,7 @@ def test_no_tokens_have_no_output_and_no_gradients(rowwise: bool) -> None:
     assert (weight.grad == 0).all()
 
 
-def test_float16_is_refused() -> None:
+def test_fp8_refuses_float16() -> None:
     """Zeros in it gave NaN: their scale is below what it holds."""
     with pytest.raises(AssertionError, match="fp8 is of bfloat16"):
         fp8_linear(torch.zeros(M, K).half(), draw_scaled(N, K).half())

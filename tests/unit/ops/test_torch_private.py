@@ -19,7 +19,7 @@ from megatfm.ops.attention.reference import AttentionOptions, attention_referenc
 from megatfm.ops.log_once import constant_when_compiled
 
 
-def test_flash_attention_of_a_cpu_and_its_gradients() -> None:
+def test_cpu_flash_attention_and_its_gradients() -> None:
     random = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, 2, 5, 8, generator=random, dtype=torch.float64) for _ in range(4))
     mask = torch.zeros(1, 1, 5, 5, dtype=torch.float64).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
@@ -37,7 +37,7 @@ def test_flash_attention_of_a_cpu_and_its_gradients() -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_norms_of_each_in_another_type() -> None:
+def test_foreach_norm_accumulates_in_another_dtype() -> None:
     norms = torch_private.foreach_norm(
         [torch.tensor([3.0, 4.0]).bfloat16(), torch.empty(0).bfloat16()], 2, torch.float32
     )
@@ -45,7 +45,7 @@ def test_norms_of_each_in_another_type() -> None:
     assert [float(norm) for norm in norms] == [5.0, 0.0]
 
 
-def test_products_of_8_bits() -> None:
+def test_scaled_mm_of_8_bit_floats() -> None:
     left, right = (torch.eye(16).to(torch.float8_e4m3fn) for _ in range(2))
     two, four = torch.full((16, 1), 2.0), torch.full((1, 16), 4.0)
     product = torch_private.scaled_mm(
@@ -54,7 +54,7 @@ def test_products_of_8_bits() -> None:
     assert torch.equal(product.float(), 8 * torch.eye(16))
 
 
-def test_a_weak_dictionary_knows_a_tensor_as_long_as_it_is_there() -> None:
+def test_a_weak_dictionary_drops_freed_tensors() -> None:
     known, tensor = torch_private.weak_dictionary(), torch.zeros(2)
     known[tensor] = "here"
     assert known.get(torch.zeros(2)) is None
@@ -64,13 +64,13 @@ def test_a_weak_dictionary_knows_a_tensor_as_long_as_it_is_there() -> None:
     assert len(known) == 0
 
 
-def test_fake_tensors_are_known() -> None:
+def test_fake_tensors_are_recognised() -> None:
     with FakeTensorMode():
         assert torch_private.is_fake(torch.zeros(2))
     assert not torch_private.is_fake(torch.zeros(2))
 
 
-def test_a_pass_knows_whether_the_graph_is_kept() -> None:
+def test_a_backward_pass_knows_whether_the_graph_is_kept() -> None:
     x, flags = torch.ones(1, requires_grad=True), []
     y = x * 2
     y.register_hook(lambda _: flags.append(torch_private.keeps_graph()))
@@ -79,7 +79,7 @@ def test_a_pass_knows_whether_the_graph_is_kept() -> None:
     assert flags == [True, False]
 
 
-def test_matrix_units_are_asked_for() -> None:
+def test_amx_is_queried() -> None:
     assert torch_private.has_amx_tiles() in (True, False)
 
 
@@ -87,7 +87,7 @@ T = 256
 
 
 @pytest.fixture
-def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
+def count_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A counter of graphs that Dynamo hands to the compiler, in whose place they run as they are."""
     from torch._dynamo.testing import CompileCounter
     from torch.nn.attention.flex_attention import flex_attention
@@ -100,7 +100,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
     return counter
 
 
-def documents(number: int) -> torch.Tensor:
+def draw_documents(number: int) -> torch.Tensor:
     """Two rows of a few documents, other ones in each batch."""
     generator = torch.Generator().manual_seed(number)
     ends = torch.randint(1, T, (2, 3 + number), generator=generator).sort(1).values
@@ -113,21 +113,21 @@ def documents(number: int) -> torch.Tensor:
     ids=["causal", "window", "bigbird"],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_a_kernel_is_built_once_for_all_batches(
-    frames: Any, pattern: Callable[[], AttentionPattern], kv_heads: int
+def test_attention_is_compiled_once_for_all_batches(
+    count_graphs: Any, pattern: Callable[[], AttentionPattern], kv_heads: int
 ) -> None:
     counts = []
     for number in range(5):
         q, k, v = (torch.randn(2, heads, T, 16) for heads in (2, kv_heads, kv_heads))
-        row = SequenceMetadata(torch.arange(T)[None], documents(number))
+        row = SequenceMetadata(torch.arange(T)[None], draw_documents(number))
         mask = PatternMask(pattern(), row, 0, 2)
         result = flex.flex(q, k, v, mask, None, AttentionOptions(), None)
         expected = attention_reference(q, k, v, mask, None, AttentionOptions(), None)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-        counts.append(frames.frame_count)
+        counts.append(count_graphs.frame_count)
     assert counts == [1] * 5
 
 
-def test_the_mark_is_torch_s_own() -> None:
+def test_constant_when_compiled_equals_torch_s_decorator() -> None:
     actual = dict(vars(constant_when_compiled(lambda: 3)))
     assert actual == dict(vars(torch.compiler.assume_constant_result(lambda: 3))) != {}

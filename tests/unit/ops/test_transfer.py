@@ -10,7 +10,7 @@ from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned
 from tests.support.uninitialized_memory import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
 
 ROWS = torch.arange(15.0).view(5, 3)
-WRONG = {
+MISALIGNED = {
     "8 bytes on": misalign(ROWS),
     "a slice": ROWS[1:],
     "by columns": ROWS.T,
@@ -18,14 +18,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", MISALIGNED)
 def test_misaligned_tensors_are_copied(kind: str) -> None:
-    wrong = WRONG[kind]
-    assert is_misaligned(wrong)
-    assert not is_aligned(wrong)
-    right = align(wrong)
-    assert torch.equal(right, wrong)
-    assert not is_misaligned(right)
+    tensor = MISALIGNED[kind]
+    assert is_misaligned(tensor)
+    assert not is_aligned(tensor)
+    aligned = align(tensor)
+    assert torch.equal(aligned, tensor)
+    assert not is_misaligned(aligned)
 
 
 def test_aligned_tensors_are_not_copied() -> None:
@@ -33,29 +33,29 @@ def test_aligned_tensors_are_not_copied() -> None:
         assert align(tensor) is tensor
 
 
-def test_a_buffer_is_left_by_all_or_by_none() -> None:
-    def parts(sizes: list[int]) -> dict[str, Tensor]:
+def test_views_of_a_buffer_are_copied_together() -> None:
+    def split_buffer(sizes: list[int]) -> dict[str, Tensor]:
         return {str(i): part for i, part in enumerate(torch.arange(float(sum(sizes))).split(sizes))}
 
-    joined, left = parts([16, 32, 5]), parts([16, 3, 32])
-    aligned = align_all({**joined, **{f"left {name}": part for name, part in left.items()}})
-    assert all(aligned[name] is part for name, part in joined.items())
-    buffer = next(iter(left.values())).untyped_storage().data_ptr()
-    for name, part in left.items():
-        actual = aligned[f"left {name}"]
+    aligned_views, misaligned_views = split_buffer([16, 32, 5]), split_buffer([16, 3, 32])
+    results = align_all({**aligned_views, **{f"misaligned {name}": part for name, part in misaligned_views.items()}})
+    assert all(results[name] is part for name, part in aligned_views.items())
+    buffer = next(iter(misaligned_views.values())).untyped_storage().data_ptr()
+    for name, part in misaligned_views.items():
+        actual = results[f"misaligned {name}"]
         assert torch.equal(actual, part)
         assert not is_misaligned(actual)
         assert actual.untyped_storage().data_ptr() != buffer
 
 
 @pytest.mark.parametrize("line", [64, 4096])
-def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyPatch, line: int) -> None:
-    real = np.empty
-    for off in (0, 8, 16, 40):
+def test_allocated_bytes_are_aligned_for_any_start(monkeypatch: pytest.MonkeyPatch, line: int) -> None:
+    numpy_empty = np.empty
+    for offset in (0, 8, 16, 40):
 
-        def empty(size: int, dtype: type, off: int = off) -> np.ndarray:
-            memory = real(size + 2 * line, dtype)
-            return memory[-memory.ctypes.data % line + off :][:size]
+        def empty(size: int, dtype: type, offset: int = offset) -> np.ndarray:
+            memory = numpy_empty(size + 2 * line, dtype)
+            return memory[-memory.ctypes.data % line + offset :][:size]
 
         monkeypatch.setattr(module.np, "empty", empty)
         for size in (0, 1, 1000):
@@ -64,7 +64,7 @@ def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyP
             assert not size or memory.ctypes.data % line == 0
 
 
-def test_kernels_on_other_memory_are_found() -> None:
+def test_the_support_code_finds_kernels_on_misaligned_memory() -> None:
     with assert_aligned_inputs():
         align(misalign(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
     with MisalignedInputs() as kernels:
@@ -72,21 +72,21 @@ def test_kernels_on_other_memory_are_found() -> None:
     assert kernels.wrong == {"aten.mm.default [5, 3]"}
 
 
-def on_device(host: Tensor) -> Tensor:
+def make_device_tensor(host: Tensor) -> Tensor:
     """A device tensor that can't be read, with a copy on the host."""
     return module.remember_host_copy(torch.empty_like(host, device="meta"), host)
 
 
-def test_the_host_computes_along_what_it_has_copies_of() -> None:
+def test_the_host_computes_functions_of_tensors_it_has_copies_of() -> None:
     def take(values: Tensor, index: Tensor) -> Tensor:
         return values[:, index]
 
     values, index = torch.arange(6).view(2, 3), torch.tensor([2, 0])
-    on_devices = [on_device(values), on_device(index)]
-    rows = module.keep_host_copy(take, *on_devices)
-    assert rows.device.type == "meta"
-    assert torch.equal(module.to_host(rows), torch.tensor([[2, 0], [5, 3]]))
+    device_tensors = [make_device_tensor(values), make_device_tensor(index)]
+    result = module.keep_host_copy(take, *device_tensors)
+    assert result.device.type == "meta"
+    assert torch.equal(module.to_host(result), torch.tensor([[2, 0], [5, 3]]))
     assert torch.equal(module.keep_host_copy(take, values, index), values[:, index])
-    on_devices[0].add_(1)  # the copy is out of date
+    device_tensors[0].add_(1)  # the copy is out of date
     with pytest.raises(NotImplementedError):
-        module.to_host(module.keep_host_copy(take, *on_devices))
+        module.to_host(module.keep_host_copy(take, *device_tensors))

@@ -34,13 +34,13 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-def finite(outputs: Tensor, inputs: list[Tensor]) -> None:
+def assert_finite(outputs: Tensor, inputs: list[Tensor]) -> None:
     assert outputs.isfinite().all()
     for gradient in torch.autograd.grad(outputs.float().square().sum(), inputs):
         assert gradient.isfinite().all()
 
 
-def test_memory_is_filled_here() -> None:
+def test_new_memory_is_filled_with_nan() -> None:
     assert torch.empty(3).isnan().all()
 
 
@@ -55,23 +55,23 @@ def test_cross_entropy_reads_no_unwritten_memory(rows: int, vocabulary: int, dty
     exact = cross_entropy_reference(hidden.double(), weight.double(), targets, bias.double(), variant)
     for chunk in (33, 512):
         actual = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
-        finite(actual, inputs)
+        assert_finite(actual, inputs)
         assert float(actual.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
+def run_chosen_kernel(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
     return choose_kernel(AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)).run(
         q, k, v, pattern_mask, None, AttentionOptions(), None
     )
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
+def run_block_sparse(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
     return block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize("function", [chosen, by_blocks, attention_reference])
+@pytest.mark.parametrize("function", [run_chosen_kernel, run_block_sparse, attention_reference])
 def test_attention_reads_no_unwritten_memory(
     function: Callable[..., Tensor], pattern: AttentionPattern, dtype: torch.dtype
 ) -> None:
@@ -79,7 +79,7 @@ def test_attention_reads_no_unwritten_memory(
     documents = torch.tensor([[0] * 19 + [1] * 41 + [-1] * 17, [0] * 24 + [1] * 53])
     for packed in (None, documents):
         pattern_mask = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
-        finite(function(q, k, v, pattern_mask), [q, k, v])
+        assert_finite(function(q, k, v, pattern_mask), [q, k, v])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,5 +90,5 @@ def test_grouped_linear_reads_no_unwritten_memory(width: int, dtype: torch.dtype
         draw(75, width, dtype=dtype).requires_grad_(),
         draw(5, 37, width, dtype=dtype).requires_grad_(),
     )
-    finite(grouped_linear(x, weight, ends), [x, weight])
+    assert_finite(grouped_linear(x, weight, ends), [x, weight])
     assert choose_grouped_kernel(x, weight) in KERNELS

@@ -229,6 +229,13 @@ def test_another_tokenizer_replaces_the_files_of_the_old_one(tmp_path: Path, con
         assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
 
 
+def test_a_file_of_another_tokenizer_that_cannot_be_removed_is_named(tmp_path: Path, config: Config) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    (tmp_path / "a" / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(MegatfmError, match=r"a/tokenizer\.json: belongs to another tokenizer, and can't be removed"):
+        run.write_run_files(config, "", CPU)
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
@@ -372,6 +379,8 @@ def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path)
     assert describe_commit(tmp_path) == {"commit": "c0ffee"}
     (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": [" M a.py"]}))
     assert describe_commit(tmp_path) == {"commit": "c0ffee with changes"}
+    (tmp_path / "origin.json").write_text("[]")
+    assert describe_commit(tmp_path) == {}, "a damaged file doesn't keep a job from training"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)

@@ -15,7 +15,7 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tracking import hardware
+from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
 from megatfm.train.profiling import explain_out_of_memory, should_record_allocations
@@ -110,7 +110,7 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Mon
 
 
 def test_the_product_is_timed() -> None:
-    assert 0 < hardware.time_matmul(torch.float32, torch.device("cpu")) < 5
+    assert 0 < utilization.time_matmul(torch.float32, torch.device("cpu")) < 5
     assert startup_checks.SLOW_FACTOR > 1
 
 

@@ -41,7 +41,7 @@ ONE_OF_EACH_KIND = {
 
 
 @pytest.mark.parametrize(("preset", "parameters"), [("llama3-8b", 8_030_261_248), ("llama3-405b", 405_853_388_800)])
-def test_counts_of_parameters_are_exact(preset: str, parameters: int) -> None:
+def test_parameter_counts_of_llama3(preset: str, parameters: int) -> None:
     actual = describe(load_config(preset))
     assert actual.parameters == parameters == actual.embedding + actual.non_embedding
 
@@ -85,7 +85,7 @@ LATENT = ['model.attention={name="mla", n_heads=4, kv_lora_rank=16, qk_rope_head
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_equal_torch_s_flop_counter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
     monkeypatch.setattr("megatfm.layers.attention.dot_product.choose_kernel", lambda case: PRODUCTS)
     monkeypatch.setattr("megatfm.objectives.target_fraction", lambda objective: 1.0)
@@ -112,7 +112,7 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         assert counted.visible_attention_flops == counted.attention_flops / 2
 
 
-def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_s_objective_declares_its_target_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     class EveryOther(Objective):
         target_fraction = 0.5
 
@@ -132,7 +132,7 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
     assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 
 
-def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
+def test_heads_of_masked_models_run_on_masked_tokens_only() -> None:
     for preset, head in (("bert-base", 768 * 30522), ("electra-small", 128 * 30522)):
         rare = describe(load_config(preset, ["objective.mask_rate=0.1"]))
         often = describe(load_config(preset, ["objective.mask_rate=0.3"]))
@@ -171,7 +171,7 @@ def test_every_preset_is_described(
         ("schedule_free_adamw", "8: second moment and z"),
     ],
 )
-def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> None:
+def test_state_bytes_equal_those_of_the_optimizers(name: str, about: str) -> None:
     """Counted on the optimizer itself, after a step that moves every weight of a small model."""
     optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
     constant = ['lr_schedule={name="constant"}'] if name == "schedule_free_adamw" else []
@@ -197,7 +197,7 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
         (["zero=3", "dp_shard=1"], "bf16", 18, 18, "on each data rank"),
     ],
 )
-def test_state_is_what_a_rank_holds(
+def test_state_bytes_equal_those_of_a_rank(
     parallel: list[str], precision: str, state: float, unsharded: float, sharing: str
 ) -> None:
     """As `test_sharing.py` weighs real engines: the copy of 2, 4 of the weight and of the gradient, and AdamW's 8."""
@@ -225,7 +225,7 @@ def state_bytes(actual: Description) -> int:
     return n_bytes
 
 
-def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
+def test_an_optimizer_is_probed_once_for_each_number_of_dims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """AdamW has two groups, with weight decay and without; each training run describes its model at its start."""
@@ -259,7 +259,7 @@ def test_describe_prints_sizes_and_counts(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("options", [[], ["model.attention.n_kv_heads=1", "model.attention.head_dim=12"], LATENT])
-def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
+def test_the_printed_formula_gives_the_printed_flops(options: list[str]) -> None:
     actual = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
     model, length = actual.config.model, actual.config.data.sequence_length
     attention = 12 * model.n_layers * model.attention.n_heads * model.head_width * length
@@ -272,7 +272,7 @@ def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
         assert actual.flops_full != 6 * actual.matmul_parameters + attention
 
 
-def test_a_part_that_fails_is_named_where_activations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_activations_are_measured_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("a mistake\nof two lines")
 
@@ -286,7 +286,7 @@ def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
         describe(load_config("quickstart", [f"data.tokenizer={tmp_path}/tokenizer.model"]))
 
 
-def test_frozen_weights_are_told_and_have_a_weight_alone() -> None:
+def test_frozen_weights_have_no_gradient_and_no_optimizer_state() -> None:
     options = ["model.vocab_size=64", "model.n_layers=2"]
     full = describe(load_config("quickstart", options))
     still = describe(load_config("quickstart", [*options, 'train.freeze=["decoder.layers.*"]']))
@@ -307,7 +307,7 @@ def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
     return s * matrices, 2 * d * sum(pairs)
 
 
-def test_blocks_of_several_kinds_count_as_they_are() -> None:
+def test_blocks_of_several_kinds_are_counted_separately() -> None:
     """A plugin's pattern counts the pairs that it sees, by hand; full attention all, and half where causal."""
     plugin("dilated")
     kinds = {"layer_types": ["near", "near", "all"], "layer_type.all": {}, "layer_type.near.ffn.d_ff": 24}
@@ -335,7 +335,7 @@ def test_patterns_are_counted_by_kind_of_block() -> None:
     assert pattern_line("llama3-8b") is None
 
 
-def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> None:
+def test_pairs_of_a_pattern_are_counted_over_all_heads() -> None:
     @dataclass(frozen=True)
     class Widening(AttentionPattern):
         """Head n sees n tokens before the query."""
@@ -353,7 +353,7 @@ def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> Non
     assert core.cost(TokenCounts(9)).attention_macs == 2 * 6 * n_pairs  # each head has 6 channels
 
 
-def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> None:
+def test_a_plugin_s_network_declares_its_active_parameters() -> None:
     """Its matrices as torch counts them; of its scales a token meets one of three."""
     plugin("chosen")
     ffn = {"name": "chosen", "d_ff": 40, "choices": 3, "rate": 0.1, "weight": 0.5}
@@ -369,7 +369,7 @@ def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> No
     assert "  active" not in dict(to_lines(describe(load_config("quickstart", VOCABULARY))))
 
 
-def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
+def test_a_module_without_a_cost_is_counted_by_its_weights() -> None:
     class Bottleneck(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +385,7 @@ def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
     assert 2 * compute_module_cost(module, TokenCounts(7)).matmul_macs == counter.get_total_flops()
 
 
-def test_another_engine_is_named_with_what_is_not_counted() -> None:
+def test_what_is_not_counted_for_another_engine_is_printed() -> None:
     config = load_config("gpt2-124m", ["parallel.engine=deepspeed", "parallel.zero=2"])
     text = "\n".join(value for _, value in to_lines(describe(config)))
     assert "counted as for the native engine; deepspeed's buckets and offloading are not counted" in text

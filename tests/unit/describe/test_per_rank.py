@@ -1,4 +1,4 @@
-"""`describe` of a rank and of blocks, against engines in as many processes and kept tensors, to the byte."""
+"""State on a rank against engines in as many processes, and activations against saved tensors, to the byte."""
 
 import math
 from functools import partial
@@ -34,7 +34,7 @@ LAYOUTS = [
 FIRST_BLOCKS = tuple(f"decoder.layers.{number}." for number in range(3))
 
 
-def config_of(parallel: ParallelConfig) -> Config:
+def make_config(parallel: ParallelConfig) -> Config:
     config = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
     changed = {
         "model": UNTIED_MODEL,
@@ -52,7 +52,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
     ZeRO 2 keeps the weights that it gathers until a step's last backward pass.
     """
     engine: NativeEngine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
-    config, counted = config_of(parallel), count_held_bytes(parallel)
+    config, counted = make_config(parallel), count_held_bytes(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     gradients = engine.estimate_memory(microbatches, compute_block_input_bytes(config, 2)).gradients
     copy = counted["computed"] if isinstance(engine.data, Replicated) or parallel.zero == 2 else 0
@@ -60,16 +60,16 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True)))
-def test_a_rank_holds_what_its_engine_does(workers: Workers, parallel: ParallelConfig) -> None:
+def test_counted_state_equals_that_of_the_engine(workers: Workers, parallel: ParallelConfig) -> None:
     ranks = parallel.dp_shard * parallel.dp_replicate * parallel.cp * parallel.tp * parallel.pp
     fullest = max(workers.run(measure, ranks, parallel), key=sum)
-    state = count_rank_state(config_of(parallel))
+    state = count_rank_state(make_config(parallel))
     assert state is not None
     assert state.ranks == ranks
     assert (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes) == fullest
 
 
-def test_the_fullest_stage_of_a_pipeline_counts() -> None:
+def test_the_fullest_pipeline_stage_is_counted() -> None:
     """Embedding and three blocks, against a block, the norm and the head."""
     words = [
         "model.vocab_size=64",
@@ -87,7 +87,7 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert (state.gradient_bytes, state.optimizer_bytes) == (4 * first, 8 * first)
 
 
-def test_the_table_is_printed_for_several_ranks_alone() -> None:
+def test_the_state_on_a_rank_is_printed_for_several_ranks_only() -> None:
     for words, expected in (
         ([], None),
         (["parallel.engine=deepspeed", "parallel.dp_shard=2"], None),
@@ -131,7 +131,7 @@ def small_config(name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_counted_activations_are_those_that_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_activations_equal_those_of_a_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "is_host_readable", lambda tensor: False)  # experts as on a GPU
     config = small_config(name)
     model = build(config.model).train()
@@ -155,13 +155,13 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(name: str, monkeyp
     assert measure_block_activations(config) == (sum(sizes), inputs + max(sizes))
 
 
-def test_block_sparse_attention_keeps_as_much_as_a_fused_kernel() -> None:
+def test_block_sparse_attention_saves_as_much_as_a_fused_kernel() -> None:
     plain = small_config("decoder")
     window = plain.model.with_changes({"attention.pattern": {"name": "window", "width": 6}})
     assert measure_block_activations(plain.model_copy(update={"model": window})) == measure_block_activations(plain)
 
 
-def test_attention_with_dropout_is_counted_as_without() -> None:
+def test_attention_dropout_does_not_change_the_count() -> None:
     """GPT-2's goes by blocks of keys on a CPU, where they are as long as these rows."""
     changes = {"position": {"name": "learned", "max_positions": 2048}, "dropout": 0.1}
     config = small_config("decoder")
@@ -172,5 +172,5 @@ def test_attention_with_dropout_is_counted_as_without() -> None:
     assert dropped == plain
 
 
-def test_activations_that_can_not_be_counted_are_none() -> None:
+def test_activations_that_depend_on_values_are_not_counted() -> None:
     assert measure_block_activations(load_config("longformer-base", ["model.vocab_size=50"])) is None
