@@ -16,6 +16,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
+from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
@@ -214,7 +215,7 @@ def test_labels_hold_spaces_and_a_row_may_lack_one_in_the_file_s_other_lines(tmp
     assert read_labels(TaskConfig(train=str(tmp_path / "b.jsonl"))) == ["x", "y"]
 
 
-def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> None:
+def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     file = tmp_path / "x.csv"
     file.write_text("text,label\nthe cat,yes\na mat,no\n")
@@ -230,6 +231,9 @@ def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> Non
     different = {folder(task(labels=["yes", "no"])), folder(task(), 12), folder(task(), with_labels=False)}
     file.write_text("text,label\nthe cat,no\na mat,no\n")
     assert len(different | {folder(task()), first}) == 5
+    monkeypatch.setattr(ShardWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+    with pytest.raises(OSError, match="disk is full"):
+        folder(task(), 10)
     assert not list(tmp_path.glob(".*partial"))
 
 
@@ -319,6 +323,17 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
         read_rows(folder)
     with pytest.raises(UsageError, match=r"holds neither .*: give a split, for example .*saved/train"):
         read_rows(tmp_path / "saved")
+
+
+def test_splits_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    """As the Hub stores them, data/train-00000-of-00002.parquet beside data/test-…; parts of one split are joined."""
+    table = pyarrow.Table.from_pylist(ROWS)
+    for part in range(2):
+        pyarrow.parquet.write_table(table, tmp_path / f"train-{part:05d}-of-00002.parquet")
+    assert read_rows(tmp_path) == 2 * ROWS
+    pyarrow.parquet.write_table(table, tmp_path / "test-00000-of-00001.parquet")
+    with pytest.raises(UsageError, match=r"holds files of several splits \(test, train\), which would be read as one"):
+        read_rows(tmp_path)
 
 
 @pytest.mark.parametrize(
