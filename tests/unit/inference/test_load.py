@@ -17,7 +17,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam, open_text_model
 from megatfm.models import Decoder
 from megatfm.objectives import SpecialTokens
@@ -279,7 +279,7 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     plain, first = run.tokenizer.encode(TEXT).tolist(), run.tokenizer.sentinels[0]
 
     def given(loaded: TextModel) -> list[int]:
-        prompts = build_prompts(loaded, TEXT, sentinel=sentinel)
+        prompts = build_prompts(loaded, TEXT, PromptOptions(sentinel=sentinel))
         return [token for token in (prompts.encoder or prompts.tokens)[0].tolist() if token != loaded.tokenizer.eos]
 
     assert given(run) == (plain if sentinel == "never" else [*plain, first])
@@ -291,7 +291,7 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
 def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
-        build_prompts(loaded, TEXT, begin="bos")
+        build_prompts(loaded, TEXT, PromptOptions(begin="bos"))
 
 
 def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:
@@ -342,7 +342,7 @@ def test_samples_and_beams_from_a_prompt(
 ) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     shown: list[str] = []
-    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, shown.append)
+    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, on_text=shown.append)
     assert "".join(shown) == TEXT + greedy
     assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
