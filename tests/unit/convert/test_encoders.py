@@ -14,8 +14,7 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, load_config
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES, find_architecture
 from megatfm.convert.convert import _check_padding, convert
-from megatfm.convert.electra_pair import CLASSES
-from megatfm.convert.electra_pair import DEBERTA as HALVES
+from megatfm.convert.electra_pair import DEBERTA_CLASSES, ELECTRA_CLASSES
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
@@ -168,12 +167,12 @@ def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None
     assert "ElectraForPreTraining" in first_line
     assert "ElectraForMaskedLM" in first_line
     loaded = {}
-    for half, name in CLASSES.items():
+    for half, name in ELECTRA_CLASSES.items():
         loaded[half], info = getattr(transformers, name).from_pretrained(
             tmp_path / "pair" / half, output_loading_info=True
         )
         assert not any(info.values()), info
-    verdict, guess = (loaded[half].eval()(ENCODER_TOKENS).logits for half in CLASSES)
+    verdict, guess = (loaded[half].eval()(ENCODER_TOKENS).logits for half in ELECTRA_CLASSES)
     torch.testing.assert_close(actual(ENCODER_TOKENS).logits, verdict, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual.generator(ENCODER_TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
 
@@ -314,7 +313,7 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
     actual = saved(load_config("deberta-v3-base", words).model, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert any("not converted" in note and "discriminator.verdict.weight" in note for note in notes)
-    for half, name in HALVES.items():
+    for half, name in DEBERTA_CLASSES.items():
         expected, info = getattr(transformers, name).from_pretrained(tmp_path / "pair" / half, output_loading_info=True)
         assert not any(info.values()), info
         output = expected.eval()(ENCODER_TOKENS)
