@@ -97,9 +97,9 @@ def test_nothing_to_open(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
-    other = tokenizer_model.replace(b"identity", b"identify")
-    assert other != tokenizer_model
-    (run / "tokenizer.model").write_bytes(other)
+    other_model = tokenizer_model.replace(b"identity", b"identify")
+    assert other_model != tokenizer_model
+    (run / "tokenizer.model").write_bytes(other_model)
     with pytest.raises(UsageError, match="not the tokenizer that step-00000030 was trained with"):
         open_text_model(run)
 
@@ -278,13 +278,15 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     run = opened(tmp_path, tokenizer_model, config, "span_corruption")
     plain, first = run.tokenizer.encode(TEXT).tolist(), run.tokenizer.sentinels[0]
 
-    def given(loaded: TextModel) -> list[int]:
+    def encode_prompt_ids(loaded: TextModel) -> list[int]:
         prompts = build_prompts(loaded, TEXT, PromptOptions(sentinel=sentinel))
         return [token for token in (prompts.encoder or prompts.tokens)[0].tolist() if token != loaded.tokenizer.eos]
 
-    assert given(run) == (plain if sentinel == "never" else [*plain, first])
+    assert encode_prompt_ids(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
-    assert given(replace(run, knows_objective=False)) == ([*plain, first] if sentinel == "always" else plain)
+    assert encode_prompt_ids(replace(run, knows_objective=False)) == (
+        [*plain, first] if sentinel == "always" else plain
+    )
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 

@@ -88,9 +88,11 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 @pytest.mark.parametrize("chat", range(len(CHATS)))
 def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, str], chat: int) -> None:
     ours, theirs, file = both
-    said = messages(*CHATS[chat])
-    expected = theirs.apply_chat_template(said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    ((example,), _) = encoder(ours, file).encode([{"messages": said}])
+    conversation = messages(*CHATS[chat])
+    expected = theirs.apply_chat_template(
+        conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ((example,), _) = encoder(ours, file).encode([{"messages": conversation}])
     assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
     for begin, end in example.annotation["trained"]:
@@ -225,14 +227,14 @@ def test_unreadable_files_beside_a_tokenizer_are_named(both: tuple[Tokenizer, An
 
 def test_a_template_is_held_against_the_tokenizer_s_own(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
     ours, theirs, file = both
-    rows, given = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
+    rows, template_file = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
     for source, is_other in ((theirs.chat_template, False), ("{{ 'x' }}" + theirs.chat_template, True)):
-        given.write_text(source)
-        _, notes = encoder(ours, file, chat_template=str(given)).encode(rows)
+        template_file.write_text(source)
+        _, notes = encoder(ours, file, chat_template=str(template_file)).encode(rows)
         assert any("x, row 1: task.chat_template renders it otherwise" in note for note in notes) == is_other
-    given.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template_file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     system = [{"messages": messages(("system", "s"), ("user", "a"), ("assistant", "b"))}]
-    _, notes = encoder(ours, file, chat_template=str(given)).encode(system)
+    _, notes = encoder(ours, file, chat_template=str(template_file)).encode(system)
     assert any("row 1: task.chat_template renders it otherwise" in note for note in notes), "refused, or other text"
 
 
@@ -367,8 +369,8 @@ def test_a_prompt_that_messages_would_leave_out_is_refused(both: tuple[Tokenizer
     with pytest.raises(UsageError, match=r"row 1: column 'prompt' is a text, and column 'chosen' a list with the"):
         pairs.encode([row])
     user = messages(("user", "a"))
-    whole = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
-    (first,), _ = pairs.encode([{**row, **whole}])
+    conversations = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
+    (first,), _ = pairs.encode([{**row, **conversations}])
     (second,), _ = pairs.encode([{**row, "prompt": user}])
     assert first.tokens.tolist() == second.tokens.tolist()
 

@@ -161,8 +161,8 @@ def test_cut_questions_and_moved_answers_are_logged(bert: Path) -> None:
 
 def test_both_spellings_of_answers_are_the_same(bert: Path) -> None:
     listed = {"text": ["Bern"], "answer_start": [20]}
-    one, other = (encode(bert, [ROW | {"answers": answers}])[0] for answers in (ROW["answers"], listed))
-    assert one[0].annotation == other[0].annotation
+    from_objects, from_lists = (encode(bert, [ROW | {"answers": answers}])[0] for answers in (ROW["answers"], listed))
+    assert from_lists[0].annotation == from_objects[0].annotation
     none, _ = encode(bert, [ROW | {"answers": {"text": [], "answer_start": []}}], no_answer=True)
     assert none[0].annotation["labels"] == [[0, 0]]
     assert none[0].annotation["answers"] == []
