@@ -25,7 +25,7 @@ from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import evaluate_run
 from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
-from megatfm.inference.prompts import BEGIN, SENTINEL
+from megatfm.inference.prompts import PromptOptions
 from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
     TextModel,
@@ -143,15 +143,12 @@ class Model:
             raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
         if max_tokens < 1 or beams < 0:
             raise UsageError(f"max_tokens = {max_tokens}, beams = {beams}: choose 1 or more, and 0 (none) or more")
-        for key, value, known in (("begin", begin, BEGIN), ("sentinel", sentinel, SENTINEL)):
-            if value not in known:
-                raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
+        options = PromptOptions(begin, sentinel, [image] if isinstance(image, str | Path) else image)
         loaded = self._with_tokenizer()
-        images = [image] if isinstance(image, str | Path) else image
         if beams:
-            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, images)
+            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, options)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, images=images)
+        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, options)
         return text
 
     def encode(

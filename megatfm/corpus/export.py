@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,14 +121,7 @@ def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
     try:
         with disk_errors_as_megatfm_errors(out):
             with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-                rows: list[dict[str, Any]] = []
-                for record in records:
-                    metadata = record.get("fields")
-                    rows.append({**record, "fields": metadata and json.dumps(metadata, ensure_ascii=False)})
-                    if len(rows) == ROWS_PER_GROUP:
-                        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-                        rows = []
-                if rows:
+                for rows in _iter_row_groups(records):
                     writer.write_table(pyarrow.Table.from_pylist(rows, schema))
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
@@ -135,6 +129,15 @@ def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
             fsync_directory(out.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _iter_row_groups(records: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield up to `ROWS_PER_GROUP` records at a time, with their fields as JSON."""
+    while records_of_group := list(islice(records, ROWS_PER_GROUP)):
+        yield [
+            {**record, "fields": json.dumps(record["fields"], ensure_ascii=False) if "fields" in record else None}
+            for record in records_of_group
+        ]
 
 
 def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
@@ -173,9 +176,8 @@ def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> b
 
 
 def _write_tars(corpus: Corpus, out: Path) -> str:
-    dtype = corpus.manifest.token_dtype
-    options: dict[str, Any] = {"compress": False, "pack": False}
-    with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
+    dtype, tokenizer_hash = corpus.manifest.token_dtype, corpus.tokenizer_hash
+    with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype, compress=False, pack=False) as writer:
         for sample in _iter_samples(corpus):
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
             writer.add(sample.key, sample.tokens, *fields)

@@ -11,7 +11,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, check_room, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, round_up_length
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel
 
 log = logging.getLogger("megatfm")
@@ -86,7 +86,7 @@ def generate_texts(
 
 def _make_prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
     if isinstance(prompt, str):
-        return build_prompts(loaded, prompt, sentinel="never")
+        return build_prompts(loaded, prompt, PromptOptions(sentinel="never"))
     return Prompts([torch.tensor(prompt)])
 
 

@@ -71,6 +71,11 @@ def evaluate_task_files(
     limit: number of questions of each task; 0: all. Collective: each rank holds the model and takes a share of the
     questions; ranks other than 0 return None. Raises UsageError.
     """
+    if repeated := sorted(files.keys() & set(harness.names if harness else ())):
+        raise UsageError(
+            f"--harness {repeated[0]}: a task file has this name, and one result would replace the other: give it "
+            f"another name, --task NAME={files[repeated[0]]}"
+        )
     tasks = open_tasks(files, limit)
     with distributed.distributed_session(device=device) as rank:
         loaded = open_model(rank.device)

@@ -47,7 +47,7 @@ class ImageEvaluation:
         from megatfm.inference.image_classes import collect_classes
         from megatfm.inference.pictures import make_galleries, make_mistakes_gallery
 
-        classes = self.class_names(name)
+        classes = self.get_class_names(name)
         if self._config.objective.name == "image_classification" and self._model is not None:
             patch_size = int(self._config.model.embedding.patch_size)  # type: ignore[union-attr]
             with collect_classes(self._model, patch_size, self._n_images) as collector:
@@ -65,7 +65,7 @@ class ImageEvaluation:
         if mistakes:
             self._galleries.append(make_mistakes_gallery(mistakes, classes, name))
 
-    def class_names(self, name: str) -> Sequence[str]:
+    def get_class_names(self, name: str) -> Sequence[str]:
         """Return the names of a set's classes; empty if they are numbers."""
         corpus = open_corpus(self._config, self._config.data.validation[name])
         names: Sequence[str] = corpus.manifest.provenance.get("classes", [])

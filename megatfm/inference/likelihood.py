@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import PADDING, has_encoder, view_without_head
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel
 from megatfm.layers.moe.experts import without_capacity
 from megatfm.tasks.question_scores import Likelihood
@@ -63,7 +63,7 @@ def encode_continuation(loaded: TextModel, context: str, continuation: str) -> C
         targets = loaded.tokenizer.encode(continuation).tolist()
     else:
         context, targets = split_pair(loaded.tokenizer, TextPair(context, continuation))
-    prompts = build_prompts(loaded, context, sentinel="never")
+    prompts = build_prompts(loaded, context, PromptOptions(sentinel="never"))
     if not targets:
         raise UsageError(f"the answer {continuation!r:.60} makes no token: give one with text")
     encoder = None if prompts.encoder is None else prompts.encoder[0].tolist()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,66 +29,88 @@ BEGIN = ("auto", "bos", "none", "chat")
 SENTINEL = ("auto", "always", "never")
 
 
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt is put into the form of the model's training texts.
+
+    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none"; "chat": the prompt is a
+    user's message, in the chat template, which begins the answer. sentinel: whether `<extra_0>` is appended to a text
+    without any, which a model of span corruption fills in: "always", "never", or "auto": for models that were trained
+    so here, while converted ones may have learnt tasks. images: files, for a vision-language model; they replace the
+    image tokens in the text, or precede the text. Raises UsageError for another value.
+    """
+
+    begin: str = "auto"
+    sentinel: str = "auto"
+    images: Sequence[str | Path] = ()
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("begin", self.begin, BEGIN), ("sentinel", self.sentinel, SENTINEL)):
+            if value not in known:
+                raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
+
+
+DEFAULT_OPTIONS = PromptOptions()
+
+
 def build_prompts(
-    loaded: "TextModel",
-    text: str,
-    samples: int = 1,
-    begin: str = "auto",
-    sentinel: str = "auto",
-    images: Sequence[str | Path] = (),
+    loaded: "TextModel", text: str, options: PromptOptions = DEFAULT_OPTIONS, *, samples: int = 1
 ) -> Prompts:
     """Return a prompt in the form of the model's training texts, `samples` times.
 
-    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none"; "chat": the prompt is a
-    user's message, in the chat template, which begins the answer.
-
-    A model of span corruption fills in `<extra_0>`, `<extra_1>`, … in the text. sentinel: whether `<extra_0>` is
-    appended to a text without any: "always", "never", or "auto": for models that were trained so here, while converted
-    ones may have learnt tasks. images: files, for a vision-language model; they replace the image tokens in the text,
-    or precede the text. Raises UsageError for models that generate no text.
+    Raises UsageError for a model that generates no text, and for options that don't fit it.
     """
-    model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
+    objective, tokenizer = loaded.config.objective.name, loaded.tokenizer
+    _check_options(loaded, options)
+    if options.begin == "chat":
+        return Prompts(_repeat_rows(_encode_chat(loaded, text), samples))
+    ids = tokenizer.encode(text).tolist()
+    if objective == "span_corruption":
+        ids = encode_with_sentinels(loaded, text, options.sentinel)
+    has_mode = objective == "ul2" and "S" in tokenizer.modes
+    if has_mode:
+        ids = [tokenizer.modes["S"], *ids]
+    if has_encoder(loaded.model):
+        encoder, decoder = [*ids, tokenizer.eos], [tokenizer.pad]
+        if objective == "causal":
+            encoder, decoder = [tokenizer.eos], [tokenizer.pad, *ids]
+        return Prompts(_repeat_rows(decoder, samples), _repeat_rows(encoder, samples))
+    prefix_ids: list[int] = []
+    if not has_mode and objective != "span_corruption":
+        prefix_ids = _list_prefix_ids(loaded, options.begin)
+        ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
+    if not options.images:
+        return Prompts(_repeat_rows(ids, samples), prefix=objective in ("prefix", "span_corruption", "ul2"))
+    image_fields = read_prompt_images(loaded, options.images)
+    ids = insert_image_tokens(loaded, ids, image_fields, len(prefix_ids))
+    rows = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in image_fields.items()}
+    return Prompts(_repeat_rows(ids, samples), images=rows)
+
+
+def _check_options(loaded: "TextModel", options: PromptOptions) -> None:
+    """Raise UsageError for a model that generates no text, or options that don't fit it."""
     check_makes_text(loaded.model)
-    if model.lm_head.name == "none":
+    if loaded.config.model.lm_head.name == "none":
         raise UsageError(
             "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
             "take vectors by megatfm.load(FOLDER).encode"
         )
-    if begin != "auto" and has_encoder(loaded.model):
+    if options.begin != "auto" and has_encoder(loaded.model):
         raise UsageError(
-            f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
+            f"begin = {options.begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave "
+            "it out"
         )
-    if begin == "chat":
-        if images:
-            raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
-        return Prompts(_repeat_rows(_encode_chat(loaded, text), samples))
-    ids = tokenizer.encode(text).tolist()
-    if objective == "span_corruption":
-        ids = encode_with_sentinels(loaded, text, sentinel)
-    if objective == "ul2" and "S" in tokenizer.modes:
-        ids = [tokenizer.modes["S"], *ids]
-    prefix_ids: list[int] | None
-    if has_encoder(loaded.model):
-        if objective == "causal":
-            encoder, prefix_ids = [tokenizer.eos], [tokenizer.pad, *ids]
-        else:
-            encoder, prefix_ids = [*ids, tokenizer.eos], [tokenizer.pad]
-        return Prompts(_repeat_rows(prefix_ids, samples), _repeat_rows(encoder, samples))
-    has_no_prefix = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
-    prefix = objective in ("prefix", "span_corruption", "ul2")
-    prefix_ids = []
-    if not has_no_prefix:
-        prefix_ids = (
-            [tokenizer.bos] if begin == "bos" or loaded.prompt_prefix_ids is None else list(loaded.prompt_prefix_ids)
-        )
-        prefix_ids = [] if begin == "none" else prefix_ids
-        ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
-    if not images:
-        return Prompts(_repeat_rows(ids, samples), prefix=prefix)
-    image_fields = read_prompt_images(loaded, images)
-    ids = insert_image_tokens(loaded, ids, image_fields, len(prefix_ids))
-    rows = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in image_fields.items()}
-    return Prompts(_repeat_rows(ids, samples), images=rows)
+    if options.begin == "chat" and options.images:
+        raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
+
+
+def _list_prefix_ids(loaded: "TextModel", begin: str) -> list[int]:
+    """Return the ids before a decoder's prompt."""
+    if begin == "none":
+        return []
+    if begin == "bos" or loaded.prompt_prefix_ids is None:
+        return [loaded.tokenizer.bos]
+    return list(loaded.prompt_prefix_ids)
 
 
 def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
@@ -106,7 +129,7 @@ def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
 
 
 def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list[int]:
-    """Tokenize text with sentinels `<extra_N>`; append one to a text without any, by `sentinel` of `build_prompts`.
+    """Tokenize text with sentinels `<extra_N>`; append one to a text without any, by `PromptOptions.sentinel`.
 
     Raises UsageError for a sentinel that the tokenizer lacks.
     """
@@ -135,16 +158,11 @@ def _repeat_rows(ids: list[int], samples: int) -> list[Tensor]:
 
 
 def prepare_prompts(
-    loaded: "TextModel",
-    prompt: str,
-    max_tokens: int,
-    samples: int,
-    begin: str,
-    sentinel: str,
-    images: Sequence[str | Path] = (),
+    loaded: "TextModel", prompt: str, max_tokens: int, options: PromptOptions, *, samples: int = 1
 ) -> tuple[Prompts, int]:
     """Return the prompts on the model's device, and `max_tokens` reduced to the model's positions, with a warning."""
-    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, images).to(next(loaded.model.parameters()).device)
+    device = next(loaded.model.parameters()).device
+    prompts = build_prompts(loaded, prompt, options, samples=samples).to(device)
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
     has_two_rows = prompts.encoder is not None or prompts.images is not None
     trained = data.target_length if has_two_rows and data.target_length else data.sequence_length

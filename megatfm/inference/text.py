@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Sampling, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.prompts import prepare_prompts
+from megatfm.inference.prompts import DEFAULT_OPTIONS, PromptOptions, prepare_prompts
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
 from megatfm.models.base import choose_dtype, convert_loaded
@@ -105,7 +105,7 @@ def _stop_ids(
     state: Mapping[str, JsonValue], config: Config, tokenizer: Tokenizer, tokenizer_file: str | Path
 ) -> tuple[int, ...]:
     """Return the ids that end a text: those of a converted model, or EOS, what the model at the start of the run had in
-    its generation_config.json, and what ends an answer in a fine-tuning run's chat template, which is told."""
+    its generation_config.json, and what ends an answer in a fine-tuning run's chat template, with a warning."""
     stored = state.get("stop")
     if isinstance(stored, list):
         return tuple(int(str(token)) for token in stored)
@@ -180,21 +180,19 @@ def generate_text(
     sampling: Sampling,
     max_tokens: int,
     samples: int,
+    options: PromptOptions = DEFAULT_OPTIONS,
     on_text: Callable[[str], None] = lambda _: None,
-    begin: str = "auto",
-    sentinel: str = "auto",
-    images: Sequence[str | Path] = (),
 ) -> list[str]:
     """Return `samples` continuations of a prompt, each up to an id of `loaded.eos_token_id`.
 
-    on_text: receives the prompt, then the first continuation as it grows. `build_prompts` documents the other options.
+    on_text: receives the prompt, then the first continuation as it grows.
     """
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel, images)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, options, samples=samples)
     decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
     ended = [False] * samples
-    on_text(f"{prompt}\n" if begin == "chat" else prompt)
+    on_text(f"{prompt}\n" if options.begin == "chat" else prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id):
         for row, token in enumerate(tokens.tolist()):
             new_text = "" if ended[row] else decoders[row].add([token])
@@ -213,13 +211,11 @@ def generate_text_beam(
     max_tokens: int,
     beams: int,
     length_penalty: float,
-    begin: str = "auto",
-    sentinel: str = "auto",
-    images: Sequence[str | Path] = (),
+    options: PromptOptions = DEFAULT_OPTIONS,
 ) -> str:
-    """Return the continuation of a prompt by beam search. `build_prompts` documents the options."""
+    """Return the continuation of a prompt by beam search."""
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel, images)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, options)
     (result,) = beam_search(
         loaded.model,
         prompts,

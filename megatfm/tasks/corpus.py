@@ -168,7 +168,24 @@ def _write_corpus(
 ) -> None:
     """Write a corpus to a temporary folder, and rename it once it is complete."""
     partial = temporary_path(corpus_folder)
-    with ShardWriter(partial, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
+    try:
+        _write_examples(partial, examples, source, tokenizer, provenance)
+        partial.rename(corpus_folder)
+    except OSError:
+        if not (corpus_folder / MANIFEST).is_file():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_examples(
+    folder: Path,
+    examples: Sequence[EncodedExample],
+    source: str,
+    tokenizer: Tokenizer,
+    provenance: dict[str, object],
+) -> None:
+    with ShardWriter(folder, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
         for index, example in enumerate(examples):
             writer.add(
                 f"{index:08d}",
@@ -179,12 +196,6 @@ def _write_corpus(
                 image_size=example.side_lengths,
             )
         writer.finish(provenance)
-    try:
-        partial.rename(corpus_folder)
-    except OSError:
-        shutil.rmtree(partial)
-        if not (corpus_folder / MANIFEST).is_file():
-            raise
 
 
 def check_files_exist(task: TaskConfig) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,8 @@ from megatfm.errors import MegatfmError, UsageError
 
 Row = Mapping[str, Any]
 """Column → value."""
+SPLIT_FILE = re.compile(r"(?:.*[-_.])?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5})?")
+"""Name of a split's file without its suffix, as the Hub and the datasets library write it."""
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
@@ -178,10 +181,13 @@ def _read_dataset_folder(path: Path) -> list[Row]:
     """Read a folder that `Dataset.save_to_disk` wrote, or one of parquet files, as the Hub stores them.
 
     Files `cache-*.arrow` are left out: the datasets library keeps results of `map` and `filter` beside the data.
+    Raises UsageError for a folder with the files of several splits.
     """
     if parquet := sorted(path.glob("*.parquet")):
+        _check_one_split(path, parquet)
         return [row for file in parquet for row in _read_parquet(file)]
     arrow = [file for file in sorted(path.glob("*.arrow")) if not file.name.startswith("cache-")]
+    _check_one_split(path, arrow)
     if not arrow:
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         hint = f": give a split, for example {path / splits[0]}" if splits else ": give a file or dataset"
@@ -198,3 +204,13 @@ def _read_dataset_folder(path: Path) -> list[Row]:
         except pyarrow.ArrowInvalid as error:
             raise UsageError(f"{file}: can't be read as Arrow's stream: {error}: save the dataset again") from None
     return rows
+
+
+def _check_one_split(folder: Path, files: Sequence[Path]) -> None:
+    """Raise UsageError if files are of several splits, such as train and test: their rows would be mixed."""
+    splits = sorted({match[1] for file in files if (match := SPLIT_FILE.fullmatch(file.stem))})
+    if len(splits) > 1:
+        raise UsageError(
+            f"{folder}: holds files of several splits ({', '.join(splits)}), which would be read as one: give a file "
+            "of one split, or a folder with its files alone"
+        )

@@ -11,7 +11,6 @@ import numpy as np
 import tokenizers
 from blake3 import blake3
 from numpy.typing import NDArray
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.base import (
@@ -313,66 +312,3 @@ def _to_bytes(piece: str) -> bytes:
     if all(character in _BYTES for character in piece):
         return bytes(_BYTES[character] for character in piece)
     return piece.encode()
-
-
-# Formats older than tokenizer.json: BERT's vocab.txt; GPT-2's and RoBERTa's vocab.json with merges.txt.
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-END_OF_TEXT = "<|endoftext|>"
-ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-CONVERT_HINT = "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
-
-
-def convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
-    """Return the tokenizer.json that transformers makes of a vocab.txt. config: the tokenizer_config.json beside it.
-
-    Raises UsageError if the file is no WordPiece vocabulary.
-    """
-    try:
-        pieces = vocabulary.decode("utf-8").split("\n")
-        tokenizer_config = json.loads(config) if config else {}
-    except ValueError as error:
-        raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
-    if not isinstance(tokenizer_config, dict):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
-    ids = {piece.rstrip("\r"): index for index, piece in enumerate(pieces) if piece.strip()}
-    if missing := [piece for piece in SPECIAL if piece not in ids]:
-        raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
-    lowercase = tokenizer_config.get("do_lower_case", True)
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase,
-        strip_accents=tokenizer_config.get("strip_accents"),
-        handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return tokenizer.to_str(pretty=True).encode()
-
-
-def convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
-    """Return the tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
-
-    config: the tokenizer_config.json beside them. Raises UsageError for other files.
-    """
-    try:
-        ids = json.loads(vocabulary)
-        tokenizer_config = json.loads(config) if config else {}
-        lines = [line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")]
-        pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
-    except Exception as error:  # the library raises a bare Exception if vocabulary and merges don't fit
-        raise UsageError(f"{name}: not the vocabulary and merges of a BPE: {error}") from None
-    is_roberta = all(piece in ids for piece in ROBERTA)
-    has_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()
-    if not has_bytes or not (is_roberta or END_OF_TEXT in ids):
-        raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {CONVERT_HINT}")
-    prefix_space = bool(tokenizer_config.get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(ROBERTA) if is_roberta else [END_OF_TEXT])
-    if is_roberta:
-        ends = ("</s>", ids["</s>"]), ("<s>", ids["<s>"])
-        tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=prefix_space)
-    return tokenizer.to_str(pretty=True).encode()

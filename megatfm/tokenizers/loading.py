@@ -1,12 +1,18 @@
-"""Find the files of a tokenizer, and load them."""
+"""Find the files of a tokenizer, and load them; formats older than tokenizer.json are converted.
+
+These are BERT's vocab.txt, and vocab.json with merges.txt of GPT-2 and RoBERTa.
+"""
 
 import codecs
 import json
 from pathlib import Path
 
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
 from megatfm.errors import UsageError
 from megatfm.tokenizers.base import Tokenizer
-from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer, convert_byte_bpe, convert_wordpiece
+from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
@@ -17,6 +23,10 @@ TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
 """Names of the tokenizer files that megatfm writes."""
 
 SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")
+WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+END_OF_TEXT = "<|endoftext|>"
+ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+CONVERT_HINT = "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
 
 
 def load(path: str | Path) -> Tokenizer:
@@ -90,10 +100,66 @@ def _skip_blanks(file: Path, data: bytes) -> bytes:
 def _convert_legacy(file: Path, data: bytes) -> bytes | None:
     """Return the tokenizer.json equivalent to a vocab.txt or vocab.json; None for other files."""
     if file.name == VOCAB_TXT:
-        return convert_wordpiece(data, _read_config(file), str(file))
+        return _convert_wordpiece(data, _read_config(file), str(file))
     if file.name == VOCAB_JSON:
-        return convert_byte_bpe(data, _read(file.with_name(MERGES_TXT)), _read_config(file), str(file))
+        return _convert_byte_bpe(data, _read(file.with_name(MERGES_TXT)), _read_config(file), str(file))
     return None
+
+
+def _convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
+    """Return the tokenizer.json that transformers makes of a vocab.txt. config: the tokenizer_config.json beside it.
+
+    Raises UsageError if the file is no WordPiece vocabulary.
+    """
+    try:
+        pieces = vocabulary.decode("utf-8").split("\n")
+        tokenizer_config = json.loads(config) if config else {}
+    except ValueError as error:
+        raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
+    if not isinstance(tokenizer_config, dict):
+        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
+    ids = {piece.rstrip("\r"): index for index, piece in enumerate(pieces) if piece.strip()}
+    if missing := [piece for piece in WORDPIECE_SPECIAL if piece not in ids]:
+        raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
+    lowercase = tokenizer_config.get("do_lower_case", True)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase,
+        strip_accents=tokenizer_config.get("strip_accents"),
+        handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
+    """Return the tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
+
+    config: the tokenizer_config.json beside them. Raises UsageError for other files.
+    """
+    try:
+        ids = json.loads(vocabulary)
+        tokenizer_config = json.loads(config) if config else {}
+        lines = [line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")]
+        pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
+    except Exception as error:  # the library raises a bare Exception if vocabulary and merges don't fit
+        raise UsageError(f"{name}: not the vocabulary and merges of a BPE: {error}") from None
+    is_roberta = all(piece in ids for piece in ROBERTA_SPECIAL)
+    has_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()
+    if not has_bytes or not (is_roberta or END_OF_TEXT in ids):
+        raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {CONVERT_HINT}")
+    prefix_space = bool(tokenizer_config.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(ROBERTA_SPECIAL) if is_roberta else [END_OF_TEXT])
+    if is_roberta:
+        ends = ("</s>", ids["</s>"]), ("<s>", ids["<s>"])
+        tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=prefix_space)
+    return tokenizer.to_str(pretty=True).encode()
 
 
 def _read_config_for(file: Path) -> bytes | None:

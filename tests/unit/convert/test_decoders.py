@@ -24,7 +24,7 @@ from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import generate_text_beam, open_text_model
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
@@ -240,7 +240,7 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kin
     assert back.tokenizer.hash == actual.tokenizer.hash
     assert back.config.data.sequence_length == 48
     assert back.config.objective == actual.config.objective
-    assert generate_text_beam(back, "import", 9, 2, 0.6, sentinel="always") == generate_text_beam(
+    assert generate_text_beam(back, "import", 9, 2, 0.6, PromptOptions(sentinel="always")) == generate_text_beam(
         actual, "import", 9, 2, 0.6
     )
     stored, converted = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
@@ -390,6 +390,6 @@ def test_ids_rates_and_how_to_generate_travel(
     (expected / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="theirs: can't generate text, since megatfm can't open its tokenizer"):
         megatfm.load(expected).generate("import os")
-    assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
-    assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == expected_ids[before:]
+    assert build_prompts(loaded, "import os", PromptOptions(begin="bos")).tokens[0].tolist()[0] == loaded.tokenizer.bos
+    assert build_prompts(loaded, "import os", PromptOptions(begin="none")).tokens[0].tolist() == expected_ids[before:]
     assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

@@ -70,11 +70,11 @@ def test_shared_ones_say_what_the_corpus_has(
     assert_right(corpus, documents)
     assert_right(pickle.loads(pickle.dumps(corpus)), documents)
     assert corpus.blocks.tolist() == alone.blocks.tolist()
-    for first, second in zip(corpus.indexes, alone.indexes, strict=True):
-        assert first.frames.tolist() == second.frames.tolist()
-        assert first.samples.tolist() == second.samples.tolist()
-        assert first.has_packed_frames == second.has_packed_frames
-        assert (first.frame_hashes is None) == (second.frame_hashes is None)
+    for shared, separate in zip(corpus.indexes, alone.indexes, strict=True):
+        assert shared.frames.tolist() == separate.frames.tolist()
+        assert shared.samples.tolist() == separate.samples.tolist()
+        assert shared.has_packed_frames == separate.has_packed_frames
+        assert (shared.frame_hashes is None) == (separate.frame_hashes is None)
     with pytest.raises(ValueError, match="read-only"):
         corpus.blocks[0] = 1
 
@@ -129,30 +129,30 @@ def test_a_process_that_dies_while_writing_leaves_the_index_to_the_next(
     assert [path.suffix for path in files(cache)] == [""]
 
 
-def truncate(path: Path, other: bytes) -> None:
+def truncate(path: Path, other_content: bytes) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(path: Path, other: bytes) -> None:
+def flip(path: Path, other_content: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[5000] ^= 1
     path.write_bytes(data)
 
 
-def empty(path: Path, other: bytes) -> None:
+def empty(path: Path, other_content: bytes) -> None:
     path.write_bytes(b"")
 
 
-def swap(path: Path, other: bytes) -> None:
-    path.write_bytes(other)
+def swap(path: Path, other_content: bytes) -> None:
+    path.write_bytes(other_content)
 
 
-def fifo(path: Path, other: bytes) -> None:
+def fifo(path: Path, other_content: bytes) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def link(path: Path, other: bytes) -> None:
+def link(path: Path, other_content: bytes) -> None:
     path.rename(path.with_name("target"))
     path.symlink_to("target")
 
@@ -166,11 +166,11 @@ def test_a_file_that_lies_is_written_again(
     cache: ShardCacheConfig,
 ) -> None:
     Corpus.open(write(make_documents(100, seed=1), "other"), cache)
-    (other,) = files(cache)
+    (other_path,) = files(cache)
     Corpus.open(folder, cache)
-    (path,) = set(files(cache)) - {other}
+    (path,) = set(files(cache)) - {other_path}
     right = path.read_bytes()
-    lie(path, other.read_bytes())
+    lie(path, other_path.read_bytes())
     assert_right(Corpus.open(folder, cache), make_documents(100))
     assert path.read_bytes() == right
     assert path.is_file()
@@ -310,19 +310,19 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
 
 def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
     cache: ByteCache[int, bytes] = ByteCache(limit=5, size_of=len)
-    one = cache.get(1, lambda: bytes(10))
-    assert cache.get(1, lambda: bytes(11)) is one
+    cached = cache.get(1, lambda: bytes(10))
+    assert cache.get(1, lambda: bytes(11)) is cached
     cache.get(2, lambda: bytes(10))
     assert len(cache.get(1, lambda: bytes(12))) == 12
 
 
 def test_threads_make_different_values_together_and_the_same_one_once() -> None:
     cache: ByteCache[int, bytes] = ByteCache(limit=100, size_of=len)
-    barrier, result = Barrier(2, timeout=120), []
+    both, result = Barrier(2, timeout=120), []
 
     def make(key: int) -> bytes:
         result.append(key)
-        barrier.wait()  # fails if one waits for the other
+        both.wait()  # fails if one waits for the other
         return bytes(10)
 
     with ThreadPoolExecutor(6) as pool:
@@ -333,9 +333,9 @@ def test_threads_make_different_values_together_and_the_same_one_once() -> None:
 
 def test_an_evicted_entry_is_made_again_and_frees_its_bytes() -> None:
     cache: ByteCache[str, bytes] = ByteCache(limit=20, size_of=len)
-    one, two = cache.get("a", lambda: bytes(10)), cache.get("b", lambda: bytes(10))
+    first, second = cache.get("a", lambda: bytes(10)), cache.get("b", lambda: bytes(10))
     cache.evict("a")
     cache.evict("a")
     cache.get("c", lambda: bytes(10))
-    assert cache.get("b", lambda: b"") is two, "it still has room"
-    assert cache.get("a", lambda: bytes(10)) is not one
+    assert cache.get("b", lambda: b"") is second, "it still has room"
+    assert cache.get("a", lambda: bytes(10)) is not first

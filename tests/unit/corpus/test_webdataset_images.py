@@ -143,11 +143,11 @@ def test_the_order_is_the_same_on_any_ranks_and_after_a_resume(ranks: int, tmp_p
     """Over more than two epochs, with random crops."""
     timm(tmp_path / "theirs")
     index_images(tmp_path / "theirs", LabelRule())
-    one = joined(tmp_path / "theirs", 1)
-    assert len(one["labels"]) == 60
-    assert sorted(one["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
+    expected = joined(tmp_path / "theirs", 1)
+    assert len(expected["labels"]) == 60
+    assert sorted(expected["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
     several, resumed = joined(tmp_path / "theirs", ranks), joined(tmp_path / "theirs", ranks, position=30)
-    for name, values in one.items():
+    for name, values in expected.items():
         np.testing.assert_array_equal(several[name], values)
         np.testing.assert_array_equal(resumed[name], values[30:])
 

@@ -44,9 +44,9 @@ def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, sm
     corpus = Corpus.open(folder)
     corpus.check_tokenizer(HASH)
     assert corpus.n_blocks >= 4
-    read = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)]
-    for first, second in zip(read, texts, strict=True):
-        np.testing.assert_array_equal(first, second)
+    all_tokens = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)]
+    for actual, expected in zip(all_tokens, texts, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert check_corpus(folder).samples == 40
     assert corpus.read_sample(30).source.startswith(f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005.")
     assert "40" in describe_corpus(folder)

@@ -104,7 +104,7 @@ def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: P
     corpus = Corpus.open(tmp_path / "c")
     assert corpus.blocks.tolist() == [0, 4, 7, 12]
     actual = [sample for block in range(3) for sample in corpus.read_block_samples(block)]
-    assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in actual] == [
+    assert [(sample.key, sample.source, len(sample.tokens), dict(sample.members)) for sample in actual] == [
         (f"k{i}", f"s{i}", i, {"cls": b"%d" % i} if 4 <= i < 7 else {}) for i in range(12)
     ]
     check_corpus(tmp_path / "c")
@@ -141,8 +141,8 @@ def test_frames_are_independent_and_cut_between_samples(corpus: Corpus) -> None:
 
 
 def test_the_same_samples_give_the_same_bytes(write: Write, make_documents: Any) -> None:
-    one, two = (contents(write(make_documents(100), name)) for name in ("one", "two"))
-    assert one == two
+    first, second = (contents(write(make_documents(100), name)) for name in ("one", "two"))
+    assert first == second
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import transformers
 from megatfm.convert.load import load_generation_fields, load_hf_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
-from megatfm.inference.evaluation_tasks import evaluate_questions
+from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_questions, evaluate_task_files
 from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
 from megatfm.inference.likelihood import Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel, open_text_model
@@ -257,6 +257,12 @@ def test_a_model_without_a_chat_template_is_refused(loaded: TextModel, tmp_path:
         harness_model(loaded).chat_template(True)
     with pytest.raises(UsageError, match=r"the tokenizer has no chat template \(chat_template.jinja"):
         harness_model(open_chat_model(write_gpt2(tmp_path / "plain"))).chat_template(True)
+
+
+def test_a_task_file_with_the_name_of_a_harness_task_is_refused() -> None:
+    """One result would replace the other."""
+    with pytest.raises(UsageError, match=r"--harness piqa: a task file has this name.* --task NAME=my/piqa\.toml"):
+        evaluate_task_files(lambda _: pytest.fail("opened"), {"piqa": "my/piqa.toml"}, HarnessTasks(["arc", "piqa"]))
 
 
 @pytest.mark.slow

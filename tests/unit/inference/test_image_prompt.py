@@ -13,7 +13,7 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Sampling
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam
 from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.tokenizers import SentencePieceTokenizer
@@ -50,7 +50,7 @@ def write_images(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("placement", ["before_text", "in_text"])
 def test_several_images_stand_as_in_training(placement: str, tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded, images = make_text_model(tokenizer_model, placement), write_images(tmp_path)
-    prompts = build_prompts(loaded, TEXTS[placement], samples=2, images=images)
+    prompts = build_prompts(loaded, TEXTS[placement], PromptOptions(images=images), samples=2)
     config, tokenizer = loaded.config, loaded.tokenizer
     special = SpecialTokens(tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size)
     objective = build_objective(config.objective, config.model, special, LENGTHS, config.data.images)
@@ -70,16 +70,16 @@ def test_every_image_is_seen(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded, images = make_text_model(tokenizer_model, "before_text"), write_images(tmp_path)
     greedy = Sampling(0.0, 0, 1.0, 0, vocab_size=400)
     texts = {
-        order: generate_text(loaded, "import", greedy, 8, 1, images=[images[place] for place in order])
+        order: generate_text(loaded, "import", greedy, 8, 1, PromptOptions(images=[images[place] for place in order]))
         for order in [(0, 1, 2), (0, 1), (0, 2)]
     }
     assert len({text for (text,) in texts.values()}) == len(texts)
-    assert generate_text_beam(loaded, "import", 8, 1, 0.6, images=images) == texts[0, 1, 2][0]
+    assert generate_text_beam(loaded, "import", 8, 1, 0.6, PromptOptions(images=images)) == texts[0, 1, 2][0]
 
 
 def test_a_prompt_names_all_of_its_images_or_none(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded, images = make_text_model(tokenizer_model, "in_text"), write_images(tmp_path)
     with pytest.raises(UsageError, match=r"the prompt names 1 images .* the number of images .* is 3: name each once"):
-        build_prompts(loaded, f"import {PLACE}", images=images)
+        build_prompts(loaded, f"import {PLACE}", PromptOptions(images=images))
     with pytest.raises(UsageError, match=r"gone\.png: there is no such image"):
-        build_prompts(loaded, "import", images=[*images, tmp_path / "gone.png"])
+        build_prompts(loaded, "import", PromptOptions(images=[*images, tmp_path / "gone.png"]))

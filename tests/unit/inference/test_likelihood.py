@@ -25,6 +25,7 @@ from megatfm.inference.likelihood import (
     round_up_length,
     score,
 )
+from megatfm.inference.prompts import PromptOptions
 from megatfm.inference.text import generate_text, open_text_model
 from megatfm.models import build
 from megatfm.tasks.question_scores import Likelihood
@@ -225,7 +226,8 @@ def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model
     loaded = open_text_model(write_run(tmp_path, tokenizer_model, name), dtype="float64")
     vocabulary = loaded.tokenizer.vocab_size
     alone = [
-        generate_text(loaded, prompt, Sampling(vocab_size=vocabulary), 8, 1, sentinel="never")[0] for prompt in PROMPTS
+        generate_text(loaded, prompt, Sampling(vocab_size=vocabulary), 8, 1, PromptOptions(sentinel="never"))[0]
+        for prompt in PROMPTS
     ]
     assert len(set(alone)) > 3
     letter = next(letter for letter in alone[0][1:] if letter.isprintable())

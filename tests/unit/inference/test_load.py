@@ -17,7 +17,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate
-from megatfm.inference.prompts import build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam, open_text_model
 from megatfm.models import Decoder
 from megatfm.objectives import SpecialTokens
@@ -81,7 +81,7 @@ def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer
 
 
 def test_importing_megatfm_needs_no_torch() -> None:
-    code = "import sys, megatfm, megatfm.commands.generation as c; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatfm, megatfm.commands.models as c; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -91,15 +91,15 @@ def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"):
         open_text_model("meta-llama/Tiny")
     (tmp_path / "runs").mkdir()
-    for path in (tmp_path / "runs/gone", "gone"):
+    for gone in (tmp_path / "runs/gone", "gone"):
         with pytest.raises(UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"):
-            open_text_model(path)
+            open_text_model(gone)
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
-    other = tokenizer_model.replace(b"identity", b"identify")
-    assert other != tokenizer_model
-    (run / "tokenizer.model").write_bytes(other)
+    other_model = tokenizer_model.replace(b"identity", b"identify")
+    assert other_model != tokenizer_model
+    (run / "tokenizer.model").write_bytes(other_model)
     with pytest.raises(UsageError, match="not the tokenizer that step-00000030 was trained with"):
         open_text_model(run)
 
@@ -278,20 +278,22 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     run = opened(tmp_path, tokenizer_model, config, "span_corruption")
     plain, first = run.tokenizer.encode(TEXT).tolist(), run.tokenizer.sentinels[0]
 
-    def given(loaded: TextModel) -> list[int]:
-        prompts = build_prompts(loaded, TEXT, sentinel=sentinel)
+    def encode_prompt_ids(loaded: TextModel) -> list[int]:
+        prompts = build_prompts(loaded, TEXT, PromptOptions(sentinel=sentinel))
         return [token for token in (prompts.encoder or prompts.tokens)[0].tolist() if token != loaded.tokenizer.eos]
 
-    assert given(run) == (plain if sentinel == "never" else [*plain, first])
+    assert encode_prompt_ids(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
-    assert given(replace(run, knows_objective=False)) == ([*plain, first] if sentinel == "always" else plain)
+    assert encode_prompt_ids(replace(run, knows_objective=False)) == (
+        [*plain, first] if sentinel == "always" else plain
+    )
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 
 def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
-        build_prompts(loaded, TEXT, begin="bos")
+        build_prompts(loaded, TEXT, PromptOptions(begin="bos"))
 
 
 def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:
@@ -341,9 +343,9 @@ def test_samples_and_beams_from_a_prompt(
     config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, objective)
-    pieces: list[str] = []
-    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, pieces.append)
-    assert "".join(pieces) == TEXT + greedy
+    shown: list[str] = []
+    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, on_text=shown.append)
+    assert "".join(shown) == TEXT + greedy
     assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 

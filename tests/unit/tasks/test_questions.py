@@ -91,8 +91,8 @@ def test_solved_examples_are_others_and_depend_on_the_question_alone(tmp_path: P
         assert len(shots) == sum(len(solved[number]) for number in used)
     assert len({question.prompt[:20] for question in questions}) > 1, "each question draws its own"
     assert [q.prompt for q in open_evaluation_task(path, limit=3).questions] == [q.prompt for q in questions[:3]]
-    other = open_evaluation_task(write_task(tmp_path, path.read_text() + "shots_seed = 1\n"))
-    assert [q.prompt for q in other.questions] != [q.prompt for q in questions]
+    other_seed = open_evaluation_task(write_task(tmp_path, path.read_text() + "shots_seed = 1\n"))
+    assert [q.prompt for q in other_seed.questions] != [q.prompt for q in questions]
 
 
 def test_solved_examples_of_another_file(tmp_path: Path) -> None:

@@ -161,8 +161,8 @@ def test_cut_questions_and_moved_answers_are_logged(bert: Path) -> None:
 
 def test_both_spellings_of_answers_are_the_same(bert: Path) -> None:
     listed = {"text": ["Bern"], "answer_start": [20]}
-    first, second = (encode(bert, [ROW | {"answers": answers}])[0] for answers in (ROW["answers"], listed))
-    assert first[0].annotation == second[0].annotation
+    from_objects, from_lists = (encode(bert, [ROW | {"answers": answers}])[0] for answers in (ROW["answers"], listed))
+    assert from_lists[0].annotation == from_objects[0].annotation
     none, _ = encode(bert, [ROW | {"answers": {"text": [], "answer_start": []}}], no_answer=True)
     assert none[0].annotation["labels"] == [[0, 0]]
     assert none[0].annotation["answers"] == []
@@ -312,9 +312,9 @@ def test_the_best_threshold_by_brute_force() -> None:
 def test_a_part_of_the_windows_gives_a_part_of_the_questions(tmp_path: Path) -> None:
     answered, _ = predictions(tmp_path, 5)
     has_windows = answered.examples >= 4
-    partial = SpanPredictions(
+    some = SpanPredictions(
         answered.task, answered.corpus, answered.examples[has_windows], answered.words[has_windows],
         answered.logits[has_windows],
     )  # fmt: skip
-    assert 0 < len(partial.questions) <= 10
-    assert 0 <= partial.metrics()["f1"] <= 1
+    assert 0 < len(some.questions) <= 10
+    assert 0 <= some.metrics()["f1"] <= 1

@@ -1,4 +1,4 @@
-"""Labelled files are read as they are, and rows are framed as transformers' tokenizers do; what is wrong is named."""
+"""Rows are framed as transformers' tokenizers frame them, with their labels; what is wrong is named by its row."""
 
 import json
 from collections.abc import Mapping
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers as library
 import transformers
@@ -16,12 +14,12 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
+from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.examples import ExampleFormat, build_frame, truncate_longest
-from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.labelled_texts import LabelledTextEncoder
 from megatfm.tasks.labels import collect_labels, format_label
 from megatfm.tasks.spans import SpanEncoder
@@ -205,16 +203,7 @@ def test_weights_are_as_many_as_labels() -> None:
         TaskConfig(train="a.csv", form="regression", class_weights="balanced")
 
 
-def test_labels_hold_spaces_and_a_row_may_lack_one_in_the_file_s_other_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.CSV").write_bytes(b'\xef\xbb\xbf,text,label\r\n0,a,very good\r\n1,"b\r\nc",not bad \r\n')
-    labels = read_labels(TaskConfig(train=str(tmp_path / "a.CSV")))
-    assert labels == ["not bad", "very good"]
-    assert read_rows(tmp_path / "a.CSV")[1] == {"": "1", "text": "b\r\nc", "label": "not bad "}
-    (tmp_path / "b.jsonl").write_text('{"text":"a","label":"x"}\n{"text":"b","label":"y"}\n{"text":"c"}\n')
-    assert read_labels(TaskConfig(train=str(tmp_path / "b.jsonl"))) == ["x", "y"]
-
-
-def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> None:
+def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     file = tmp_path / "x.csv"
     file.write_text("text,label\nthe cat,yes\na mat,no\n")
@@ -230,6 +219,9 @@ def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> Non
     different = {folder(task(labels=["yes", "no"])), folder(task(), 12), folder(task(), with_labels=False)}
     file.write_text("text,label\nthe cat,no\na mat,no\n")
     assert len(different | {folder(task()), first}) == 5
+    monkeypatch.setattr(ShardWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+    with pytest.raises(OSError, match="disk is full"):
+        folder(task(), 10)
     assert not list(tmp_path.glob(".*partial"))
 
 
@@ -285,83 +277,3 @@ def test_a_tag_stands_at_the_first_piece_of_its_word(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=f"x, row 1: {message}"):
             encode(tmp_path, [rows[0] | bad], form="tagging")
-
-
-ROWS = [{"text": 'He said "ja,\nnein"', "label": "gut"}, {"text": "日本語 — \t x", "label": "schlecht"}]
-
-
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
-    lines = ['"He said ""ja,\nnein""",gut', "日本語 — \t x,schlecht"]
-    (tmp_path / "a.csv").write_text("\n".join(["\ufefftext,label", *lines, ""]), encoding="utf-8")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in ROWS))
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    for name in ("a.csv", "a.jsonl", "a.json", "a.parquet"):
-        assert read_rows(tmp_path / name) == ROWS, name
-
-
-def test_a_tab_separated_file_has_no_quotes(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text('text\tlabel\n"open\t1\r\n')
-    assert read_rows(tmp_path / "a.tsv") == [{"text": '"open', "label": "1"}]
-
-
-def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
-    import datasets
-
-    folder = tmp_path / "saved" / "train"
-    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
-    assert read_rows(folder) == ROWS
-    datasets.load_from_disk(folder).map(lambda row: {"text": row["text"].lower()})  # leaves a cache file
-    assert list(folder.glob("cache-*.arrow"))
-    assert read_rows(folder) == ROWS
-    (folder / "data-00000-of-00001.arrow").write_bytes(b"damaged" * 9)
-    with pytest.raises(UsageError, match=r"data-00000-of-00001\.arrow: can't be read as Arrow's stream"):
-        read_rows(folder)
-    with pytest.raises(UsageError, match=r"holds neither .*: give a split, for example .*saved/train"):
-        read_rows(tmp_path / "saved")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
-        ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
-        (
-            "a.tsv",
-            b'text\tlabel\n"a\tb"\t1\n',
-            "line 2: has 3 fields.*: tabs separate fields within quotes",
-        ),
-        ("a.csv", b"text,label\n", "has no rows"),
-        ("a.csv", b"", "has no rows"),
-        ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,1\n", "line 2: not UTF-8 at byte 11"),
-        ("a.csv", "text,label\na,1\nß,1\n".encode("latin-1"), "line 3: not UTF-8"),
-        ("a.csv", "text,label\na,1\n".encode("utf-16"), "line 1: not UTF-8"),
-        ("a.csv", b"text,label,,\n1,2,,\n", "line 1: has columns without a name"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: \\ud83d is half of a character"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "line 1: no JSON: the key 'text' is there twice"),
-        ("a.jsonl", b'{"text": 1}\n{"text"\n', "line 2: no JSON"),
-        ("a.jsonl", b"3\n", "row 1: is no JSON object"),
-        ("a.parquet", b"PAR2", "can't be read as parquet"),
-        ("a.xlsx", b"", r"not a file of a known kind: give \.csv"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=message) as raised:
-        read_rows(tmp_path / name)
-    assert str(tmp_path / name) in str(raised.value)
-
-
-def test_a_missing_column_is_named_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no column 'sentence', which task.text names; there are: text, label"):
-        require_columns("a.csv", ROWS, {"task.text": "sentence"})
-    with pytest.raises(UsageError, match=r"there are: text, ' label', '': name one of these"):
-        require_columns("a.csv", [{"text": "a", " label": "b", "": "c"}], {"task.label": "label"})
-    with pytest.raises(UsageError, match=r"there are: text;label: its fields seem to be separated by ';'"):
-        require_columns("a.csv", [{"text;label": "a;b"}], {"task.label": "label"})
-
-
-def test_an_escaped_character_of_two_halves_is_one(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
-    assert read_rows(tmp_path / "a.jsonl") == [{"text": "\U0001f600"}]
