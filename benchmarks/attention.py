@@ -260,7 +260,7 @@ def measure_flatness(args: argparse.Namespace, dtype: str, name: str) -> dict[st
 
 def measure_packed(args: argparse.Namespace, dtype: str, length: int) -> dict[str, float]:
     """Return the speed of rows of documents as a multiple of one document's, for full attention and a window."""
-    tensors, ratios = draw_inputs(length, DTYPES[dtype]), {}
+    tensors, ratios = draw_inputs(length, DTYPES[dtype]), dict[str, float]()
     for key, pattern in (("full", Full(causal=True)), (f"window {WINDOW}", Window(WINDOW - 1))):
         if args.wanted(key):
             single = attend_densely if key == "full" else make_block_sparse_case(pattern, length)

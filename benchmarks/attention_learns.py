@@ -36,6 +36,8 @@ IGNORED = -100
 LISTOPS = 17
 """Tokens: MIN, MAX, MED, SM, the closing bracket, ten digits, a token before the expression and one after it."""
 CLOSE, DIGIT, BEFORE, AFTER = 4, 5, 15, 16
+DEPTH, ARGUMENTS, OPERATOR_SHARE = 10, 10, 0.25
+"""The deepest expression, most arguments, and the share of nested items that are operators and not digits."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,6 @@ class Expressions:
 
     longer_than: int = 500
     shorter_than: int = 2000
-    depth: int = 10
-    arguments: int = 10
-    operator: float = 0.25
-    """Share of nested items that are operators and not digits."""
 
     def draw(self, random: Random) -> tuple[list[int], int]:
         """Draw one; return its tokens, with a token before and one after it, and its value."""
@@ -58,7 +56,7 @@ class Expressions:
                 return [BEFORE, *tokens, AFTER], value
 
     def _grow(self, random: Random, depth: int, tokens: list[int]) -> int:
-        if depth >= self.depth or random.random() > self.operator:
+        if depth >= DEPTH or random.random() > OPERATOR_SHARE:
             value = random.randrange(10)
             tokens.append(DIGIT + value)
             return value
@@ -66,8 +64,8 @@ class Expressions:
         tokens.append(operator)
         values = sorted(
             # Once it is too long it is thrown away: nothing of it matters any more.
-            self._grow(random, depth + 1 if len(tokens) < self.shorter_than else self.depth, tokens)
-            for _ in range(random.randint(2, self.arguments))
+            self._grow(random, depth + 1 if len(tokens) < self.shorter_than else DEPTH, tokens)
+            for _ in range(random.randint(2, ARGUMENTS))
         )
         tokens.append(CLOSE)
         median = (values[len(values) // 2] + values[(len(values) - 1) // 2]) // 2
@@ -76,8 +74,7 @@ class Expressions:
 
 @dataclass(frozen=True)
 class ListOps:
-    """Rows of `length` tokens, packed with whole expressions; asked is the value, where all of it has been read
-    (decoders), or at its front (encoders)."""
+    """Rows of `length` tokens, packed with expressions, whose value is asked at their end or (encoders) front."""
 
     length: int
     expressions: Expressions = Expressions()
@@ -116,8 +113,7 @@ class ListOps:
 
 @dataclass(frozen=True)
 class Recall:
-    """Rows of facts, each a key and its value in one token, at random places among fillers, and at the end a question
-    for each key. Facts within a question's reach can be answered, whatever lies further back can't."""
+    """Rows of facts, each a key and its value in one token, among fillers, and at the end a question for each key."""
 
     facts: int = 8
     values: int = 8
@@ -134,8 +130,7 @@ class Recall:
         values = torch.randint(self.values, (count, self.facts), generator=random)
         free = length - self.facts
         places = torch.stack([torch.randperm(free, generator=random)[: self.facts] for _ in range(count)])
-        fillers = self.vocabulary - self.fillers, self.vocabulary
-        tokens = torch.randint(*fillers, (count, length), generator=random)
+        tokens = torch.randint(self.vocabulary - self.fillers, self.vocabulary, (count, length), generator=random)
         tokens.scatter_(1, places, keys * self.values + values)
         asked = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
         tokens[:, -self.facts :] = self.facts * self.values + keys.gather(1, asked)
@@ -158,8 +153,8 @@ class Text:
 
     def __init__(self, folder: Path, length: int) -> None:
         files = [folder] if folder.is_file() else sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.txt"))
-        texts = [torch.tensor(list(file.read_bytes()), dtype=torch.uint8) for file in files]
-        texts = [text for text in texts if len(text) > length]
+        contents = (bytearray(file.read_bytes()) for file in files)
+        texts = [torch.frombuffer(content, dtype=torch.uint8) for content in contents if len(content) > length]
         if len(texts) == 1:
             cut = len(texts[0]) * 19 // 20
             texts = [texts[0][:cut], texts[0][cut:]]
@@ -170,8 +165,7 @@ class Text:
         """Draw a batch [count, length] of spans of files, each from a random offset."""
         random = torch.Generator().manual_seed(seed)
         files = self.held_out if held_out else self.training
-        sizes = torch.tensor([float(len(file)) for file in files])
-        spans = []
+        sizes, spans = torch.tensor([float(len(file)) for file in files]), []
         for which in torch.multinomial(sizes, count, replacement=True, generator=random).tolist():
             start = int(torch.randint(len(files[which]) - self.length, (), generator=random))
             spans.append(files[which][start : start + self.length + 1].long())
@@ -202,10 +196,9 @@ class Sizes(NamedTuple):
         return (self.seed - 1) * 2**20  # of the first row; runs of different seeds share no row
 
 
-def stack_near_and_full(pattern: dict[str, Any], n_near: int) -> dict[str, Any]:
-    """Return overrides for blocks of a pattern, and a block of full attention after them."""
-    types = [*["near"] * n_near, "all"]
-    return {"layer_types": types, "layer_type.near.attention.pattern": pattern, "layer_type.all": {}}
+def stack_near_and_full(pattern: dict[str, Any]) -> dict[str, Any]:
+    """Return overrides for a block of a pattern, and a block of full attention after it."""
+    return {"layer_types": ["near", "all"], "layer_type.near.attention.pattern": pattern, "layer_type.all": {}}
 
 
 def make_models(length: int, near: int, positions: str) -> Models:
@@ -225,10 +218,10 @@ def make_models(length: int, near: int, positions: str) -> Models:
     return {
         "full": {},
         "window": with_pattern({}, **window),
-        "window, then full": stack_near_and_full(window, 1),
+        "window, then full": stack_near_and_full(window),
         "dilated": with_pattern({}, **window, dilation=8),
         "chunked": with_pattern({}, **chunked),
-        "chunked, then full": stack_near_and_full(chunked, 1),
+        "chunked, then full": stack_near_and_full(chunked),
         "strided": with_pattern({}, name="strided", stride=near),
         "fixed": with_pattern({}, name="fixed", stride=near, n_summary_tokens=4),
         "bigbird of a decoder": with_pattern({}, name="bigbird", **blocks),
@@ -351,17 +344,14 @@ def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, fl
 
 
 def learn_text(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, Figures]]:
-    """Yield the loss of decoders of four blocks: full attention, windows, and windows in three blocks of four."""
+    """Yield the loss of decoders of four blocks: full attention, and windows."""
     text, near = Text(args.folder, sizes.length), max(sizes.length // 32, 8)
-    window = {"name": "window", "width": near}
-    models: Models = {"full": {}, "window": {"attention.pattern": window}}
-    models["window three times, then full"] = stack_near_and_full(window, 3)
+    models: Models = {"full": {}, "window": {"attention.pattern": {"name": "window", "width": near}}}
     wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
     for name, model in select(models, args.only):
         batches = (text.draw_batch(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
         network, seconds = train({**wider, **model}, batches, sizes)
-        losses = measure_by_position(network, text, sizes.judged)
-        yield name, {"width": near, "nats a byte": losses, "seconds": seconds}
+        yield name, {"width": near, "nats a byte": measure_by_position(network, text, sizes.judged), "seconds": seconds}
 
 
 TASKS = {

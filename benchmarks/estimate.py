@@ -59,11 +59,11 @@ STEP = [
 
 def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
     """Draw shapes, of multiples of 16, between the smallest and the largest of the table's sizes."""
-    draw, largest, shapes = random.Random(seed), max(map(prod, matmul_shapes("cpu"))), []
+    draw, largest, shapes = random.Random(seed), max(map(prod, matmul_shapes("cpu"))), list[tuple[int, int, int]]()
     while len(shapes) < count:
-        shape = tuple(16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
-        if prod(shape) <= largest:
-            shapes.append(shape)
+        m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
+        if m * n * k <= largest:
+            shapes.append((m, n, k))
     return shapes
 
 

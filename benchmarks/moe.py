@@ -208,14 +208,14 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
     for side in names:
         ratios = [a / b for a, b in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)]
         candidate = sides.get(side)
-        has_experts = candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
+        modules = candidate.model.modules() if candidate else ()
         cells = (
             name,
             side,
             f"{n_tokens / statistics.median(seconds_taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             f"{measure_saved_bytes(candidate, tokens) / n_tokens / 1e3:.1f}" if candidate else "",
-            f"{compute_imbalance(candidate):.2f}" if has_experts else "",
+            f"{compute_imbalance(candidate):.2f}" if candidate and any(isinstance(m, MoE) for m in modules) else "",
         )
         yield f"| {' | '.join(cells)} |"
 

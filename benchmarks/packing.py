@@ -247,7 +247,7 @@ def write_corpus(folder: Path, documents: int) -> None:
             file.truncate(size)
         index = IndexFile(file=f"{name}.index.zst", bytes=len(data), blake3=blake3(data).hexdigest())
         digest, n_tokens = blake3(name.encode()).hexdigest(), int(tokens.sum())
-        sizes = {"samples": SHARD_DOCUMENTS, "tokens": n_tokens, "text_bytes": 4 * n_tokens}
+        sizes: dict[str, Any] = {"samples": SHARD_DOCUMENTS, "tokens": n_tokens, "text_bytes": 4 * n_tokens}
         shards.append(CorpusShard(file=f"{name}.tar.zst", bytes=size, blake3=digest, **sizes, index=index))
     Manifest(token_dtype="uint16", tokenizer_hash="t", shards=tuple(shards), provenance={}).save(folder)
 

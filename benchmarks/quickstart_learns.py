@@ -262,7 +262,9 @@ def iter_documents(corpus: Path) -> Iterator[Tensor]:
 
 def compute_entropy(corpus: Path) -> float:
     """Return the entropy of a corpus's token frequencies, in nats."""
-    counts = sum(torch.bincount(tokens, minlength=4096).double() for tokens in iter_documents(corpus))
+    counts = torch.zeros(4096, dtype=torch.float64)
+    for tokens in iter_documents(corpus):
+        counts += torch.bincount(tokens, minlength=len(counts))
     return float(torch.special.entr(counts / counts.sum()).sum())
 
 
