@@ -94,7 +94,7 @@ class ClassResults:
 
 
 @dataclass(frozen=True)
-class PictureGallery:
+class EmbeddedGallery:
     """Pictures of one kind, as data URIs with captions."""
 
     title: str
@@ -278,10 +278,10 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def read_galleries(run: Run) -> list[PictureGallery]:
+def read_galleries(run: Run) -> list[EmbeddedGallery]:
     """Return the pictures that `megatfm evaluate --images` has written; notes those that can't be read."""
     entries = run.pictures.get("galleries")
-    galleries: list[PictureGallery] = []
+    galleries: list[EmbeddedGallery] = []
     n_unreadable, remaining = 0, MAX_PICTURES
     for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, Mapping):
@@ -296,7 +296,7 @@ def read_galleries(run: Run) -> list[PictureGallery]:
                 n_unreadable += 1
         remaining -= len(pictures)
         if pictures:
-            galleries.append(PictureGallery(str(entry.get("title", "")), str(entry.get("note", "")), pictures))
+            galleries.append(EmbeddedGallery(str(entry.get("title", "")), str(entry.get("note", "")), pictures))
     if n_unreadable:
         run.notes.append(f"{n_unreadable} picture(s) left out that can't be read")
     return galleries
