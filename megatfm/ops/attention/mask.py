@@ -104,11 +104,13 @@ class AttentionMask(Protocol):
         pair depends only on their distance; None: there are none."""
 
     def document_spans(self) -> DocumentSpans | None:
-        """The documents of packed rows, if queries see all keys of their document, or all that are not later; None for
-        other masks, and if each row is one document or not whole."""
+        """Return the documents of packed rows, if queries see all keys of their document, or all that are not later.
+
+        None for other masks, if each row is one document, and for a part of a row.
+        """
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """Return the whole mask as bands of tiles; None if it is no band. fused: see `block_plan.bands`."""
+        """Return the mask as bands of tiles; None if it has no such form. fused: see `bands.make_bands`."""
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that all layers with this mask share; `make` is called once for each key."""

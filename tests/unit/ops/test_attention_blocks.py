@@ -13,8 +13,8 @@ from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longfo
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import keyed_random
-from megatfm.ops.attention import block_plan, block_sparse, flex, relative_bias, tile
-from megatfm.ops.attention.mask import AttentionMask, DenseMask
+from megatfm.ops.attention import bands, block_plan, block_sparse, flex, relative_bias, tile
+from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.support.pattern_models import SameChunkPattern
 
@@ -31,10 +31,10 @@ PATTERNS = [
 @pytest.fixture(autouse=True)
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and tiles that T is no multiple of, several chunks of each, and masks made in several parts."""
-    monkeypatch.setattr(block_plan, "TILE_SIZES", (4, 8, 16))
-    monkeypatch.setattr(block_plan, "KEY_ALIGNMENT", 4)
-    monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", 1)
-    monkeypatch.setattr(block_plan, "MAX_CAUSAL_TILE", 45)
+    monkeypatch.setattr(bands, "TILE_SIZES", (4, 8, 16))
+    monkeypatch.setattr(bands, "KEY_ALIGNMENT", 4)
+    monkeypatch.setattr(bands, "MIN_MEAN_LENGTH", 1)
+    monkeypatch.setattr(bands, "MAX_CAUSAL_TILE", 45)
     monkeypatch.setattr(tile, "MAX_TILE_SCORES", 3 * B * N * 16)
     monkeypatch.setattr(block_sparse, "SIZE", SIZE)
     monkeypatch.setattr(block_sparse, "MAX_SCORES", 3 * N * SIZE * SIZE)
@@ -99,7 +99,7 @@ def test_full_attention_is_computed_in_tiles(kv_heads: int) -> None:
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     pattern_mask = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
     visits, *_ = block_sparse._plan_visits(pattern_mask, tensors[0], tensors[1], has_dropout=False, fused=True)
-    wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
+    wide = [visit for visit in visits if isinstance(visit, Band)]
     assert sorted((band.row, band.first_query, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
     ]
@@ -249,7 +249,7 @@ def test_faults_of_block_masks_are_found(
     fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
-    monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", T)
+    monkeypatch.setattr(bands, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     pattern_mask, broken = (
@@ -289,8 +289,8 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         (pattern.band, [(None, 0, T)]),
     ):
         broken = PatternMask(pattern, copy_layout(layout), 0, N)
-        bands = block_plan.make_bands(sides, documents, torch.device("cpu"), fused=True)
-        monkeypatch.setattr(broken, "bands", lambda *, fused, result=bands: result)
+        broken_bands = bands.make_bands(sides, documents, torch.device("cpu"), fused=True)
+        monkeypatch.setattr(broken, "bands", lambda *, fused, result=broken_bands: result)
         assert compare(draw_inputs(2), broken) > 1e-3
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, compute_block_bounds
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.block_plan import make_bands
+from megatfm.ops.attention.bands import make_bands
 from megatfm.ops.attention.mask import Band, BuiltinMask, DocumentSpans
 
 T = TypeVar("T")
