@@ -23,7 +23,6 @@ GREEDY = Sampling()
 class TextRequest:
     """A prompt, the maximal number of new tokens, and stop texts: the continuation ends before the first of them.
 
-
     prompt: a text, which is framed as in training, or token ids, which are read as they are. place: of the prompt, for
     errors.
     """
@@ -36,7 +35,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True)
-class NumberedPrompts:
+class NumberedRequest:
     """A request with its number among all, by which its draws are told apart, and its prompt as tokens."""
 
     number: int
@@ -75,10 +74,10 @@ def generate_texts(
         if cut_prompts and limit is not None:
             room = limit + 1 - request.max_tokens
             n_cut += len(prompts.tokens[0]) > room
-            prompts = _fit(prompts, room)
+            prompts = _cut_start(prompts, room)
         elif request.place:
             _check_room(loaded, request, prompts)
-        items.append(NumberedPrompts(number, request, prompts))
+        items.append(NumberedRequest(number, request, prompts))
     if n_cut:
         log.warning("%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit)
     return map_blocks(items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size)
@@ -98,14 +97,14 @@ def _check_room(loaded: TextModel, request: TextRequest, prompts: Prompts) -> No
         raise UsageError(f"{request.place}: {error}") from None
 
 
-def _fit(prompts: Prompts, room: int) -> Prompts:
+def _cut_start(prompts: Prompts, room: int) -> Prompts:
     """Keep the last `room` tokens of a decoder's prompt, at least one."""
     if len(prompts.tokens[0]) <= room:
         return prompts
     return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
 
 
-def _generate_block(loaded: TextModel, block: Sequence[NumberedPrompts]) -> list[str]:
+def _generate_block(loaded: TextModel, block: Sequence[NumberedRequest]) -> list[str]:
     """Continue prompts together until all are done."""
     request, first = block[0].request, block[0].prompts
     rows = [TextRow(loaded, item.prompts.tokens[0], request.stop) for item in block]

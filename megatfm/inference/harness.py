@@ -144,14 +144,14 @@ class HarnessRequests:
     ) -> list[tuple[float, bool]]:
         """Return log p(continuation | context) in nats, and whether the continuation is greedy, of each pair."""
         encoded = [(chat and chat.split(*pair)) or encode_continuation(self._loaded, *pair) for pair in pairs]
-        truncated = [self._fit(continuation) for continuation in encoded]
+        truncated = [self._cut_context(continuation) for continuation in encoded]
         n_cut = sum(len(after.tokens) < len(before.tokens) for after, before in zip(truncated, encoded, strict=True))
         if n_cut:
             log.warning("%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit)
         scored = score(self._loaded.model, truncated, batch_size=self._batch_size)
         return [(likelihood.log_probability, bool(likelihood.is_greedy)) for likelihood in scored]
 
-    def _fit(self, continuation: Continuation) -> Continuation:
+    def _cut_context(self, continuation: Continuation) -> Continuation:
         """Cut a context at its start so that the model's positions suffice. Raises UsageError if no context is left."""
         surplus = len(continuation.tokens) - (self._limit or len(continuation.tokens))
         if surplus <= 0:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,9 +36,16 @@ from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
 FilePredictions = Predictions | SpanPredictions | GeneratedAnswers
-Collected = tuple[FilePredictions | None, float, int, Mapping[str, float]]
-"""Predictions or answers, mean loss, number of examples, and the objective's metrics."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
+
+
+class EvaluatedFile(NamedTuple):
+    """What a model gives for a file: predictions or answers, mean loss, number of examples, the objective's metrics."""
+
+    predictions: FilePredictions | None = None
+    loss: float = math.nan
+    n_examples: int = 0
+    objective_metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,18 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
     task = config.task
     assert task is not None
     sets = {name: path for name in ("validation", "test") if (path := getattr(task, name))}
-    collected = _predict(run_dir, config, tokenizer, sets, with_labels=True)
-    if collected is None:
+    evaluated = _evaluate_files(run_dir, config, tokenizer, sets, with_labels=True)
+    if evaluated is None:
         return None
-    source, by_set = collected
+    source, by_set = evaluated
     results: dict[str, dict[str, Any]] = {}
     threshold = None if task.validation else 0.0
-    for name, (predictions, loss, n_examples, objective_metrics) in by_set.items():
-        results[name] = {"examples": n_examples, "loss": loss}
+    for name, file_result in by_set.items():
+        predictions, loss = file_result.predictions, file_result.loss
+        results[name] = {"examples": file_result.n_examples, "loss": loss}
         if not task.has_head:
-            results[name] |= {"metrics": objective_metrics or {"perplexity": math.exp(loss)}, "intervals": {}}
+            metrics = dict(file_result.objective_metrics) or {"perplexity": math.exp(loss)}
+            results[name] |= {"metrics": metrics, "intervals": {}}
         if predictions is None:
             continue
         if isinstance(predictions, SpanPredictions):
@@ -139,10 +148,10 @@ def predict_file(
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     if target.exists() and target.samefile(file):
         raise UsageError(f"--out {target}: the predictions would overwrite the rows: give another file")
-    collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
-    if collected is None:
+    evaluated = _evaluate_files(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
+    if evaluated is None:
         return None
-    predictions, *_ = collected[1]["predicted"]
+    predictions = evaluated[1]["predicted"].predictions
     assert predictions is not None
     if isinstance(predictions, SpanPredictions):
         predictions = replace(predictions, threshold=_read_threshold(run_dir))
@@ -173,9 +182,9 @@ def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
     return config, tokenizer
 
 
-def _predict(
+def _evaluate_files(
     run_dir: Path, config: Config, tokenizer: Tokenizer, files: Mapping[str, str], *, with_labels: bool
-) -> tuple[Path, dict[str, Collected]] | None:
+) -> tuple[Path, dict[str, EvaluatedFile]] | None:
     """Return the checkpoint and the results of each file; None on ranks other than 0. Collective."""
     task = config.task
     assert task is not None
@@ -198,21 +207,22 @@ def _predict(
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         engine = build_engine(config, mesh, rank.device, precision)
         load_weights(engine, source)
-        results: dict[str, Collected] = {}
+        results: dict[str, EvaluatedFile] = {}
         for name, rows in corpora.validation.items():
             with collect_predictions(get_engine_model(engine)) if task.has_head else nullcontext() as collector:
                 result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
             predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
-            n_examples = corpora_read[name].n_examples
-            results[name] = (predictions, float(result["loss"]), n_examples, result.get("metrics", {}))
+            results[name] = EvaluatedFile(
+                predictions, float(result["loss"]), corpora_read[name].n_examples, result.get("metrics", {})
+            )
         for name, file in files.items():
             if task.text_metrics or name not in tokenized:
-                _, *loss_and_counts = results.get(name, (None, math.nan, 0, {}))
-                results[name] = (_generate(engine, tokenizer, config, file), *loss_and_counts)  # type: ignore[assignment]
+                answers = _generate_answers(engine, tokenizer, config, file)
+                results[name] = results.get(name, EvaluatedFile())._replace(predictions=answers)
     return (source, results) if rank.is_main else None
 
 
-def _generate(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> GeneratedAnswers:
+def _generate_answers(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> GeneratedAnswers:
     """Generate answers to the rows of a file. Collective."""
     if not isinstance(engine, RunsModel):
         raise UsageError(
