@@ -1,0 +1,136 @@
+"""Modelled peak memory against executed ranks: what torch's allocator on a CPU holds in a step.
+
+    OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py > benchmarks/results/DATE-estimate-memory.md
+
+Small models of each family train in float32 by gloo on this machine's CPU, each layout on as many processes as it has
+ranks. torch's profiler records every allocation; the peak is that of the second step, which has the optimizer's state,
+and of the fullest rank. The estimate is of an H100 without what CUDA reserves. It models a GPU's kernels; a CPU has
+others for attention, norms and experts.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import common
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatfm.config import Config, load_config
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import estimator
+from megatfm.imaginary.step import batches_of
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.verify.shrink import objective_for
+
+TEXT = ["model.n_layers=3", "model.vocab_size=4096", "data.sequence_length=512", "train.micro_batch=2"]
+WIDTH = ["model.d_model=256", "model.attention.n_heads=4", "model.ffn.d_ff=1024"]
+FAMILIES = {
+    "gpt2-124m": [*TEXT, *WIDTH],
+    "llama3-8b": [*TEXT, *WIDTH, "model.attention.n_kv_heads=2", "model.attention.head_dim=64"],
+    "olmoe-1b-7b": [*TEXT, *WIDTH, "model.ffn.d_ff=256", "model.ffn.n_experts=8", "model.ffn.top_k=2"],
+    "bert-base": [*TEXT, *WIDTH],
+    "t5-base": [*TEXT, *WIDTH, "model.attention.head_dim=64", "model.n_encoder_layers=3", "data.target_length=512"],
+    "vit-ti16": ["model.n_layers=3", "train.micro_batch=8"],
+}
+"""Preset → overrides of its small model."""
+MICROBATCHES = 2
+CASES = (
+    ("gpt2-124m", 2, "parallel.zero=0"),
+    ("gpt2-124m", 2, "parallel.zero=1"),
+    ("gpt2-124m", 2, "parallel.tp=2"),
+    ("gpt2-124m", 2, "parallel.pp=2"),
+    ("llama3-8b", 2, "parallel.zero=1"),
+    ("llama3-8b", 2, "parallel.zero=2 parallel.grad_accumulation=sharded"),
+    ("llama3-8b", 2, "parallel.zero=3"),
+    ("llama3-8b", 2, "parallel.zero=3 train.recompute=full"),
+    ("olmoe-1b-7b", 2, "parallel.zero=1"),
+    ("olmoe-1b-7b", 4, "parallel.zero=3 parallel.ep=2"),
+    ("bert-base", 2, "parallel.zero=1"),
+    ("bert-base", 2, "parallel.zero=3"),
+    ("t5-base", 2, "parallel.zero=0"),
+    ("t5-base", 2, "parallel.tp=2"),
+    ("vit-ti16", 2, "parallel.zero=0"),
+    ("vit-ti16", 2, "parallel.zero=3"),
+)
+
+
+def make_config(preset: str, ranks: int, layout: str) -> Config:
+    """The small model in a layout, with two micro-batches."""
+    words = [*FAMILIES[preset], *layout.split(), "train.precision=fp32", "train.compile=false", "train.device=cpu"]
+    words += [f"model.{key}dropout=0" for key in ("", "attention.", "ffn.")]  # with it, a CPU computes all scores
+    words += ["data.train=d", "data.tokenizer=t"] if preset != "vit-ti16" else []
+    config = load_config(preset, [*words, "parallel.dp_shard=-1", "train.global_batch=1024"])
+    parallel = config.parallel
+    data_ranks = ranks // (parallel.tp * parallel.pp)
+    rows = MICROBATCHES * config.train.micro_batch * data_ranks
+    return config.with_changes({"parallel.dp_shard": data_ranks, "train.global_batch": rows})
+
+
+def measure_rank(rank: int, ranks: int, preset: str, layout: str, folder: str) -> None:
+    """Take two steps as one rank, and write the most bytes that were allocated at once in the second."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    config = make_config(preset, ranks, layout)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        mesh = build_mesh(config.parallel, ranks, "cpu")
+        engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
+        drawn = batches_of(config, mesh.data_ranks, None)
+        batches = [{name: torch.as_tensor(field).clone() for name, field in batch.items()} for batch in drawn]
+        objective = objective_for(config)
+        for step in range(2):
+            with record_function(f"step {step}"):
+                engine.forward_backward(batches, objective)
+                engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+    events = recorded.profiler.kineto_results.events()
+    start = next(event.start_ns() for event in events if event.name() == "step 1")
+    live = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live) if event.start_ns() >= start else live
+    Path(folder, f"{rank}").write_text(str(peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(preset: str, ranks: int, layout: str) -> int:
+    """Bytes of the fullest executed rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ranks, preset, layout, folder
+        torch.multiprocessing.start_processes(measure_rank, arguments, nprocs=ranks, start_method="fork")
+        return max(int(Path(folder, f"{rank}").read_text()) for rank in range(ranks))
+
+
+def model(preset: str, ranks: int, layout: str) -> int:
+    """Modelled bytes of the fullest rank, without those that CUDA reserves."""
+    with estimator(make_config(preset, ranks, layout), load_cluster("h100", ranks)) as opened:
+        worst = opened.estimate(opened.base).worst
+    return worst.total - worst.reserved
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--only", nargs="*", help="presets to run")
+    args: argparse.Namespace = parser.parse_args()
+    print("# Modelled and executed peak memory\n")
+    print(f"MB of the fullest rank, {common.today()}: `OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py`.\n")
+    print("| Small model of | ranks | layout | executed | modelled | error |\n|---|---|---|---|---|---|", flush=True)
+    errors = []
+    for preset, ranks, layout in CASES:
+        if args.only and preset not in args.only:
+            continue
+        executed, modelled = measure(preset, ranks, layout), model(preset, ranks, layout)
+        errors.append(abs(modelled / executed - 1))
+        cells = [preset, ranks, layout.replace("parallel.", ""), f"{executed / 1e6:.1f}", f"{modelled / 1e6:.1f}"]
+        print(f"| {' | '.join(map(str, cells))} | {100 * (modelled / executed - 1):+.1f} % |", flush=True)
+    print(f"\n{len(errors)} configs: median error {100 * statistics.median(errors):.1f} %, ", end="")
+    print(f"largest {100 * max(errors):.1f} %. torch {torch.__version__}.")
+
+
+if __name__ == "__main__":
+    main()
