@@ -1,8 +1,21 @@
-"""Two towers under every kind of layout: loss of the global batch and each gradient as on one device, in float64."""
+"""Two towers under every kind of layout: loss of the global batch and each gradient as on one device, in float64.
+
+The memory of the loss does not grow with the number of ranks.
+"""
+
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
+from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss
+from megatfm.parallel.data_ring import DataRing
 from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
@@ -101,3 +114,49 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(workers: Workers) -> None
     for ranks in (1, 3):
         for terms in workers.run(evaluate, ranks, ranks):
             assert terms == expected
+
+
+class LargestOutput(TorchDispatchMode):
+    """Records the largest tensor that an operation allocates, in bytes."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = operator(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        self.n_bytes = max(self.n_bytes, *sizes, 0)
+        return outputs
+
+
+PAIRS, FEATURE_WIDTH, CHUNK = 48, 40, 16
+"""Pairs of each rank; a chunk of logits is smaller than a block of features, which is smaller than all logits."""
+
+
+def measure_loss_memory(kind: Any) -> tuple[int, int]:
+    """Bytes of the largest tensor of a step and of the retrieval ranks, and of all that the forward pass keeps."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    images, texts = (torch.randn(PAIRS, FEATURE_WIDTH, generator=generator, requires_grad=True) for _ in range(2))
+    scale = torch.full((1,), 2.0, requires_grad=True)
+    bias = torch.full((1,), -1.0, requires_grad=True) if kind == "sigmoid" else None
+    ring, storages = DataRing(dist.group.WORLD), dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with LargestOutput() as largest:
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = contrastive_loss(images, texts, scale, bias, LossOptions(kind, ring, CHUNK))
+        loss.backward()
+        compute_retrieval_ranks(images, texts, torch.arange(PAIRS), ring, CHUNK)
+    return largest.n_bytes, sum(storages.values())
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_memory_of_the_loss_does_not_grow_with_ranks(workers: Workers, kind: str) -> None:
+    """The largest is a block of features; kept are this rank's, scale and bias, and two numbers for each pair."""
+    features = 4 * PAIRS * FEATURE_WIDTH
+    numbers = 4 * (2 * PAIRS + (2 if kind == "sigmoid" else 1))
+    for ranks in (1, 2, 4):
+        for largest, saved in workers.run(measure_loss_memory, ranks, kind):
+            assert (largest, saved) == (features, 2 * features + numbers), ranks
