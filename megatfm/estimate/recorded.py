@@ -1,5 +1,6 @@
 """Reads the memory and speed that a run recorded, and estimates the same run."""
 
+import math
 import pickle
 import re
 import statistics
@@ -14,7 +15,7 @@ from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import GIB, NODE, device_names, load_cluster
 from megatfm.estimate.estimator import Estimator, estimator
-from megatfm.report.run import Run
+from megatfm.report.run import Run, parse_count
 from megatfm.train.profiling import SNAPSHOT_DIR
 
 FIRST_STEPS = 10
@@ -50,12 +51,13 @@ def read_recorded(folder: Path) -> Recorded:
     """Read the facts of a run directory. Raises UsageError for another folder."""
     run = Run(folder)
     memory, environment = run.get_curve("memory_bytes"), run.environment
-    peak, at = max(zip(memory.values, memory.steps, strict=True), default=(0, 0))
+    finite = [(n_bytes, step) for n_bytes, step in zip(memory.values, memory.steps, strict=True) if n_bytes < math.inf]
+    peak, at = max(finite, default=(0, 0))
     snapshots = sorted((folder / SNAPSHOT_DIR).glob("rank-*.pickle"))
     return Recorded(
         gpu=str(environment.get("gpu", "")),
-        processes=int(environment.get("processes", 1)),
-        machines=int(environment.get("machines", 1)),
+        processes=parse_count(environment.get("processes")) or 1,
+        machines=parse_count(environment.get("machines")) or 1,
         peak=int(peak),
         peak_step=int(at),
         step_seconds=_median(run, "step_seconds"),

@@ -21,7 +21,14 @@ from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
 from megatfm.report.evaluation_charts import describe_metric, get_loss_unit, list_baselines
 from megatfm.report.predictions import compute_class_results, read_galleries
-from megatfm.report.run import Run, find_non_default_settings, flatten, make_unique_names, split_sections
+from megatfm.report.run import (
+    Run,
+    find_non_default_settings,
+    flatten,
+    make_unique_names,
+    parse_count,
+    split_sections,
+)
 from megatfm.report.run_charts import (
     compute_time_shares,
     make_expert_load_maps,
@@ -112,8 +119,8 @@ def make_resume_command(run: Run) -> str:
     folder, environment = shlex.quote(str(run.folder)), run.environment
     # For runs of older versions, which didn't record the number of processes: the axes in the layout table.
     axes = re.findall(r"\b(?:dp_replicate|dp_shard|tp|pp|cp) (\d+)\b", run.plan.partition("\n")[0])
-    processes = _parse_count(environment.get("processes")) or math.prod(map(int, axes))
-    machines = _parse_count(environment.get("machines")) or 1
+    processes = parse_count(environment.get("processes")) or math.prod(map(int, axes))
+    machines = parse_count(environment.get("machines")) or 1
     per_machine = -(-processes // machines)
     if processes == 1:
         return f"megatfm train {folder}"
@@ -125,10 +132,6 @@ def make_resume_command(run: Run) -> str:
     if machines > 1:  # to be run on each machine
         return f"torchrun --nnodes {machines} --nproc-per-node {per_machine} … -m megatfm train {folder}"
     return f"megatfm launch {folder} --nproc {processes}"
-
-
-def _parse_count(text: object) -> int:
-    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
 def format_subtitle(run: Run) -> str:

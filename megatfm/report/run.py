@@ -329,3 +329,8 @@ def format_setting(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def parse_count(text: object) -> int:
+    """Return a number of processes or machines from `environment.json`; 0 if it is none."""
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0

@@ -276,6 +276,16 @@ def test_the_device_is_the_one_of_the_run(run: Path) -> None:
         assert device_of(read_recorded(run)) == expected
 
 
+def test_numbers_of_a_damaged_run_are_left_out(run: Path) -> None:
+    facts = {"gpu": "none", "processes": "eight", "machines": None}
+    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "step": 99, "memory_bytes": Infinity}\n')
+    recorded = read_recorded(run)
+    assert (recorded.processes, recorded.machines) == (1, 1)
+    assert (recorded.peak, recorded.peak_step) == (2 << 30, 2)
+
+
 def test_a_cpu_has_to_be_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "environment.json").write_text('{"gpu": "none"}', encoding="utf-8")
     with pytest.raises(SystemExit):
