@@ -40,7 +40,7 @@ RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
 class EvaluatedFile(NamedTuple):
-    """What a model gives for a file: predictions or answers, mean loss, number of examples, the objective's metrics."""
+    """Results of a file: predictions or answers, mean loss, number of examples, the objective's metrics."""
 
     predictions: FilePredictions | None = None
     loss: float = math.nan
