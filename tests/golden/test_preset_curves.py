@@ -49,6 +49,25 @@ SMALL_SWIN = {
     "model.stages": "{layers = [2, 1], heads = [2, 4], grid = [4, 4]}",
     "model.attention": '{name = "windowed", pattern = {name = "windows_2d", window = 2}}',
 }  # fmt: skip
+SMALL_SWIN_V2 = SMALL_SWIN | {
+    "model.position": '{name = "log_relative_2d"}', "model.norm.placement": "res_post",
+    "model.stages": '{layers = [2, 1], heads = [2, 4], grid = [4, 4], merging_norm = "output"}',
+    "model.attention": '{name = "windowed", cosine = true, pattern = {name = "windows_2d", window = 2}}',
+}  # fmt: skip
+SMALL_MVIT = {
+    "model.family": "hierarchical", "model.n_layers": 3, "model.position": '{name = "relative_axes"}',
+    "model.stages": "{layers = [1, 2], heads = [1, 2], grid = [4, 4]}", "model.attention": '{name = "pooled"}',
+    "model.embedding.name": "overlapping_patches", "model.embedding.margin": 1,
+}  # fmt: skip
+SMALL_LLAVA = {
+    "model.vocab_size": VOCABULARY, "model.attention.n_heads": 2, "model.connector.image_token_id": 6,
+    "model.init": '{name = "normal", std = 0.1}', "model.vision_tower.d_model": 16, "model.vision_tower.n_layers": 2,
+    "model.vision_tower.n_heads": 2, "model.vision_tower.d_ff": 32, "model.vision_tower.grid": "[4, 4]",
+    "model.vision_tower.embedding.patch_size": 2, "model.vision_tower.embedding.channels": 1,
+    "model.vision_tower.embedding.mean": "[0.5]", "model.vision_tower.embedding.std": "[0.5]",
+    "objective.image_placement": "before_text", "data.images": "{size = 8}", "data.sequence_length": 17,
+    "data.target_length": 24, "optimizer": '{name = "adamw", lr = 3e-3}', "train.steps": 100,
+}  # fmt: skip
 SMALL_TOWERS = {
     "model.vocab_size": VOCABULARY, "model.attention.n_heads": 2, "model.embedding.patch_size": 2,
     "model.embedding.channels": 1, "model.embedding.mean": "[0.5]", "model.embedding.std": "[0.5]",
@@ -79,10 +98,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "objective": '{name = "masked_image", mask_ratio = 0.5}', "data.sequence_length": 8, "data.target_length": 16,
     },
     f"{VISION}-swin": SMALL_VISION | SMALL_SWIN,
+    f"{VISION}-swin-v2": SMALL_VISION | SMALL_SWIN_V2,
+    f"{VISION}-mvit-v2": SMALL_VISION | SMALL_MVIT,
     f"{VISION}-simmim": SMALL_VISION | SMALL_SWIN | {
         "model.embedding.mask_token": "true", "objective": '{name = "simmim", mask_size = 4}',
         "model.extra_heads": '{pixels = {name = "pixels", stride = 4}}',
     },
+    "llava-1.5-7b": SMALL_VISION | SMALL_LLAVA,
     "clip-b16": SMALL_VISION | SMALL_TOWERS,
     "siglip-b16": SMALL_VISION | SMALL_TOWERS | {
         "data.sequence_length": 16, "model.contrastive.width": 32, "model.text_tower.d_model": 32,
@@ -91,7 +113,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GOLDEN_STEPS = {
     "gpt2-124m": 60, "t5-base": 24, "bert-base": 30, "electra-small": 60, VISION: 30, f"{VISION}-mae": 30,
-    f"{VISION}-swin": 30, f"{VISION}-simmim": 30, "clip-b16": 30, "siglip-b16": 30,
+    f"{VISION}-swin": 30, f"{VISION}-swin-v2": 30, f"{VISION}-mvit-v2": 30, f"{VISION}-simmim": 30, "clip-b16": 30,
+    "siglip-b16": 30, "llava-1.5-7b": 30,
     **dict.fromkeys(MOE_ROUTERS, MOE_GOLDEN_STEPS),
 }  # fmt: skip
 """So many are golden: soon after, curves depend on the processor (docs/LOG.md)."""
@@ -151,7 +174,18 @@ def test_no_expert_is_much_busier_than_the_mean(name: str, workers: Workers) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bert-base", "electra-small", VISION, f"{VISION}-mae", f"{VISION}-swin", "clip-b16", "siglip-b16"]
+    "name",
+    [
+        "bert-base",
+        "electra-small",
+        VISION,
+        f"{VISION}-mae",
+        f"{VISION}-swin",
+        f"{VISION}-swin-v2",
+        f"{VISION}-mvit-v2",
+        "clip-b16",
+        "siglip-b16",
+    ],
 )
 def test_encoders_learn(name: str, workers: Workers) -> None:
     """A classifier better than guessing, an autoencoder better than the mean of each patch, towers than any pair."""
