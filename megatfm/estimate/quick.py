@@ -64,19 +64,38 @@ def _scale_operator(op: Operator, factor: int, tokens: int, weights: frozenset[i
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Passes:
-    """Running sums over the split points: seconds of both passes and of gradients of weights, of traffic in both on the
-    link of data parallelism, saved bytes; and the largest workspace and boundary of a block, in bytes."""
+    """Passes of the split points. sums: running sums, by row: seconds of forward, backward, gradients of weights, and
+    traffic in both passes on the link of data parallelism; then saved bytes. workspace, boundary: the largest of a
+    block, in bytes."""
 
-    forward: Numbers
-    backward: Numbers
-    weight_part: Numbers
-    shared_forward: Numbers
-    shared_backward: Numbers
-    saved: Numbers
+    sums: Numbers
     workspace: float
     boundary: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of a pipeline. bounds: first split point of each, then the number of split points; to_rank: [stages,
+    ranks], 1 where a rank has a stage; is_sender: 1 for a stage whose output goes to another rank."""
+
+    bounds: NDArray[np.int64]
+    rank_of: Sequence[int]
+    to_rank: Numbers
+    is_sender: Numbers
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], rank_of: Sequence[int], ranks: int) -> "Stages":
+        """Make them of the number of split points in each stage."""
+        rank = np.asarray(rank_of)
+        is_sender = np.append(rank[1:] != rank[:-1], False).astype(float)
+        return cls(np.cumsum([0, *lengths]), rank_of, np.eye(ranks)[rank], is_sender)
+
+    def differences(self, sums: Numbers) -> Numbers:
+        """Return each stage's share of running sums [rows, split points + 1]."""
+        at_bounds = sums[:, self.bounds]
+        return at_bounds[:, 1:] - at_bounds[:, :-1]
 
 
 class QuickScores:
@@ -86,7 +105,8 @@ class QuickScores:
         self.estimator, self.cluster = estimator, estimator.cluster
         self._passes: dict[object, Passes] = {}
         self._is_compiled: dict[object, bool] = {}
-        self._sizes: dict[object, tuple[Numbers, Numbers, Numbers, float]] = {}
+        self._sizes: dict[object, tuple[Numbers, float]] = {}
+        self._stages: dict[object, Stages] = {}
 
     @cached_property
     def _optimizer_bytes(self) -> float:
@@ -97,36 +117,19 @@ class QuickScores:
         parallel = config.parallel
         axes = axes_of(parallel)
         passes = self._passes_of(config, axes)
-        bounds, rank_of = self._stage_bounds(config)
-        stage_rank = np.asarray(rank_of)
-
-        def by_stage(sums: Numbers) -> Numbers:
-            return np.diff(sums[bounds])
-
-        def by_rank(values: Numbers) -> Numbers:
-            return np.bincount(stage_rank, values, parallel.pp).astype(np.float64)
-
-        dense_sums, expert_sums, outside_sums, block = self._weight_sums(config)
-        dense, experts, outside = (by_rank(by_stage(sums)) for sums in (dense_sums, expert_sums, outside_sums))
-        forward, backward, weight_part, *shared = (
-            by_rank(by_stage(sums))
-            for sums in (
-                passes.forward,
-                passes.backward,
-                passes.weight_part,
-                passes.shared_forward,
-                passes.shared_backward,
-            )
-        )
+        stages = self._stages_of(config)
+        numels, block = self._weight_sums(config)
+        dense, experts, outside = stages.differences(numels) @ stages.to_rank
+        by_stage = stages.differences(passes.sums)
+        forward, backward, weight_part, *shared = by_stage[:-1] @ stages.to_rank
         in_flight = microbatches_in_flight(
             parallel.pp_schedule if parallel.pp > 1 else "1f1b",
             parallel.pp,
             parallel.stages_per_rank,
             microbatches,
-            rank_of,
+            stages.rank_of,
         )
-        is_sender = np.append(stage_rank[1:] != stage_rank[:-1], False)
-        saved = by_rank((by_stage(passes.saved) + is_sender * passes.boundary) * in_flight)
+        saved = ((by_stage[-1] + stages.is_sender * passes.boundary) * in_flight) @ stages.to_rank
         n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
         seconds = self._seconds(
             config, microbatches, axes, passes, forward, backward, weight_part, shared, dense, experts
@@ -271,30 +274,33 @@ class QuickScores:
             self._is_compiled[key] = compiles(config, self.cluster.device)
         return self._is_compiled[key]
 
-    def _weight_sums(self, config: Config) -> tuple[Numbers, Numbers, Numbers, float]:
-        """Return running sums over split points of dense and expert elements and of those outside blocks, and the
+    def _weight_sums(self, config: Config) -> tuple[Numbers, float]:
+        """Return running sums over split points: of dense and expert elements, and of those outside blocks; and the
         largest block's elements."""
         parallel = config.parallel
         key = parallel.tp, parallel.ep, parallel.expert_tp
         if key not in self._sizes:
             weights = self.estimator.local_weights(config)
             n = 1 + max(index for w in weights for index in w.parts)
-            self._sizes[key] = (
+            sums = (
                 _running_numel(weights, n, lambda w: not w.is_expert),
                 _running_numel(weights, n, lambda w: w.is_expert),
                 _running_numel(weights, n, lambda w: not w.in_block),
-                max(numel_by_block(weights).values(), default=0),
             )
+            self._sizes[key] = np.stack(sums), max(numel_by_block(weights).values(), default=0)
         return self._sizes[key]
 
-    def _stage_bounds(self, config: Config) -> tuple[NDArray[np.int64], list[int]]:
-        """Return the first split point of each stage, then their number; and each stage's rank."""
-        n = len(self.estimator.split_points(config))
-        if config.parallel.pp == 1:
-            return np.array([0, n]), [0]
-        pipeline = self.estimator.pipeline(config)
-        lengths = [len(stage.split_points) for stage in pipeline.stages]
-        return np.cumsum([0, *lengths]), pipeline.stage_to_rank
+    def _stages_of(self, config: Config) -> Stages:
+        parallel = config.parallel
+        pipeline = self.estimator.pipeline(config) if parallel.pp > 1 else None
+        if id(pipeline) not in self._stages:
+            if pipeline is None:
+                stages = Stages.from_lengths([len(self.estimator.split_points(config))], [0], 1)
+            else:
+                lengths = [len(stage.split_points) for stage in pipeline.stages]
+                stages = Stages.from_lengths(lengths, pipeline.stage_to_rank, parallel.pp)
+            self._stages[id(pipeline)] = stages
+        return self._stages[id(pipeline)]
 
 
 def microbatches_in_flight(
@@ -340,17 +346,5 @@ def _sum_passes(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, c
     )
     boundary = max(part.output_bytes for _, part in pairs if part.is_block)
 
-    def running(values: Sequence[float]) -> Numbers:
-        return np.cumsum([0.0, *values])
-
-    forward, backward = zip(*passes, strict=True)
-    return Passes(
-        running(forward),
-        running(backward),
-        running(weight),
-        running(shared[0]),
-        running(shared[1]),
-        running(saved),
-        workspace,
-        boundary,
-    )
+    rows = [*zip(*passes, strict=True), weight, *shared, saved]
+    return Passes(np.array([np.cumsum([0.0, *row]) for row in rows]), workspace, boundary)
