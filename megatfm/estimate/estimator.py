@@ -13,7 +13,7 @@ from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
-from megatfm.estimate.comparing import kept_feature_bytes
+from megatfm.estimate.contrastive import kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile

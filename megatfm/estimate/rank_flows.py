@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from megatfm.config import Config
-from megatfm.estimate.comparing import add_ring_flows
+from megatfm.estimate.contrastive import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of

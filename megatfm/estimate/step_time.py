@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatfm.config import Config
-from megatfm.estimate.comparing import takes_two_passes
+from megatfm.estimate.contrastive import takes_two_passes
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
