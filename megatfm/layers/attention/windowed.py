@@ -94,7 +94,8 @@ class WindowedAttention(nn.Module):
     def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
         """Return position biases, with −∞ between different cells, [1, N · G, S, S]; None without either."""
         device, dtype = q_INSC.device, q_INSC.dtype
-        hidden_GSS = sequence.cached(("hidden", windows, dtype), lambda: _make_cell_mask(windows, device, dtype))
+        key = "hidden", windows.size, windows.window, windows.shift, dtype  # torch.compile cannot keep `windows` itself
+        hidden_GSS = sequence.cached(key, lambda: _make_cell_mask(windows, device, dtype))
         if self.position is None:
             n_heads = q_INSC.shape[1] // windows.count
             return None if hidden_GSS is None else hidden_GSS.repeat(n_heads, 1, 1)[None]

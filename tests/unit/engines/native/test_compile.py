@@ -1,5 +1,7 @@
-"""Compiled blocks: who compiles them unasked, and how."""
+"""Compiled blocks: who compiles them unasked, and how; models of images have the gradients of eager blocks."""
 
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatfm.config import ModelConfig, load_config
+from megatfm.config import ModelConfig, ParallelConfig, load_config
 from megatfm.engines.native.compile import RECOMPILE_LIMIT, compile_all, keeps_attention_eager, should_compile
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import kernels, reference
+from tests.support.batches import PassThroughObjective, family_case
+from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
 from tests.support.pattern_models import (
     ROW_LENGTH,
     SCORE_MODELS,
@@ -159,3 +165,78 @@ def test_kernels_are_still_chosen_by_trying_where_products_send(monkeypatch: pyt
     assert tried["max_autotune"]
     assert "max_autotune" not in plain
     assert plain["_micro_pipeline_tp"]
+
+
+def image_case(name: str) -> tuple[ModelConfig, dict[str, Tensor], type[PassThroughObjective]]:
+    """A model of images, a batch and the class of its objective."""
+    if name in IMAGE_MODELS:
+        return IMAGE_MODELS[name], image_model_batch(name), ImageObjective
+    return *family_case(name, deep=False), PassThroughObjective
+
+
+def compare_compiled_images(name: str, backend_name: str) -> int:
+    """Compare loss and gradients with one device's, in float64; return how many graphs were made."""
+    config, batch, objective_class = image_case(name)
+    model, objective, loss = one_device_reference(config, batch, objective_class)
+    backend: Callable[..., Any] = torch._dynamo.lookup_backend(backend_name)
+    real, graphs = nn.Module.compile, []
+
+    def make_graph(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", lambda self, **options: real(self, **options, backend=make_graph))
+        engine = build_engine(config, ParallelConfig(), ADAMW, compile_blocks=True)
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+    torch._dynamo.reset()
+    assert stats.loss == pytest.approx(loss, rel=1e-12)
+    assert model_gradient_errors(engine, model) == {}
+    return len(graphs)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("class", 2),
+        ("swin", 5),
+        ("mvit v2", 3),
+        pytest.param("mae", 4, marks=pytest.mark.slow),
+        pytest.param("swin v2", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_of_images_equal_one_device(workers: Workers, name: str, blocks: int, backend: str) -> None:
+    """A ViT, Swin, MViTv2, a masked autoencoder and Swin V2, with dropout and stochastic depth; no graph is broken."""
+    (graphs,) = workers.run(compare_compiled_images, 1, name, backend, timeout=200.0)
+    assert graphs >= blocks
+
+
+TWO_BLOCKS = {"class": {}, "swin": {"stages.layers": (2,), "stages.heads": (4,)}, "mvit v2": {"stages.layers": (1, 1)}}
+"""Model → what makes it one of two blocks. Swin's are of one stage, the second with shifted windows."""
+
+
+def compare_machine_code(name: str) -> None:
+    """Compare inductor's code with eager blocks, in float32."""
+    config, batch, objective_class = image_case(name)
+    config = config.with_changes({"n_layers": 2, **TWO_BLOCKS[name]})
+    _, objective, _ = one_device_reference(config, batch, objective_class)
+    losses, gradients = [], []
+    for is_compiled in (False, True):
+        engine = build_engine(config, ParallelConfig(), ADAMW, precision="fp32", compile_blocks=is_compiled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+            losses.append(engine.forward_backward(microbatches(engine, batch)[:1], objective).loss)
+        gradients.append(engine.gradients())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for parameter, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][parameter], gradient, rtol=1e-4, atol=1e-6), parameter
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", TWO_BLOCKS)
+def test_machine_code_of_images_equals_eager_blocks(workers: Workers, name: str) -> None:
+    """As close as that of text (`tests/unit/engines/test_pipeline.py`)."""
+    workers.run(compare_machine_code, 1, name, timeout=800.0)
