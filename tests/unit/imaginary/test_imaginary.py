@@ -42,6 +42,7 @@ def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize(
     ("preset", "parallel"),
     [
@@ -71,6 +72,7 @@ def test_an_imaginary_rank_sends_what_a_real_one_does(
     }
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize("preset", ["swin-t", "mvitv2-t", "xlnet-base", "t5-base"])
 def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
     """Smaller maps and the order of prediction are known to the host; Adafactor's norms stay on the device."""
@@ -134,6 +136,7 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
         assert ring.lengths(5, torch.device("cpu")) == [5, 5, 5]
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize(
     ("preset", "tolerance", "layout"),
     [
