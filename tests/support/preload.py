@@ -14,7 +14,10 @@ MODULES = [
     "megatfm.cli", "megatfm.train.trainer", "megatfm.verify.rank_processes",
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
-    MODULES += ["scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert"]
+    MODULES += [
+        "scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert",
+        "torch._inductor.compile_fx",  # DeepSpeed's optimizers import it, too
+    ]  # fmt: skip
 
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
 gc.disable()

@@ -43,6 +43,7 @@ def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize(
     ("preset", "parallel"),
     [
@@ -72,6 +73,7 @@ def test_an_imaginary_rank_sends_what_a_real_one_does(
     }
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize("preset", ["swin-t", "mvitv2-t", "xlnet-base", "t5-base"])
 def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
     """Smaller maps and the order of prediction are known to the host; Adafactor's norms stay on the device."""
@@ -151,6 +153,7 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
     assert (seen, outputs.shape) == ([12], (24, 3))
 
 
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize(
     ("preset", "tolerance", "layout"),
     [

@@ -30,6 +30,7 @@ def case(layout: Recommended) -> object:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize("layout", [case(layout) for layout in recommended()])
 def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> None:
     traced = traced_layout(layout)
