@@ -47,7 +47,7 @@ def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path:
     )
     path = write(
         tmp_path / "mine.toml",
-        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ path = "s3://b/v" }}\n',
+        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n',
     )
     config = load_config(path)
     assert (config.plugins, config.log.sinks) == ([], ["console"])

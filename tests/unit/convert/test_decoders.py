@@ -360,8 +360,8 @@ def test_ids_rates_and_how_to_generate_travel(
     back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", expected))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
         assert back[key] == original[key], key
-    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": [9, 11], "top_k": 3}
+    generation_config = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert generation_config == {"eos_token_id": [9, 11], "top_k": 3}
 
     origin = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))["origin"]
     assert tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
