@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
+from megatfm.commands import generation
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import tokenizer_files
