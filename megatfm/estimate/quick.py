@@ -77,8 +77,11 @@ class Passes:
 
 @dataclass(frozen=True)
 class StageSums:
-    """Stages of a pipeline, for sums over them. bounds: first split point of each, then the number of split points; to_rank: [stages,
-    ranks], 1 where a rank has a stage; is_sender: 1 for a stage whose output goes to another rank."""
+    """Stages of a pipeline, for sums over them.
+
+    bounds: first split point of each, then the number of split points; to_rank: [stages, ranks], 1 where a rank has a
+    stage; is_sender: 1 for a stage whose output goes to another rank.
+    """
 
     bounds: NDArray[np.int64]
     rank_of: Sequence[int]
