@@ -306,12 +306,14 @@ def run_published(args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------ search
 
 SEARCHES = (
-    ("llama3-8b", 16), ("llama3-8b", 64), ("olmoe-1b-7b", 16), ("olmoe-1b-7b", 64), ("olmoe-1b-7b", 128),
-    ("qwen3-30b-a3b", 64), ("deepseek-v3", 256),
+    ("llama3-8b", 16), ("llama3-8b", 64), ("olmoe-1b-7b", 16), ("olmoe-1b-7b", 32), ("olmoe-1b-7b", 64),
+    ("olmoe-1b-7b", 128), ("olmoe-1b-7b", 256), ("qwen3-30b-a3b", 64), ("deepseek-v3", 256),
 )  # fmt: skip
+"""Presets and GPUs. OLMoE's have 1, 2.1, 4, 6.4 and 9.2 times as many candidates."""
 
 
 def add_search(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--only", nargs="*", help="presets to search layouts of")
     return run_search
 
 
@@ -323,7 +325,7 @@ def run_search(args: argparse.Namespace) -> None:
         "CPU seconds on one core, imports left out: `OMP_NUM_THREADS=1 python benchmarks/estimate.py search`.",
         table="| Preset | GPUs | layouts | refused | fit | CPU seconds | ms a layout |",
     )
-    for preset, gpus in SEARCHES:
+    for preset, gpus in (case for case in SEARCHES if not args.only or case[0] in args.only):
         cluster = load_cluster("h100", gpus)
         tp_sizes = [size for size in list_divisors(gpus) if size <= cluster.node.gpus]
         with estimator(load_config(preset), cluster, tp_sizes) as opened:

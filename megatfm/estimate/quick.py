@@ -76,9 +76,12 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Stages of a pipeline. bounds: first split point of each, then the number of split points; to_rank: [stages,
-    ranks], 1 where a rank has a stage; is_sender: 1 for a stage whose output goes to another rank."""
+class StageSums:
+    """Stages of a pipeline, for sums over them.
+
+    bounds: first split point of each, then the number of split points; to_rank: [stages, ranks], 1 where a rank has a
+    stage; is_sender: 1 for a stage whose output goes to another rank.
+    """
 
     bounds: NDArray[np.int64]
     rank_of: Sequence[int]
@@ -86,7 +89,7 @@ class Stages:
     is_sender: Numbers
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], rank_of: Sequence[int], ranks: int) -> "Stages":
+    def from_lengths(cls, lengths: Sequence[int], rank_of: Sequence[int], ranks: int) -> "StageSums":
         """Make them of the number of split points in each stage."""
         rank = np.asarray(rank_of)
         is_sender = np.append(rank[1:] != rank[:-1], False).astype(float)
@@ -106,7 +109,7 @@ class QuickScores:
         self._passes: dict[object, Passes] = {}
         self._is_compiled: dict[object, bool] = {}
         self._sizes: dict[object, tuple[Numbers, float]] = {}
-        self._stages: dict[object, Stages] = {}
+        self._stages: dict[object, StageSums] = {}
 
     @cached_property
     def _optimizer_bytes(self) -> float:
@@ -290,15 +293,15 @@ class QuickScores:
             self._sizes[key] = np.stack(sums), max(numel_by_block(weights).values(), default=0)
         return self._sizes[key]
 
-    def _stages_of(self, config: Config) -> Stages:
+    def _stages_of(self, config: Config) -> StageSums:
         parallel = config.parallel
         pipeline = self.estimator.pipeline(config) if parallel.pp > 1 else None
         if id(pipeline) not in self._stages:
             if pipeline is None:
-                stages = Stages.from_lengths([len(self.estimator.split_points(config))], [0], 1)
+                stages = StageSums.from_lengths([len(self.estimator.split_points(config))], [0], 1)
             else:
                 lengths = [len(stage.split_points) for stage in pipeline.stages]
-                stages = Stages.from_lengths(lengths, pipeline.stage_to_rank, parallel.pp)
+                stages = StageSums.from_lengths(lengths, pipeline.stage_to_rank, parallel.pp)
             self._stages[id(pipeline)] = stages
         return self._stages[id(pipeline)]
 
