@@ -1,0 +1,84 @@
+"""The report of a run whose files are damaged or can't be written."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.report import write_report
+from tests.support.reported_runs import report_page
+
+
+def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
+    (run / "environment.json").write_text("{")
+    (run / "baselines.json").write_text("[]")
+    (run / "events.jsonl").write_text("7\n")
+    page = report_page(run)
+    for name in ("environment.json", "baselines.json", "events.jsonl"):
+        assert name in page.text
+    assert len(page.charts()) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "note"),
+    [
+        ("metrics.jsonl", {"step": 10**30, "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+        ("metrics.jsonl", {"step": "7", "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+        ("metrics.jsonl", {"step": 1, "loss": 10**400}, "step 1 of 1,000"),
+        ("metrics.jsonl", {"step": 1, "loss": 1.0, "tasks": 5, "terms": [1], "loss_by_source": 2}, "step 1 of 1,000"),
+        ("metrics.jsonl", {"step": 1, "loss": 1.0, "norms": {"layer": {"load": {"x": 1}}}}, "step 1 of 1,000"),
+        ("events.jsonl", {"time": 1e300, "event": "stopped"}, "stopped"),
+        ("events.jsonl", {"time": math.inf, "event": "stopped"}, "stopped"),
+        ("../../corpora/prep.json", {"steps": [{"step": "read"}]}, "prep.json of train is not shown"),
+        ("../../corpora/prep.json", {"steps": [], "notes": 7}, "prep.json of train is not shown"),
+    ],
+)
+def test_impossible_values_of_side_files_do_not_stop_the_report(run: Path, name: str, line: object, note: str) -> None:
+    (run / name).write_text(json.dumps(line) + "\n")
+    assert note in report_page(run).text
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("train = 3", "finished"),
+        ('[train]\nsteps = "many"', "finished"),
+        ("data = [3]", "Corpus"),
+        ('objective = "causal"', "nats per token"),
+        ('[data]\ntrain = "pipe:cat corpus"', "a corpus has no commands to run"),
+        ('[data.mixture]\ncode = { path = "a", weight = 0 }', "the mixture's weights are not shown"),
+        ('[data.mixture]\ncode = { path = "a" }', "the mixture's weights are not shown"),
+    ],
+)
+def test_a_config_of_the_wrong_form_does_not_stop_the_report(run: Path, config: str, text: str) -> None:
+    (run / "config.toml").write_text(config + "\n")
+    assert text in report_page(run).text
+
+
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
+        write_report(tmp_path)
+
+
+def test_a_broken_config_is_one_line(run: Path) -> None:
+    (run / "config.toml").write_text("name = \n")
+    with pytest.raises(MegatfmError, match=r"config.toml: can't read the run's config") as caught:
+        write_report(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(run)
+    old = (run / "report.html").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MegatfmError, match=r"report.html: No space left on device"):
+        write_report(run)
+    assert (run / "report.html").read_bytes() == old
+    assert not list(run.glob(".*"))
