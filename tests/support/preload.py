@@ -1,4 +1,4 @@
-"""What the server imports from which ranks and commands are forked, so that none of them imports it again.
+"""Imports of the server from which ranks and commands are forked, so that none of them imports these again.
 
 No search for garbage traverses these modules: not while they are imported, and in no fork.
 """
