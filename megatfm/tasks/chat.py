@@ -26,7 +26,7 @@ ASSISTANT = "assistant"
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-"""What rendering a template may raise: errors of Jinja, and of Python in the template's expressions."""
+"""Errors that rendering a template may raise: those of Jinja, and of Python in the template's expressions."""
 log = logging.getLogger("megatfm")
 CHAT_FORMS = ("chat", "preference")
 """Forms of tasks whose answers a chat template ends."""

@@ -44,7 +44,7 @@ def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[s
 
 
 CLASSIFYING_PYRAMIDS = ("swin", "mvit v2", "swin v2")
-"""Of FAMILY_MODELS; maps shrink and widths grow from stage to stage."""
+"""Names in FAMILY_MODELS; maps shrink and widths grow from stage to stage."""
 RECOMPUTED = {
     2: {"tp2": (ParallelConfig(tp=2), "full"),
         "tp2 without sequence parallel": (ParallelConfig(tp=2, sequence_parallel=False), "selective"),
