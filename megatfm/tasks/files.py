@@ -67,8 +67,8 @@ def read_row_text(path: str, row_number: int, row: Row, column: str) -> str:
     """Return the text of a row's column. Raises UsageError if it is empty or not a text."""
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
-        shown = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
-        refuse_row(path, row_number, f"column {column!r} is {shown}: give a text, or take the row out")
+        description = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
+        refuse_row(path, row_number, f"column {column!r} is {description}: give a text, or take the row out")
     return value
 
 

@@ -147,9 +147,9 @@ class LabelledTextEncoder:
             value = [part for part in map(str.strip, value.split(separator)) if part]
         value = [] if value is None and may_be_empty else value
         if not isinstance(value, list) or not (value or may_be_empty):
-            shown = "empty" if value in (None, []) else f"{value!r:.40}, no list"
+            description = "empty" if value in (None, []) else f"{value!r:.40}, no list"
             refuse_row(
-                self.path, row_number, f"column {column!r} is {shown}: give a list of texts, or take the row out"
+                self.path, row_number, f"column {column!r} is {description}: give a list of texts, or take the row out"
             )
         return [format_label(item) for item in value]
 

@@ -190,7 +190,7 @@ def test_a_task_with_another_config_is_refused(
 
 
 class StoppedError(BaseException):
-    """As a kill, nothing handles it."""
+    """An exit that, as a kill, nothing handles."""
 
 
 @pytest.mark.parametrize("stage", ["import.00001", "import"])

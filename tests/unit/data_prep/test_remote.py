@@ -119,7 +119,7 @@ def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tm
 
 
 class KilledError(BaseException):
-    """As a kill, nothing handles it."""
+    """An exit that, as a kill, nothing handles."""
 
 
 def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ FEW = [
 
 
 class StoppedError(BaseException):
-    """As a kill, nothing handles it."""
+    """An exit that, as a kill, nothing handles."""
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
 
 
 def test_splits_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
-    """As the Hub stores them, data/train-00000-of-00002.parquet beside data/test-…; parts of one split are joined."""
+    """Files named as by the Hub, data/train-00000-of-00002.parquet beside data/test-…; parts of a split are joined."""
     table = pyarrow.Table.from_pylist(ROWS)
     for part in range(2):
         pyarrow.parquet.write_table(table, tmp_path / f"train-{part:05d}-of-00002.parquet")

@@ -238,5 +238,5 @@ def compare_machine_code(name: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TWO_BLOCKS)
 def test_machine_code_of_images_equals_eager_blocks(workers: Workers, name: str) -> None:
-    """As close as that of text (`tests/unit/engines/test_pipeline.py`)."""
+    """Inductor equals eager as closely as for text (`tests/unit/engines/test_pipeline.py`)."""
     workers.run(compare_machine_code, 1, name, timeout=800.0)
