@@ -59,9 +59,10 @@ def expert_moments(backward: Recording, gradients: Sequence[int], complete: int)
     return [ExpertMoment(n_bytes, *key) for key, n_bytes in fullest.items()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartProfile:
-    """Passes of a split point. input_bytes, output_bytes: of the activations that it reads and writes.
+    """Passes of a split point; equal to itself alone. input_bytes, output_bytes: of the activations that it reads and
+    writes.
 
     forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
     whole_backward_peak: with these. expert_moments: the fullest ones, if experts exchange tokens. gradients: in the

@@ -126,6 +126,7 @@ class LocalModel:
             self._expert_names = expert_names(self.model)
             self._is_zigzag = make_zigzag_predicate(self.model)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
+            self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
@@ -183,7 +184,7 @@ class LocalModel:
     ) -> PartProfile:
         self._recorder = recorder = OperatorRecorder()
         self._experts_complete = 0
-        weights = frozenset(recorder.number(p) for p in self.model.parameters())
+        weights = frozenset(map(recorder.number, self._parameters.values()))
         saved: dict[int, SavedTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class LocalModel:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         peak, gradients, moments = self._backward_peak(backward)
-        for parameter in self.model.parameters():
+        for parameter in self._parameters.values():
             parameter.grad = None
         return PartProfile(
             point.name,
@@ -230,7 +231,7 @@ class LocalModel:
         """Return the most bytes that a backward pass has live beside gradients of weights, those gradients, and the
         fullest moments with gradients of experts."""
         number = self._recorder.number
-        gradients_of = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients_of = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         names = {number(gradient): name for name, gradient in gradients_of.items()}
         live = backward.live_without(names)
         gradients = []

@@ -6,7 +6,7 @@ form. `search.py` estimates the best in full.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,21 @@ from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimator, compiles
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.step_time import OVERLAP, PartTime, part_time
+from megatfm.estimate.part_time import PartTime, part_kernels, part_time
+from megatfm.estimate.step_time import OVERLAP
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node
 from megatfm.estimate.weights import LocalWeight, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 
 Numbers = NDArray[np.float64]
+CACHED_PARTS = 512
+"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
+CACHED_PARTS = 512
+"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
+CACHED_PARTS = 512
+"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
+CACHED_PARTS = 512
+"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,17 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class PartPasses:
+    """Passes of one split point. saved_bytes: between them; recomputed_bytes: of tensors that its recomputation makes
+    anew."""
+
+    profile: PartProfile
+    time: PartTime
+    saved_bytes: int
+    recomputed_bytes: int
+
+
+@dataclass(frozen=True)
 class StageSums:
     """Stages of a pipeline, for sums over them.
 
@@ -110,6 +130,18 @@ class QuickScores:
         self._is_compiled: dict[object, bool] = {}
         self._sizes: dict[object, tuple[Numbers, float]] = {}
         self._stages: dict[object, StageSums] = {}
+        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
+        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
+        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
+        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
+        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
+        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
+        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
+        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
+        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
+        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
+        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
+        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
 
     @cached_property
     def _optimizer_bytes(self) -> float:
@@ -256,17 +288,19 @@ class QuickScores:
             single_row = config.model_copy(update={"train": train.model_copy(update={"micro_batch": 1})})
             profile = self.estimator.profile(single_row)
             tokens = max(1, config.data.sequence_length // parallel.cp)
-            times: dict[int, tuple[PartTime, PartProfile]] = {}
-            pairs = []
+            fp8 = train.precision.startswith("fp8")
+            times: dict[PartProfile, PartPasses] = {}
             for index, part in enumerate(profile.parts):
-                if id(part) not in times:
-                    scaled = scale_profile(part, train.micro_batch, tokens)
-                    times[id(part)] = (
-                        part_time(config, self.cluster, scaled, index, (), axes, compiled=compiled),
-                        scaled,
-                    )
-                pairs.append(times[id(part)])
-            self._passes[full_key] = _sum_passes(pairs, train.recompute, compiled)
+                if part not in times:
+                    scaled = self._scale_profile(part, train.micro_batch, tokens)
+                    kernels = self._part_kernels(scaled, train.recompute, compiled=compiled, fp8=fp8)
+                    time = part_time(config, self.cluster, scaled, kernels, index, (), axes)
+                    saved = self._saved_bytes(scaled, train.recompute, compiled)
+                    recomputed = 0
+                    if part.is_block and train.recompute != "none":
+                        recomputed = self._saved_bytes(scaled, "none", compiled) - saved
+                    times[part] = PartPasses(scaled, time, saved, recomputed)
+            self._passes[full_key] = _sum_passes([times[part] for part in profile.parts])
         return self._passes[full_key]
 
     def _compiles(self, config: Config) -> bool:
@@ -333,21 +367,14 @@ def _running_numel(weights: Sequence[LocalWeight], n: int, is_counted: Callable[
     return np.cumsum(sizes)
 
 
-def _sum_passes(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, compiled: bool) -> Passes:
-    passes = [time.total(reduces=False) for time, _ in pairs]
-    saved = [part.saved_bytes(recompute, compiled) for _, part in pairs]
-    weight = [time.backward.total * time.weight_share for time, _ in pairs]
-    shared = [time.shared_forward for time, _ in pairs], [time.shared_backward for time, _ in pairs]
-    recomputed = [
-        part.saved_bytes("none", compiled) - n_bytes if part.is_block and recompute != "none" else 0
-        for (_, part), n_bytes in zip(pairs, saved, strict=True)
-    ]
+def _sum_passes(parts: Sequence[PartPasses]) -> Passes:
+    passes = [part.time.total(reduces=False) for part in parts]
+    weight = [part.time.backward.total * part.time.weight_share for part in parts]
+    shared = [part.time.shared_forward for part in parts], [part.time.shared_backward for part in parts]
+    blocks = {part.profile: part for part in parts if part.profile.is_block}
     workspace = max(
-        max(part.forward_peak, part.backward_peak + n_bytes)
-        for (_, part), n_bytes in zip(pairs, recomputed, strict=True)
-        if part.is_block
+        max(block.forward_peak, block.backward_peak + part.recomputed_bytes) for block, part in blocks.items()
     )
-    boundary = max(part.output_bytes for _, part in pairs if part.is_block)
-
-    rows = [*zip(*passes, strict=True), weight, *shared, saved]
+    boundary = max(block.output_bytes for block in blocks)
+    rows = [*zip(*passes, strict=True), weight, *shared, [part.saved_bytes for part in parts]]
     return Passes(np.array([np.cumsum([0.0, *row]) for row in rows]), workspace, boundary)

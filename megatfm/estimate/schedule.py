@@ -6,6 +6,9 @@ from functools import lru_cache
 
 from megatfm.parallel.pipeline_schedule import Action, Kind, build_schedule
 
+Ends = Mapping[str, Sequence[list[float | None]]]
+"""Ends of passes by kind, stage and micro-batch; None: it has not run."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -53,7 +56,7 @@ def simulate(
     """Simulate a step. seconds: "F", "B", "I", "W" → time of each stage. transfer: between stages on two ranks."""
     queues = _order_passes(schedule, ranks, stages_per_rank, microbatches)
     positions, free, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-    ends: dict[tuple[int, str, int], float] = {}
+    ends: Ends = {kind: [[None] * microbatches for _ in rank_of] for kind in "FBW"}
     passes: list[Pass] = []
     is_progressing = True
     while is_progressing:
@@ -68,7 +71,7 @@ def simulate(
                 free[rank] = end = start + cost
                 busy[rank] += cost
                 kind = "B" if action.kind == "I" else action.kind
-                ends[action.stage, kind, action.microbatch] = end
+                ends[kind][action.stage][action.microbatch] = end
                 passes.append(Pass(rank, action.stage, action.kind, action.microbatch, start, end))
                 positions[rank] += 1
                 is_progressing = True
@@ -77,23 +80,21 @@ def simulate(
     return Timeline(passes, max(free), busy, count_in_flight(queues))
 
 
-def _ready(
-    action: Action, ends: Mapping[tuple[int, str, int], float], rank_of: Sequence[int], transfer: float
-) -> float | None:
+def _ready(action: Action, ends: Ends, rank_of: Sequence[int], transfer: float) -> float | None:
     """Return when a pass can start, as the passes before it have ended; None while one of them has not run."""
-    stage, kind, i = action
-    needed: list[tuple[int, str, int]] = []
+    stage, kind, microbatch = action
     if kind == "F":
-        needed = [(stage - 1, "F", i)] if stage else []
+        needed = [("F", stage - 1)] if stage else []
     elif kind == "W":
-        needed = [(stage, "B", i)]
+        needed = [("B", stage)]
     else:
-        needed = [(stage, "F", i), *([(stage + 1, "B", i)] if stage + 1 < len(rank_of) else [])]
+        needed = [("F", stage), ("B", stage + 1)] if stage + 1 < len(rank_of) else [("F", stage)]
     latest = 0.0
-    for key in needed:
-        if key not in ends:
+    for needed_kind, needed_stage in needed:
+        end = ends[needed_kind][needed_stage][microbatch]
+        if end is None:
             return None
-        latest = max(latest, ends[key] + transfer * (rank_of[key[0]] != rank_of[stage]))
+        latest = max(latest, end + transfer * (rank_of[needed_stage] != rank_of[stage]))
     return latest
 
 

@@ -6,38 +6,16 @@ from dataclasses import dataclass, fields
 from megatfm.config import Config
 from megatfm.estimate.contrastive import takes_two_passes
 from megatfm.estimate.devices import Cluster
-from megatfm.estimate.operators import Operator
-from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.rank_flows import (
-    add_context_flows,
-    add_expert_flows,
-    parts_of,
-    rank_flows,
-    recomputed_operators,
-)
-from megatfm.estimate.roofline import Seconds, pass_seconds
+from megatfm.estimate.part_profile import ModelProfile
+from megatfm.estimate.part_time import PartTime, part_kernels, part_time
+from megatfm.estimate.rank_flows import parts_of, rank_flows
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.stalls import fullest_share
-from megatfm.estimate.traffic import (
-    Axis,
-    Flows,
-    axes_of,
-    axis_seconds,
-    collective_seconds,
-    count_all_gathers,
-    data_leaves_node,
-    join_axes,
-    leaves_node,
-)
+from megatfm.estimate.traffic import Axis, Flows, axes_of, axis_seconds, collective_seconds
 from megatfm.estimate.weights import LocalWeight, rank_bytes
-from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
-ASYNC_TP_EXPOSED = 0.35
-"""Share of tensor-parallel traffic that async TP leaves unhidden (assumed)."""
 OVERLAP = 0.9
 """Share of a backward pass that reductions of gradients can overlap: the first bucket comes late."""
-WEIGHT_SHARE = 0.5
-"""Share of a backward pass that the gradients of weights take, where no matmul tells."""
 
 
 @dataclass(frozen=True)
@@ -66,47 +44,6 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class PartTime:
-    """Seconds of a split point's passes: computing, traffic over tp, cp and ep, and ZeRO's gathers and reductions.
-    imbalance: extra time of both passes on the fullest expert-parallel rank; shared_forward, shared_backward: traffic
-    over tp, cp and ep on the link of ZeRO's gathers, which wait for it; gathers_once: the first pass of a step does."""
-
-    forward: Seconds
-    backward: Seconds
-    recompute: float
-    sent_forward: float
-    sent_backward: float
-    context: float
-    experts: float
-    imbalance: float
-    gather: float
-    reduce: float
-    weight_share: float
-    shared_forward: float = 0.0
-    shared_backward: float = 0.0
-    gathers_once: bool = False
-
-    def total(self, *, reduces: bool) -> tuple[float, float]:
-        """Return forward and backward seconds, including gathers and reductions that computation does not hide.
-
-        Traffic on the same link hides nothing: a pass takes at least as long as all of it.
-        """
-        exchanges = self.context + self.experts + self.imbalance
-        forward = self.forward.total + self.sent_forward + exchanges / 3
-        backward = self.backward.total + self.recompute + self.sent_backward + exchanges * 2 / 3
-        gather = 0.0 if self.gathers_once else self.gather
-        overlapped = gather + (self.reduce if reduces else 0.0)
-        return max(forward, gather + self.shared_forward), max(backward, overlapped + self.shared_backward)
-
-    @property
-    def exposed_first_gather(self) -> float:
-        """Seconds of a step's only gather that the first forward pass does not hide."""
-        if not self.gathers_once:
-            return 0.0
-        return max(0.0, self.gather + self.shared_forward - self.total(reduces=False)[0])
-
-
-@dataclass(frozen=True)
 class StepEstimate:
     """Estimated step. flows: of each pipeline rank; busiest: the pipeline rank with the longest passes, whose time it
     is; timeline: of a pipeline; in_flight: stage → most micro-batches between their passes."""
@@ -131,12 +68,13 @@ def step_time(
 ) -> StepEstimate:
     """Estimate a step of the busiest pipeline rank."""
     parallel, node = config.parallel, cluster.node
-    axes = axes_of(parallel)
+    axes, fp8 = axes_of(parallel), config.train.precision.startswith("fp8")
     cache: dict[int, PartTime] = {}
     times = []
     for index, part in enumerate(profile.parts):
         if id(part) not in cache:
-            cache[id(part)] = part_time(config, cluster, part, index, weights, axes, compiled=compiled)
+            kernels = part_kernels(cluster.device, part, config.train.recompute, compiled=compiled, fp8=fp8)
+            cache[id(part)] = part_time(config, cluster, part, kernels, index, weights, axes)
         times.append(cache[id(part)])
     busiest = max(
         range(parallel.pp),
@@ -172,115 +110,6 @@ def step_time(
     bubble = timeline.seconds - sum(computed.values())
     time = _step(computed, bubble, data, optimizer)
     return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
-
-
-def part_time(
-    config: Config,
-    cluster: Cluster,
-    part: PartProfile,
-    index: int,
-    weights: Sequence[LocalWeight],
-    axes: Mapping[str, Axis],
-    *,
-    compiled: bool,
-) -> PartTime:
-    """Estimate the seconds of a split point's two passes."""
-    parallel, device, node = config.parallel, cluster.device, cluster.node
-    fp8 = config.train.precision.startswith("fp8") and part.is_block
-    fused = compiled and part.is_block
-    forward = pass_seconds(device, part.forward, compiled=fused, fp8=fp8)
-    backward = pass_seconds(device, part.backward, compiled=fused, fp8=fp8)
-    tp = axes[TENSOR]
-    sent_forward, sent_backward = (_sent_seconds(ops, tp, cluster) for ops in (part.forward, part.backward))
-    recompute, resent = _recompute_seconds(config, cluster, part, tp, compiled=fused, fp8=fp8)
-    exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
-    flows = Flows()
-    add_context_flows(flows, config, part, axes[CONTEXT], 1)
-    add_expert_flows(flows, config, part, axes[EXPERT], 1)
-    experts = axis_seconds(flows, axes, node, (EXPERT,))
-    context = axis_seconds(flows, axes, node, (CONTEXT,))
-    gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
-    data_link = data_leaves_node(parallel.zero, axes, node)
-    on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
-    exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
-    weight_flops = _weight_gradient_flops(part)
-    total_flops = sum(op.flops for op in part.backward) or 1.0
-    return PartTime(
-        forward,
-        backward,
-        recompute + resent * exposed,
-        sent_forward * exposed,
-        sent_backward * exposed,
-        context,
-        experts,
-        _imbalance(config, cluster, part, experts, fp8=fp8),
-        gather,
-        reduce,
-        weight_flops / total_flops if part.backward else WEIGHT_SHARE,
-        sent_forward * on_link[TENSOR] + exchanged / 3,
-        (sent_backward + resent) * on_link[TENSOR] + exchanged * 2 / 3,
-        count_all_gathers(config, True, 2) == 1,
-    )
-
-
-def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
-    """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
-    matmuls = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
-    if config.parallel.ep == 1 or not matmuls:
-        return 0.0
-    tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
-    computed = pass_seconds(cluster.device, matmuls, compiled=False, fp8=fp8).matmul
-    return (fullest_share(config, tokens) - 1) * (computed + sent)
-
-
-def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
-    return sum(
-        collective_seconds(axis, cluster.node, op.collective, op.sent_bytes)
-        for op in operators
-        if op.kind == "collective"
-    )
-
-
-def _recompute_seconds(
-    config: Config, cluster: Cluster, part: PartProfile, tp: Axis, *, compiled: bool, fp8: bool
-) -> tuple[float, float]:
-    """Estimate the seconds of recomputation in the backward pass, and of its traffic."""
-    mode = config.train.recompute
-    if mode == "none" or not part.is_block or mode.endswith("%"):
-        return 0.0, 0.0
-    operators = recomputed_operators(part, mode)
-    seconds = pass_seconds(cluster.device, operators, compiled=compiled, fp8=fp8).total
-    return seconds, _sent_seconds(operators, tp, cluster)
-
-
-def _zero_seconds(
-    config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
-) -> tuple[float, float]:
-    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
-    parallel, node = config.parallel, cluster.node
-    if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
-        return 0.0, 0.0
-    gather = reduce = 0.0
-    compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
-    size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
-    for is_expert in (False, True):
-        axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
-        of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
-        shard = sum(w.shard(axis.size) for w in of_part)
-        if shard:
-            gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
-        if shard and parallel.pp == 1:
-            reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
-            copies = join_axes([axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])])
-            reduce += collective_seconds(copies, node, "all_reduce", 2 * shard * size * (1 - 1 / copies.size))
-    return gather, reduce
-
-
-def _weight_gradient_flops(part: PartProfile) -> float:
-    """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
-    return sum(
-        op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
-    ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)
 
 
 def _exposed_data(

@@ -1,0 +1,192 @@
+"""Time of one part of a model: its kernels by roofline, and its traffic over tp, cp, ep and ZeRO's ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatfm.config import Config
+from megatfm.estimate.devices import Cluster, Device
+from megatfm.estimate.operators import Operator
+from megatfm.estimate.part_profile import PartProfile
+from megatfm.estimate.rank_flows import add_context_flows, add_expert_flows, recomputed_operators
+from megatfm.estimate.roofline import Seconds, pass_seconds
+from megatfm.estimate.stalls import fullest_share
+from megatfm.estimate.traffic import (
+    Axis,
+    Flows,
+    axis_seconds,
+    collective_seconds,
+    count_all_gathers,
+    data_leaves_node,
+    join_axes,
+    leaves_node,
+)
+from megatfm.estimate.weights import LocalWeight
+from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD, TENSOR
+
+ASYNC_TP_EXPOSED = 0.35
+"""Share of tensor-parallel traffic that async TP leaves unhidden (assumed)."""
+WEIGHT_SHARE = 0.5
+"""Share of a backward pass that the gradients of weights take, where no matmul tells."""
+
+
+@dataclass(frozen=True)
+class PartKernels:
+    """Seconds of a split point's kernels, and what its tensor-parallel collectives send: (collective, bytes) each.
+
+    recompute, sent_again: of recomputation in the backward pass. grouped_matmul: seconds of the experts' products in
+    both passes. weight_share: share of the backward pass that computes gradients of weights.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    recompute: float
+    sent_forward: Sequence[tuple[str, float]]
+    sent_backward: Sequence[tuple[str, float]]
+    sent_again: Sequence[tuple[str, float]]
+    grouped_matmul: float
+    weight_share: float
+
+
+def part_kernels(device: Device, part: PartProfile, recompute: str, *, compiled: bool, fp8: bool) -> PartKernels:
+    """Estimate the kernels of a split point's two passes. compiled, fp8: of blocks."""
+    compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
+    repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
+    repeated = recomputed_operators(part, recompute) if repeats else []
+    grouped = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
+    total_flops = sum(op.flops for op in part.backward) or 1.0
+    return PartKernels(
+        pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
+        pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
+        pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
+        _collectives(part.forward),
+        _collectives(part.backward),
+        _collectives(repeated),
+        pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
+        _weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
+    )
+
+
+def _collectives(operators: Sequence[Operator]) -> list[tuple[str, float]]:
+    return [(op.collective, op.sent_bytes) for op in operators if op.kind == "collective"]
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of a split point's passes: computing, traffic over tp, cp and ep, and ZeRO's gathers and reductions.
+    imbalance: extra time of both passes on the fullest expert-parallel rank; shared_forward, shared_backward: traffic
+    over tp, cp and ep on the link of ZeRO's gathers, which wait for it; gathers_once: the first pass of a step does."""
+
+    forward: Seconds
+    backward: Seconds
+    recompute: float
+    sent_forward: float
+    sent_backward: float
+    context: float
+    experts: float
+    imbalance: float
+    gather: float
+    reduce: float
+    weight_share: float
+    shared_forward: float = 0.0
+    shared_backward: float = 0.0
+    gathers_once: bool = False
+
+    def total(self, *, reduces: bool) -> tuple[float, float]:
+        """Return forward and backward seconds, including gathers and reductions that computation does not hide.
+
+        Traffic on the same link hides nothing: a pass takes at least as long as all of it.
+        """
+        exchanges = self.context + self.experts + self.imbalance
+        forward = self.forward.total + self.sent_forward + exchanges / 3
+        backward = self.backward.total + self.recompute + self.sent_backward + exchanges * 2 / 3
+        gather = 0.0 if self.gathers_once else self.gather
+        overlapped = gather + (self.reduce if reduces else 0.0)
+        return max(forward, gather + self.shared_forward), max(backward, overlapped + self.shared_backward)
+
+    @property
+    def exposed_first_gather(self) -> float:
+        """Seconds of a step's only gather that the first forward pass does not hide."""
+        if not self.gathers_once:
+            return 0.0
+        return max(0.0, self.gather + self.shared_forward - self.total(reduces=False)[0])
+
+
+def part_time(
+    config: Config,
+    cluster: Cluster,
+    part: PartProfile,
+    kernels: PartKernels,
+    index: int,
+    weights: Sequence[LocalWeight],
+    axes: Mapping[str, Axis],
+) -> PartTime:
+    """Estimate the seconds of a split point's two passes."""
+    parallel, node = config.parallel, cluster.node
+    sent_forward, sent_backward, sent_again = (
+        sum(collective_seconds(axes[TENSOR], node, collective, n_bytes) for collective, n_bytes in sent)
+        for sent in (kernels.sent_forward, kernels.sent_backward, kernels.sent_again)
+    )
+    exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
+    flows = Flows()
+    add_context_flows(flows, config, part, axes[CONTEXT], 1)
+    add_expert_flows(flows, config, part, axes[EXPERT], 1)
+    experts = axis_seconds(flows, axes, node, (EXPERT,))
+    context = axis_seconds(flows, axes, node, (CONTEXT,))
+    gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
+    data_link = data_leaves_node(parallel.zero, axes, node)
+    on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
+    exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
+    return PartTime(
+        kernels.forward,
+        kernels.backward,
+        kernels.recompute + sent_again * exposed,
+        sent_forward * exposed,
+        sent_backward * exposed,
+        context,
+        experts,
+        _imbalance(config, kernels.grouped_matmul, experts),
+        gather,
+        reduce,
+        kernels.weight_share,
+        sent_forward * on_link[TENSOR] + exchanged / 3,
+        (sent_backward + sent_again) * on_link[TENSOR] + exchanged * 2 / 3,
+        count_all_gathers(config, True, 2) == 1,
+    )
+
+
+def _imbalance(config: Config, grouped_matmul: float, sent: float) -> float:
+    """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
+    if config.parallel.ep == 1 or not grouped_matmul:
+        return 0.0
+    tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
+    return (fullest_share(config, tokens) - 1) * (grouped_matmul + sent)
+
+
+def _zero_seconds(
+    config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
+) -> tuple[float, float]:
+    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
+    parallel, node = config.parallel, cluster.node
+    if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
+        return 0.0, 0.0
+    gather = reduce = 0.0
+    compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
+    size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
+    for is_expert in (False, True):
+        axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
+        of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
+        shard = sum(w.shard(axis.size) for w in of_part)
+        if shard:
+            gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
+        if shard and parallel.pp == 1:
+            reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
+            copies = join_axes([axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])])
+            reduce += collective_seconds(copies, node, "all_reduce", 2 * shard * size * (1 - 1 / copies.size))
+    return gather, reduce
+
+
+def _weight_gradient_flops(part: PartProfile) -> float:
+    """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
+    return sum(
+        op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
+    ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)
