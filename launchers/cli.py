@@ -243,10 +243,13 @@ def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_arguments(parser)
     argv = ["--slurm"]
-    for name, value in flags.items():
+    for name, values in flags.items():
         flag = f"--{name.replace('_', '-')}"
-        for item in value if isinstance(value, list | tuple) else [value]:
-            argv += [flag] if item is True else [] if item in (None, False) else [f"{flag}={item}"]
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if value is True:
+                argv.append(flag)
+            elif value is not None and value is not False:  # 0 is a value
+                argv.append(f"{flag}={value}")
     try:
         args, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -7,7 +7,6 @@ and exit with the code with which the job shall end.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -50,10 +49,12 @@ MAX_UNCOUNTED_STOPS = 100
 them in a scratch folder."""
 PROLOG_MARK = f"{PREFIX}attempt"
 # srun's messages name the node and how its tasks ended.
-_SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
+_TASK_ENDED = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
-_ENDED = re.compile(r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE)
+_JOB_ENDED = re.compile(
+    r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
+)
 _KILLED_BY_SIGNAL = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point")
 
 
@@ -119,7 +120,7 @@ def prolog(args: argparse.Namespace) -> int:
         log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on {len(usable)}, {error}")
         return EXIT_USAGE
     if count < len(nodes):
-        log(f"trains on {count} of {len(nodes)} nodes: {error or ''}")
+        log(f"trains on {count} of {len(nodes)} nodes{f': {error}' if error else ''}")
     print(count, usable[0], ",".join(usable[:count]))
     return EXIT_OK
 
@@ -260,9 +261,14 @@ def list_later_chain_jobs(run: Path, job: str) -> list[str]:
 
 
 def _cancel_later_chain_jobs(run: Path, job: str) -> None:
-    if later_jobs := list_later_chain_jobs(run, job):
-        with contextlib.suppress(MegatfmError):  # they have already ended
-            scheduler.cancel_jobs(later_jobs)
+    later_jobs = list_later_chain_jobs(run, job)
+    if not later_jobs:
+        return
+    try:
+        scheduler.cancel_jobs(later_jobs)
+    except MegatfmError as error:  # SLURM gives no answer, or has forgotten a job that ended
+        log(f"could not cancel the later jobs of the chain, {', '.join(later_jobs)}: {error}")
+    else:
         log(f"cancelled the later jobs of the chain: {', '.join(later_jobs)}")
 
 
@@ -282,9 +288,9 @@ def find_failure_cause(log: Path, run: Path, started_at: float, next_started_at:
     started_at, next_started_at: start of this attempt and the next, in seconds since 1970; only events between them
     belong to this attempt.
     """
-    text = _log_of_last_attempt(log)
+    text = _read_log_of_last_attempt(log)
     slurm_reason, until = "", next_started_at or sys.float_info.max
-    if ended := _ENDED.search(text):  # SLURM kills the tasks after this message: their ends are no failures
+    if ended := _JOB_ENDED.search(text):  # SLURM kills the tasks after this message: their ends are no failures
         slurm_reason = (ended[2] or "cancelled").strip()
         until = min(until, datetime.fromisoformat(ended[1]).timestamp())
         text = text[: ended.start()]
@@ -300,7 +306,7 @@ def find_failure_cause(log: Path, run: Path, started_at: float, next_started_at:
         # These nodes come first: srun then kills the tasks that did start, on healthy nodes.
         reasons = "; ".join(f"node {node} could not start its tasks: {reason}" for node, reason in node_reasons.items())
         return FailureCause(next(iter(node_reasons)) if len(node_reasons) == 1 else None, None, reasons)
-    tasks = list(_SRUN.finditer(text))
+    tasks = list(_TASK_ENDED.finditer(text))
     # A rank that a signal killed can't have failed because of another's failure.
     killed = [match for match in tasks if _KILLED_BY_SIGNAL.search(match[3])]
     if not killed and len({match[1] for match in tasks}) > 1:
@@ -313,16 +319,16 @@ def find_failure_cause(log: Path, run: Path, started_at: float, next_started_at:
     return FailureCause()
 
 
-def _log_of_last_attempt(log: Path) -> str:
+def _read_log_of_last_attempt(log: Path) -> str:
     """Return the last LOG_BYTES of a job's log from the start of the last attempt on; empty without a log."""
     try:
         with log.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
             file.seek(start)
-            data = file.read()
+            log_end = file.read()
     except OSError:
         return ""
-    return data[data.rfind(PROLOG_MARK.encode()) + 1 :].decode(errors="replace")
+    return log_end[log_end.rfind(PROLOG_MARK.encode()) + 1 :].decode(errors="replace")
 
 
 def _read_restart_count() -> int:

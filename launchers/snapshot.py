@@ -55,8 +55,11 @@ class Snapshot:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, partial / name)
             atomic_write(partial / ORIGIN, json.dumps(describe_code_origin(), indent=1) + "\n")
-            with contextlib.suppress(FileExistsError):  # a concurrent submission has just made the same copy
+            try:
                 partial.rename(target)
+            except OSError:
+                if not target.is_dir():  # else a concurrent submission has just made the same copy
+                    raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return target

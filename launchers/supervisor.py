@@ -19,7 +19,8 @@ from megatfm.files import open_nofollow
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # from the first failure to SIGTERM: the others may end by themselves and log why
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-TAIL_LINES = 8
+TAIL_LINES, TAIL_BYTES = 8, 2**16
+"""What is shown of the log of the child that failed first, and how much of its end is searched for these lines."""
 COMMON_CODES = (EXIT_OK, EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED)  # passed on if all children agree
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
@@ -72,6 +73,8 @@ def supervise(children: Sequence[Child]) -> int:
 
 
 class _ChildGroup:
+    """The running children of a supervisor: their processes, exit codes, and the signals to forward."""
+
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = children
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -224,9 +227,14 @@ class _ChildGroup:
         log = next(child.log for child in self.children if child.name == name)
         if log is None:
             return message
-        text = log.read_bytes()[self.log_starts[name] :].decode(errors="replace").rstrip()
-        tail = text.splitlines()[-TAIL_LINES:]
-        return "\n".join([f"{message}; the end of {log}:", *(f"  {line}" for line in tail)])
+        try:
+            with log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self.log_starts[name], end - TAIL_BYTES))
+                text = file.read().decode(errors="replace").rstrip()
+        except OSError as error:
+            return f"{message}; {log} can't be read: {error.strerror}"
+        return "\n".join([f"{message}; the end of {log}:", *(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])])
 
 
 def _is_terminal() -> bool:

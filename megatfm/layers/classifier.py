@@ -32,7 +32,7 @@ class ImageMean(nn.Module):
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors [M, D] of the images at these indices (`document_index`)."""
+        """Return vectors [M, D] of the images at these indices (`index_documents`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         sums_BID = self.all_reduce(_find_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
         counts_BI1 = _find_members(sequence.full_sequence, sequence).sum(-1, keepdim=True).clamp(min=1)
@@ -64,7 +64,7 @@ class AttentionPool(nn.Module):
         return sum_costs((self.wk, self.wv), tokens) + head_cost
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors [M, D] of the images at these indices (`document_index`)."""
+        """Return vectors [M, D] of the images at these indices (`index_documents`)."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
         is_member_BIT = _find_members(sequence, sequence, with_special=True)
@@ -80,11 +80,11 @@ class PoolingAttention(nn.Module):
 
     def forward(self, q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
         """Return [B, I, N, H], over the tokens of each image (`is_member`). Images without tokens get unused values."""
-        weights_BINT = self.scores(q_NH, k_BTNH, is_member_BIT).softmax(-1).to(v_BTNH.dtype)
+        weights_BINT = self.compute_scores(q_NH, k_BTNH, is_member_BIT).softmax(-1).to(v_BTNH.dtype)
         return torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH)
 
     @staticmethod
-    def scores(q_NH: Tensor, k_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
+    def compute_scores(q_NH: Tensor, k_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
         """Return [B, I, N, T] in float32 at least; tokens of other images have the lowest finite value."""
         precise = torch.promote_types(k_BTNH.dtype, torch.float32)
         scores_BNT = torch.einsum("nh,btnh->bnt", q_NH, k_BTNH).to(precise) * q_NH.shape[-1] ** -0.5
@@ -106,20 +106,20 @@ def _get_documents(sequence: SequenceMetadata) -> Tensor:
     return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
 
 
-def document_index(sequence: SequenceMetadata, at_M: Tensor, other_side: SequenceMetadata | None = None) -> Tensor:
+def index_documents(sequence: SequenceMetadata, token_M: Tensor, other_side: SequenceMetadata | None = None) -> Tensor:
     """Return the index [M] of each token's document among those of all rows, `max_documents_per_row` for each row.
 
-    at_M: indices of tokens, counted over all rows. other_side: metadata of these tokens, if they are on the other side
-    of a pair of rows, whose documents have the same numbers as those of `sequence`.
+    token_M: indices of tokens, counted over all rows. other_side: metadata of these tokens, if they are on the other
+    side of a pair of rows, whose documents have the same numbers as those of `sequence`.
     """
     tokens = other_side or sequence
-    row_M = at_M // tokens.positions.shape[1]
-    return row_M * sequence.max_documents_per_row + _get_documents(tokens).flatten()[at_M]
+    row_M = token_M // tokens.positions.shape[1]
+    return row_M * sequence.max_documents_per_row + _get_documents(tokens).flatten()[token_M]
 
 
 OnClasses = Callable[[Tensor, Tensor], None]
 """Receives logits [M, C] and labels [M] of a micro-batch's images in evaluation, in the order of rows."""
-METRICS = (1, 5)
+TOP_K = (1, 5)
 """Values of k of the metrics `topk`: the share of images whose label is among the k likeliest classes."""
 
 
@@ -179,20 +179,20 @@ class ClassifierHead(nn.Module):
             raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
         if labels_BT is None:
             return self._compute_logits(hidden_BTD, _find_first_tokens(sequence), sequence)
-        at_M = _list_indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
-        logits_MC = self._compute_logits(hidden_BTD, at_M, sequence)
+        token_M = _list_indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
+        logits_MC = self._compute_logits(hidden_BTD, token_M, sequence)
         logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
         if mixed_labels is None or label_weights is None:
-            labels_M = labels_BT.flatten()[at_M]
+            labels_M = labels_BT.flatten()[token_M]
             loss = self._compute_cross_entropy(logits_MC, labels_M).sum()
             if self.training:
                 return loss
             if self.on_classes is not None:
                 self.on_classes(logits_MC, labels_M)
-            return {self.term: loss, **n_right(logits_MC, labels_M)}
-        weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
+            return {self.term: loss, **count_topk_correct(logits_MC, labels_M)}
+        weights_M = label_weights.flatten()[token_M].to(logits_MC.dtype)
         losses = (
-            self._compute_cross_entropy(logits_MC, labels.flatten()[at_M]) for labels in (labels_BT, mixed_labels)
+            self._compute_cross_entropy(logits_MC, labels.flatten()[token_M]) for labels in (labels_BT, mixed_labels)
         )
         first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
@@ -201,22 +201,20 @@ class ClassifierHead(nn.Module):
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits_MC, labels_M, reduction="none", label_smoothing=smoothing)
 
-    def _compute_logits(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return logits [M, C] of the images whose first tokens are at `at_M`."""
-        pooled = [hidden_BTD.flatten(0, 1)[at_M]] if self.reads_class_token else []
+    def _compute_logits(self, hidden_BTD: Tensor, token_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """Return logits [M, C] of the images whose first tokens are at `token_M`."""
+        pooled = [hidden_BTD.flatten(0, 1)[token_M]] if self.reads_class_token else []
         if self.pool is not None:
-            pooled.append(self.pool(hidden_BTD, document_index(sequence, at_M), sequence))
+            pooled.append(self.pool(hidden_BTD, index_documents(sequence, token_M), sequence))
         x_MD = torch.cat(pooled, dim=-1)
         logits_MC: Tensor = self.classifier(x_MD if self.dense is None else self.dense(x_MD).tanh())
         return logits_MC
 
 
-def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
+def count_topk_correct(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier."""
     classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
-    return {
-        f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum() for k in METRICS if k < logits_MC.shape[-1]
-    }
+    return {f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum() for k in TOP_K if k < logits_MC.shape[-1]}
 
 
 def _find_first_tokens(sequence: SequenceMetadata) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ContrastiveConfig, ModelConfig
 from megatfm.errors import MegatfmError
-from megatfm.layers.classifier import AttentionPool, ImageMean, document_index
+from megatfm.layers.classifier import AttentionPool, ImageMean, index_documents
 from megatfm.layers.initialisation import Constant, make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
@@ -19,8 +19,8 @@ from megatfm.ops.transfer import move_to_device
 
 # B batch, T tokens, M documents of all rows, D width of a tower, W width of a feature
 
-TOP = (1, 5)
-"""An image's caption counts as found in the k-th of these where fewer than k others are as similar."""
+TOP_K = (1, 5)
+"""Values of k of the metrics `topk`: the share of images with fewer than k other captions at least as similar."""
 TERM = "contrastive"
 
 
@@ -35,13 +35,13 @@ class BoundaryVector(nn.Module):
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors [M, D] of the documents of these indices (`document_index`)."""
-        at_N = boundary_tokens(sequence, last=self.last)
+        """Return vectors [M, D] of the documents of these indices (`index_documents`)."""
+        token_N = find_boundary_tokens(sequence, last=self.last)
         n_documents = len(hidden_BTD) * sequence.max_documents_per_row
         vectors = hidden_BTD.new_zeros(n_documents, hidden_BTD.shape[-1])
-        vectors = vectors.index_copy(0, document_index(sequence, at_N), hidden_BTD.flatten(0, 1)[at_N])
-        of_all: Tensor = self.all_reduce(vectors)
-        return of_all[index_M]
+        vectors = vectors.index_copy(0, index_documents(sequence, token_N), hidden_BTD.flatten(0, 1)[token_N])
+        all_vectors: Tensor = self.all_reduce(vectors)
+        return all_vectors[index_M]
 
 
 class FeatureHead(nn.Module):
@@ -58,18 +58,20 @@ class FeatureHead(nn.Module):
         pools = {"mean": ImageMean, "attention": lambda: AttentionPool(config)}
         self.pool: nn.Module = pools[pool]() if pool in pools else BoundaryVector(last=pool == "last")
         d = config.d_model
-        self.projection = width and Linear(d, width, make_initialiser(config)("dense", d, width), bias=bias)
+        self.projection: nn.Module | None = None
+        if width:
+            self.projection = Linear(d, width, make_initialiser(config)("dense", d, width), bias=bias)
 
     def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata, captions: SequenceMetadata) -> Tensor:
         """Return features [M, W], in float32 at least, of the pairs whose captions begin here, in the order of rows and
         of documents."""
-        at_M = boundary_tokens(captions, last=False)
-        x_MD = self.pool(hidden_BTD, document_index(sequence, at_M, captions), sequence)
-        y_MW = self.projection(x_MD) if isinstance(self.projection, nn.Module) else x_MD
+        token_M = find_boundary_tokens(captions, last=False)
+        x_MD = self.pool(hidden_BTD, index_documents(sequence, token_M, captions), sequence)
+        y_MW: Tensor = x_MD if self.projection is None else self.projection(x_MD)
         return F.normalize(y_MW.to(torch.promote_types(y_MW.dtype, torch.float32)), dim=-1)
 
 
-def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
+def find_boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
     """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
     host = sequence.on_host()
     row = host.full_sequence
@@ -77,8 +79,8 @@ def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
     if last and row.documents is None:  # each row is one document
         chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
     elif last and row.documents is not None:
-        after_BT = F.pad(row.documents[:, 1:], (0, 1), value=-1)
-        chosen_BT = row.documents != after_BT
+        next_BT = F.pad(row.documents[:, 1:], (0, 1), value=-1)
+        chosen_BT = row.documents != next_BT
     if row.documents is not None:  # padding has position 0 as well
         chosen_BT = chosen_BT & (row.documents >= 0)
     if isinstance(host, SequenceShard):
@@ -88,16 +90,16 @@ def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
 
 def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
     """Raise MegatfmError for a row with another number of images than captions."""
-    n_images_B, n_captions_B = (_n_documents(side) for side in (images, captions))
-    if len(wrong := (n_images_B != n_captions_B).nonzero()):
-        row = int(wrong[0, 0])
+    n_images_B, n_captions_B = (_count_documents(side) for side in (images, captions))
+    if len(unequal_rows := (n_images_B != n_captions_B).nonzero()):
+        row = int(unequal_rows[0, 0])
         raise MegatfmError(
             f"row {row} has {int(n_images_B[row])} images and {int(n_captions_B[row])} captions: the i-th image of a "
             "row belongs to its i-th caption; give both sides documents of the same numbers"
         )
 
 
-def _n_documents(sequence: SequenceMetadata) -> Tensor:
+def _count_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the number of documents [B] of the full rows, on the host."""
     row = sequence.on_host().full_sequence
     return torch.ones_like(row.positions[:, 0]) if row.documents is None else row.documents.amax(1) + 1
@@ -127,7 +129,7 @@ class Temperature(nn.Module):
 
 
 class ContrastiveLoss(nn.Module):
-    """Compares the features of a global batch: the seam at which those of other data ranks come in."""
+    """Compares the features of a global batch. The engine passes the ring that brings those of other data ranks."""
 
     dp_plan = "ring"
     cp_plan = "local"
@@ -156,9 +158,9 @@ class ContrastiveLoss(nn.Module):
         loss = contrastive_loss(images_MW, texts_MW, scale, bias, LossOptions(self.kind, ring))
         if captions_M is None:
             return {TERM: loss}
-        return {TERM: loss, **n_found(compute_retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
+        return {TERM: loss, **count_topk_retrieved(compute_retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
 
 
-def n_found(ranks_M: Tensor, top: Sequence[int] = TOP) -> dict[str, Tensor]:
-    """Count images with fewer than k other captions before their own, by `topk`."""
+def count_topk_retrieved(ranks_M: Tensor, top: Sequence[int] = TOP_K) -> dict[str, Tensor]:
+    """Count images with fewer than k other captions before their own, by metric `topk`."""
     return {f"top{k}": (ranks_M < k).sum() for k in top}

@@ -82,9 +82,9 @@ class TokenGather(nn.Module):
 
     cp_plan = "token_gather"
 
-    def forward(self, x_BSE: Tensor, at_BT: Tensor, length: int) -> Tensor:
-        """Return [B, T, E]: x at the indices `at` of full rows of `length` tokens; any vector for an index of −1."""
-        return x_BSE.gather(1, at_BT.clamp(min=0)[..., None].expand(-1, -1, x_BSE.shape[-1]))
+    def forward(self, x_BSE: Tensor, index_BT: Tensor, length: int) -> Tensor:
+        """Return [B, T, E]: x at these indices of full rows of `length` tokens; any vector for an index of −1."""
+        return x_BSE.gather(1, index_BT.clamp(min=0)[..., None].expand(-1, -1, x_BSE.shape[-1]))
 
 
 class InputEmbedding(nn.Module):
@@ -121,9 +121,9 @@ class InputEmbedding(nn.Module):
         initial, width = make_initialiser(config, stack), config.embedding_width
         self.scale = config.embedding_scale
         self.name = config.embedding.name
-        first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)
-        self.add_module(self.name, first)
-        self.input_field = str(getattr(first, "input_field", self.name))
+        embedding = shared.field_embedding if shared else EMBEDDINGS.get(self.name)(config, initial)
+        self.add_module(self.name, embedding)
+        self.input_field = str(getattr(embedding, "input_field", self.name))
         position = POSITIONS.get(config.position.name).absolute
         if shared and share_positions:
             self.positions: nn.Module | None = shared.positions
@@ -139,22 +139,20 @@ class InputEmbedding(nn.Module):
         if inserts_vectors:
             self.inserted_vectors, self.embedded_tokens = InsertedVectors(), EmbeddedTokens()
         self.dropout = Dropout(config.dropout, "embedding")
-        needs_projection = width != config.d_model
-        self.projection = (
-            Linear(width, config.d_model, initial("dense", width, config.d_model), bias=True)
-            if needs_projection
-            else None
-        )
+        self.projection: nn.Module | None = None
+        if width != config.d_model:
+            self.projection = Linear(width, config.d_model, initial("dense", width, config.d_model), bias=True)
 
     @property
-    def first(self) -> nn.Module:
+    def field_embedding(self) -> nn.Module:
         """The embedding that reads the field of the batch."""
         return self.get_submodule(self.name)
 
     @property
     def table(self) -> Embedding | None:
         """The token embedding table, if there is one."""
-        return self.first if isinstance(self.first, Embedding) else None
+        embedding = self.field_embedding
+        return embedding if isinstance(embedding, Embedding) else None
 
     def tied_table(self, config: ModelConfig) -> Embedding | None:
         """Return the table that a tied output head shares; None if untied. Raises UsageError if there is no table."""
@@ -169,8 +167,9 @@ class InputEmbedding(nn.Module):
 
     def forward(self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None) -> Tensor:
         """Embed the field that `input_field` names; return [B, T, D]. segments: None: all tokens are in segment 0."""
-        first = self.first
-        x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
+        embedding = self.field_embedding
+        takes_sequence = getattr(embedding, "takes_sequence", False)
+        x_BTE: Tensor = embedding(inputs_BT, sequence) if takes_sequence else embedding(inputs_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
         if self.inserts_vectors and sequence.inserted is not None:

@@ -32,6 +32,8 @@ MIN_ELEMENTS_FOR_THREADS = 2**18
 
 @dataclass(frozen=True)
 class _Scaled:
+    """Base of distributions: the learning rate's factor under muP, which comparisons ignore."""
+
     width_ratio: float = field(default=1.0, compare=False, kw_only=True)
     """muP's factor on the learning rate, base width / width, for matrices whose inputs grow with the width."""
 
@@ -139,8 +141,9 @@ def _draw_rows(
     while len(redrawn):
         values = generator.standard_normal(len(redrawn), dtype=np.float32)
         indices = np.unravel_index(redrawn, shape)
-        is_kept = np.all([(at >= x.start) & (at < x.stop) for at, x in zip(indices, region, strict=True)], axis=0)
-        target[tuple(at[is_kept] - x.start for at, x in zip(indices, region, strict=True))] = values[is_kept]
+        axes = list(zip(indices, region, strict=True))
+        is_kept = np.all([(index >= kept.start) & (index < kept.stop) for index, kept in axes], axis=0)
+        target[tuple(index[is_kept] - kept.start for index, kept in axes)] = values[is_kept]
         redrawn = redrawn[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
         target *= np.float32(initial.std)
@@ -247,7 +250,7 @@ def make_initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> 
 
 
 def count_blocks(config: ModelConfig, stack: StackKind) -> int:
-    """Number of blocks of a stack."""
+    """Return the number of blocks of a stack."""
     return config.encoder_layers if stack == "encoder" else config.n_layers
 
 

@@ -61,7 +61,7 @@ class RowLossRecorder:
     def __init__(self) -> None:
         self._calls: list[tuple[Tensor, Tensor | None, Tensor]] = []
 
-    def new_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def allocate_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return a tensor [M] for the losses of a call. indices_M: its tokens in [B · T]; None: all of them."""
         losses_M = targets_BT.new_zeros(targets_BT.numel() if indices_M is None else len(indices_M), dtype=dtype)
         self._calls.append((targets_BT, indices_M, losses_M))
@@ -159,7 +159,7 @@ class LMHead(nn.Module):
             return compute_preference_terms(loss, self.pair_sums, pairs, self.preference, loss_dtype)
         if self.recorder is None:
             return self.loss(hidden_ME, self.weight, targets_M, self.bias)
-        losses_M = self.recorder.new_losses(targets_BT, indices_M, loss_dtype)
+        losses_M = self.recorder.allocate_losses(targets_BT, indices_M, loss_dtype)
         return self.loss(hidden_ME, self.weight, targets_M, self.bias, losses_M)
 
     def _transform_and_scale(self, hidden: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class SpanBoundaryHead(nn.Module):
             raise UsageError("model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
         initial, d, width = make_initialiser(config), config.d_model, config.embedding_width
         d_in, n_positions = 2 * d + POSITION_WIDTH, MAX_SPAN_POSITIONS
-        self.around = SpanBoundaryGather()
+        self.gather_boundaries = SpanBoundaryGather()
         self.positions = Embedding(n_positions, POSITION_WIDTH, initial("position", n_positions, POSITION_WIDTH))
         self.dense1 = Linear(d_in, d, initial("dense", d_in, d), bias=True)
         self.norm1 = make_norm(config, d)
@@ -278,7 +278,7 @@ class SpanBoundaryHead(nn.Module):
         """
         rows, columns = find_true_indices(to_host(left_BT) > 0, left_BT.device)
         position_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=MAX_SPAN_POSITIONS - 1))
-        boundaries = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
+        boundaries = self.gather_boundaries(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
         inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*boundaries, position_MP], dim=-1))))
         inner_ME = self.norm2(F.gelu(self.dense2(inner_MD)))
         return self.loss(inner_ME, self.weight, targets_BT[rows, columns], self.bias)

@@ -20,7 +20,7 @@ NEIGHBOURS = ((0, 0), (1, 0), (0, 1), (1, 1))
 class PatchMerging(nn.Module):
     """A linear projection of each 2 × 2 tokens, with a norm before or after. Odd sides are padded with zeros.
 
-    config: that of the previous stage. share: input tokens per patch, for costs.
+    config: that of the previous stage. tokens_per_patch: input tokens per patch, for costs.
     """
 
     tp_plan = (
@@ -31,9 +31,9 @@ class PatchMerging(nn.Module):
         ("norm_out", "sequence_parallel"),
     )
 
-    def __init__(self, config: ModelConfig, *, norm: str, share: float) -> None:
+    def __init__(self, config: ModelConfig, *, norm: str, tokens_per_patch: float) -> None:
         super().__init__()
-        d, self.share = config.d_model, share
+        d, self.tokens_per_patch = config.d_model, tokens_per_patch
         self.norm = make_norm(config, 4 * d) if norm == "input" else None
         self.channels = ChannelShard()
         self.reduction = Linear(4 * d, 2 * d, make_initialiser(config, "encoder")("dense", 4 * d, 2 * d))
@@ -41,7 +41,7 @@ class PatchMerging(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of a quarter of the input tokens."""
-        merged = tokens.with_count(tokens.n * self.share / 4)
+        merged = tokens.with_count(tokens.n * self.tokens_per_patch / 4)
         return sum_costs(self.children(), merged)
 
     def forward(self, x_BTD: Tensor, size: MapSize) -> Tensor:

@@ -66,11 +66,10 @@ class LearnedPositions(nn.Module):
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return [B, T, D]. Raises UsageError for an unpacked row longer than the table."""
-        length = sequence.cached_length + sequence.positions.shape[1]
-        if length > self.limit and sequence.documents is None:
+        if sequence.length > self.limit and sequence.documents is None:
             raise UsageError(
-                f"a sequence has {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or "
-                "train with more positions"
+                f"a sequence has {sequence.length} tokens, but model.position.max_positions = {self.limit}: shorten "
+                "it, or train with more positions"
             )
         return F.embedding(sequence.positions + self.offset, self.weight)
 

@@ -127,11 +127,12 @@ class Rope2d(nn.Module):
     def _make_table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, 1, T, H/2], computed from float64 angles."""
         grid_BT4 = require_grid(sequence)
-        at_BT2, size_BT2 = grid_BT4[..., :2].double(), grid_BT4[..., 2:].double()
+        position_BT2, size_BT2 = grid_BT4[..., :2].double(), grid_BT4[..., 2:].double()
         if self.normalized:
-            at_BT2 = 2 * math.pi * (2 * (at_BT2 + 0.5) / size_BT2 - 1)
-        at_BT2 = at_BT2 * (grid_BT4[..., :1] >= 0)
-        angles_BTH = (at_BT2[..., None] * compute_frequencies(self.width // 2, self.theta, at_BT2.device)).flatten(-2)
+            position_BT2 = 2 * math.pi * (2 * (position_BT2 + 0.5) / size_BT2 - 1)
+        position_BT2 = position_BT2 * (grid_BT4[..., :1] >= 0)
+        frequencies = compute_frequencies(self.width // 2, self.theta, position_BT2.device)
+        angles_BTH = (position_BT2[..., None] * frequencies).flatten(-2)
         return angles_BTH.cos()[:, None].to(dtype), angles_BTH.sin()[:, None].to(dtype)
 
 

@@ -79,16 +79,16 @@ def compute_scaled_frequencies(
 
 
 def _interpolate_yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
-    """Compute YaRN's frequencies (Peng et al.
+    """Interpolate the frequencies of channels that rotate seldom within the original length (YaRN, section 3.2).
 
-    2023, section 3.2): interpolate channels that rotate seldom within the original length.
+    Source: Peng et al. 2023. Returns also the factor on rotated queries and keys.
     """
 
-    def channel(n_rotations: float) -> float:
+    def find_channel(n_rotations: float) -> float:
         """Return the channel that rotates this often within the original length."""
         return width * math.log(scaling.original_length / (n_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    first, last = find_channel(scaling.beta_fast), find_channel(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)

@@ -169,6 +169,11 @@ class SequenceMetadata:
         return self.full_sequence is self
 
     @property
+    def has_plain_rows(self) -> bool:
+        """Whether queries and keys are all tokens of their rows, without cached tokens or a prefix."""
+        return self.is_full_sequence and not self.cached_length and self.prefix_mask is None
+
+    @property
     def full_sequence(self) -> "SequenceMetadata":
         """Metadata of the full rows: itself, except for a `SequenceShard`."""
         return self

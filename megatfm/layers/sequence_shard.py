@@ -81,11 +81,11 @@ class SequenceShard(SequenceMetadata):
         return None if prefix_BS is None else prefix_BS[:, self.key_indices]
 
     def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
-        ids = self.full_sequence.document_ids()
         if of_memory:
             assert self.memory is not None
             keys = self.memory.full_sequence.documents
             return None if keys is None else (self._documents(), keys)
+        ids = self.full_sequence.document_ids()
         if ids is None:
             return None
         return ids[0][:, self.token_indices], ids[1][:, self.key_indices]

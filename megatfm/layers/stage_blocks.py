@@ -17,22 +17,22 @@ from megatfm.layers.residual import PreNorm
 
 
 class StageBlock(Block):
-    """A block of one stage. config: that of the stage. share: tokens of the stage's map per patch, for costs."""
+    """A block of one stage. config: that of the stage. tokens_per_patch: tokens of the stage's map, for costs."""
 
-    def __init__(self, config: ModelConfig, depth: int, share: float) -> None:
+    def __init__(self, config: ModelConfig, depth: int, tokens_per_patch: float) -> None:
         super().__init__(config, "encoder", depth)
-        self.share = share
+        self.tokens_per_patch = tokens_per_patch
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of the stage's tokens."""
-        return default_cost(self, tokens.with_count(tokens.n * self.share))
+        return default_cost(self, tokens.with_count(tokens.n * self.tokens_per_patch))
 
 
 class PooledBlock(nn.Module):
     """Pooled attention and a feed-forward network (Li et al. 2022, section 4), each around a skip connection.
 
     config: that of the stage. d_in, d_out: input and output width. stride: 2 if the block shrinks the map. size: input
-    map size for which position tables are trained. share: as in `StageBlock`.
+    map size for which position tables are trained. tokens_per_patch: as in `StageBlock`.
     """
 
     tp_plan = (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel"))
@@ -46,11 +46,11 @@ class PooledBlock(nn.Module):
         stride: int,
         kv_stride: int,
         size: MapSize,
-        share: float,
+        tokens_per_patch: float,
     ) -> None:
         super().__init__()
         initial, d, d_ff = make_initialiser(config, "encoder"), config.d_model, config.ffn.d_ff
-        self.kind, self.share, self.d_out = (d_in, d_out, stride), share, d_out
+        self.kind, self.tokens_per_patch, self.d_out = (d_in, d_out, stride), tokens_per_patch, d_out
         self.attn_residual = PreNorm(
             config.with_changes({"d_model": d_in, "attention.n_heads": 1}), "attention residual", "encoder"
         )
@@ -65,7 +65,7 @@ class PooledBlock(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of the stage's tokens."""
-        stage_tokens = tokens.with_count(tokens.n * self.share)
+        stage_tokens = tokens.with_count(tokens.n * self.tokens_per_patch)
         return sum_costs(self.children(), stage_tokens)
 
     def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:

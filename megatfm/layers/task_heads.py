@@ -96,8 +96,8 @@ class TaskHead(nn.Module):
         """Return the pooled vectors [M, D] of some tokens; dropout in training depends on their positions in rows."""
         pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
         if self.training and self.dropout > 0 and keys is not None:
-            at_M = columns_M if indices is None else indices[columns_M]
-            keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], at_M)
+            token_M = columns_M if indices is None else indices[columns_M]
+            keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], token_M)
             pooled_MD = keyed.dropout(pooled_MD, self.dropout, keys_M)
         return pooled_MD
 
@@ -142,29 +142,32 @@ class TextClassifier(TaskHead):
         if targets is None:
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
         labelled_BT = targets != IGNORE if examples is None else examples >= 0
+        rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
+        pooled_MD = self.pool_at(hidden_BTD, rows_M, columns_M, keys, token_indices)
         if self.row_scores is None:
-            rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
-            logits_MC = self.classifier(self.pool_at(hidden_BTD, rows_M, columns_M, keys, token_indices))
+            logits_MC = self.classifier(pooled_MD)
         else:
             assert examples is not None
             assert parts is not None
-            rows_N, columns_N = labelled_BT.nonzero(as_tuple=True)
-            pooled_ND = self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices)
-            scores_NC = F.linear(pooled_ND, self.classifier.weight)
-            scores_BTC = scores_NC.new_zeros(*examples.shape, scores_NC.shape[-1])
-            scores_BTC = scores_BTC.index_put((rows_N, columns_N), scores_NC)
+            scores_MC = F.linear(pooled_MD, self.classifier.weight)
+            scores_BTC = scores_MC.new_zeros(*examples.shape, scores_MC.shape[-1])
+            scores_BTC = scores_BTC.index_put((rows_M, columns_M), scores_MC)
+            rows_M, columns_M = (labelled_BT & (parts == 0)).nonzero(as_tuple=True)
             row_examples = examples if full_examples is None else full_examples
             scores_BSC = self.row_scores(scores_BTC, row_examples.shape[1], token_indices)
-            rows_M, columns_M = (labelled_BT & (parts == 0)).nonzero(as_tuple=True)
-            both_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
-            logits_MC = torch.einsum("ms,msc->mc", both_MS.to(scores_BSC.dtype), scores_BSC[rows_M])
-            logits_MC = logits_MC if self.classifier.bias is None else logits_MC + self.classifier.bias
+            logits_MC = self._add_both_orders(scores_BSC[rows_M], row_examples[rows_M], examples[rows_M, columns_M])
         targets_M = targets[rows_M, columns_M]
         if self.on_logits is not None and examples is not None:
-            numbers_M = columns_M * 0 if words is None else words[rows_M, columns_M]
-            self.on_logits(examples[rows_M, columns_M], numbers_M, logits_MC, targets_M)
+            words_M = columns_M * 0 if words is None else words[rows_M, columns_M]
+            self.on_logits(examples[rows_M, columns_M], words_M, logits_MC, targets_M)
         self.class_weights_C = self.class_weights_C.to(logits_MC.device)
-        return summed_loss(self.loss, logits_MC, targets_M, self.class_weights_C)
+        return compute_summed_loss(self.loss, logits_MC, targets_M, self.class_weights_C)
+
+    def _add_both_orders(self, scores_MSC: Tensor, row_examples_MS: Tensor, examples_M: Tensor) -> Tensor:
+        """Return logits [M, C]: the scores of both tokens of each example in its row, added, plus the bias."""
+        in_example_MS = (row_examples_MS == examples_M[:, None]).to(scores_MSC.dtype)
+        logits_MC = torch.einsum("ms,msc->mc", in_example_MS, scores_MSC)
+        return logits_MC if self.classifier.bias is None else logits_MC + self.classifier.bias
 
 
 @HEADS.register("multiple_choice")
@@ -212,11 +215,11 @@ class MultipleChoiceHead(TaskHead):
         scores_BS1 = self.row_scores(scores_BT1, row_examples.shape[1], token_indices)
         rows_M, columns_M = (targets != IGNORE).nonzero(as_tuple=True)
         choices_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
-        right_MS = choices_MS & (row_parts[rows_M] == targets[rows_M, columns_M][:, None])
+        is_correct_MS = choices_MS & (row_parts[rows_M] == targets[rows_M, columns_M][:, None])
         if self.on_logits is not None:
             _report_candidates(self.on_logits, scores_BS1[rows_M], choices_MS, examples[rows_M, columns_M],
-                  row_parts[rows_M], right_MS.long())  # fmt: skip
-        return pointer_loss(scores_BS1[rows_M, :, 0], choices_MS, right_MS.long().argmax(1))
+                  row_parts[rows_M], is_correct_MS.long())  # fmt: skip
+        return compute_pointer_loss(scores_BS1[rows_M, :, 0], choices_MS, is_correct_MS.long().argmax(1))
 
 
 @HEADS.register("span_extraction")
@@ -282,7 +285,7 @@ class SpanExtractionHead(TaskHead):
                 marks_MS,
             )
         losses = (
-            pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))
+            compute_pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))
             for side, mark in enumerate((1, 2))
         )
         return torch.stack([*losses]).mean()
@@ -297,11 +300,11 @@ def _report_candidates(
     on_logits(*(x[candidates_MS] for x in (examples_MS, indices_MS, scores_MSC, marks_MS)))
 
 
-def pointer_loss(scores_MS: Tensor, candidates_MS: Tensor, right_M: Tensor) -> Tensor:
-    """Return the summed cross-entropy of choosing column `right_M` among each row's candidates, in float32 at least."""
+def compute_pointer_loss(scores_MS: Tensor, candidates_MS: Tensor, targets_M: Tensor) -> Tensor:
+    """Return the summed cross-entropy of choosing column `targets` among each row's candidates, in float32 at least."""
     precise_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
     masked_MS = precise_MS.masked_fill(~candidates_MS, torch.finfo(precise_MS.dtype).min)
-    return F.cross_entropy(masked_MS, right_M, reduction="sum")
+    return F.cross_entropy(masked_MS, targets_M, reduction="sum")
 
 
 def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
@@ -320,7 +323,7 @@ def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
             )
 
 
-def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor, class_weights_C: Tensor | None = None) -> Tensor:
+def compute_summed_loss(loss: str, logits_MC: Tensor, targets: Tensor, class_weights_C: Tensor | None = None) -> Tensor:
     """Return the sum of a loss over labelled tokens, each the mean over its classes, in float32 at least.
 
     targets: classes [M] for cross-entropy, values [M, C] for the others. class_weights_C: of cross-entropy; None or

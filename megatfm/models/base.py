@@ -44,8 +44,7 @@ class Output(NamedTuple):
     """Summed loss in nats of each term, if the batch has targets of a head."""
     predictions: dict[str, Tensor] | None = None
     """Predictions of `model.extra_heads` by name, if the batch has no targets of any head: of "sentence" logits [B, C],
-    or [B, T, C] with `token = "all"`; of "span" [B, T, 2]; of "classifier" [images, C], one after another as they
-    stand in the rows."""
+    or [B, T, C] with `token = "all"`; of "span" [B, T, 2]; of "classifier" [images, C], in the order of rows."""
     carry: dict[str, Tensor] | None = None
     """Further hidden vectors that later pipeline stages read, by name, e.g. "encoder_hidden" [B, S, D]."""
 
@@ -102,8 +101,8 @@ class Model(nn.Module):
         """Return the fields that are not None. Raises TypeError for a field that the model does not read."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            hidden = ("full_row_", "token_indices")  # context parallelism's
-            names = [field for field in sorted(self.accepted) if not any(part in field for part in hidden)]
+            internal = ("full_row_", "token_indices")  # context parallelism's
+            names = [field for field in sorted(self.accepted) if not any(word in field for word in internal)]
             hint = did_you_mean(name, names)
             if (suggestion := OTHER_NAMES.get(name, "")) in self.accepted:
                 hint = f" (did you mean {suggestion!r}?)"
@@ -183,7 +182,7 @@ def list_target_fields(config: ModelConfig) -> tuple[str, ...]:
     return () if config.lm_head.name == "none" else ("targets",)
 
 
-def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
+def list_sequence_fields(config: ModelConfig) -> tuple[str, ...]:
     """Return the metadata fields of a sequence: positions, documents, cu_seqlens, and, if the embedding uses them,
     segments, grid and masked."""
     segments = ["segments"] if config.embedding.n_segments else []

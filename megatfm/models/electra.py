@@ -14,7 +14,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, filter_names_below, make_view, sequence_fields
+from megatfm.models.base import MODELS, Model, Output, filter_names_below, list_sequence_fields, make_view
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
@@ -39,7 +39,7 @@ class Electra(Model):
         self.generator = Encoder(
             smaller, embedding=InputEmbedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
-        self.accept("tokens", "original", *sequence_fields(config))
+        self.accept("tokens", "original", *list_sequence_fields(config))
         generator, discriminator = self.generator.encoder, self.discriminator.encoder
         corrupted = ("corrupted_tokens",)
         assert generator is not None  # as in every whole model
@@ -165,7 +165,7 @@ class Discriminator(Model):
             self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
         self.add_heads(embedding.table)
         targets = ("replaced",) if self.runs_head else ()
-        self.accept(self.input_field, *sequence_fields(config), targets=targets)
+        self.accept(self.input_field, *list_sequence_fields(config), targets=targets)
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("verdict", ("dense", "verdict"), ("hidden",))] if self.runs_head else []),

@@ -53,15 +53,15 @@ def check_sharded_shapes(linears: Mapping[str, Linear], full_shapes: Mapping[str
     would each be rounded.
     """
     for path, matrix in linears.items():
-        part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
-        if part == shape:
+        local_shape, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
+        if local_shape == shape:
             raise UsageError(
                 f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its partial "
                 "gradients would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
             )
-        if any(dim % ALIGNMENT for dim in part):
+        if any(dim % ALIGNMENT for dim in local_shape):
             raise UsageError(
-                f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(part)} of {path} {list(shape)}, and "
-                f"fp8 matmuls need multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
+                f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(local_shape)} of {path} {list(shape)}, "
+                f"and fp8 matmuls need multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
                 "train.precision = 'bf16'"
             )

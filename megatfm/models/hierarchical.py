@@ -20,9 +20,9 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    list_sequence_fields,
     make_view,
     require_field,
-    sequence_fields,
     unpack,
 )
 from megatfm.models.stack import make_sequence
@@ -53,7 +53,7 @@ class PyramidStack(nn.Module):
         self.merges = nn.ModuleDict()
         for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
             norm = self.stages.merging_norm
-            self.merges[str(stage)] = PatchMerging(stage_config, norm=norm, share=0.25**stage)
+            self.merges[str(stage)] = PatchMerging(stage_config, norm=norm, tokens_per_patch=0.25**stage)
         self.skip_rates = [config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)]
         self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
         self.depths: Sequence[int] = range(config.n_layers)
@@ -145,7 +145,7 @@ def make_pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
             d_out = stage_config.d_model * (2 if widens else 1)
             yield PooledBlock(
                 stage_config, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
-                size=stages.map_at(stage - pools), share=0.25**stage,
+                size=stages.map_at(stage - pools), tokens_per_patch=0.25**stage,
             )  # fmt: skip
             d_in = d_out
 
@@ -170,7 +170,7 @@ class Hierarchical(Model):
         self.input_field = embedding.input_field
         self.compute_map_sizes = self.encoder.compute_map_sizes
         self.add_heads(None, config.stage_config(len(require_stages(config).layers) - 1))
-        self.accept(self.input_field, *sequence_fields(config), targets=())
+        self.accept(self.input_field, *list_sequence_fields(config), targets=())
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),

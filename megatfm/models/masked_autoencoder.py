@@ -20,7 +20,7 @@ from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import MODELS, Model, Output, sequence_fields
+from megatfm.models.base import MODELS, Model, Output, list_sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import SplitPoint
@@ -70,8 +70,8 @@ class VisibleTokens(nn.Module):
     def forward(self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None) -> Tensor:
         """Return [B, T, D]."""
         visible_BSD = self.projection(visible.memory_BSD)
-        at_BT = visible.find_memory_indices(sequence)
-        visible_BTD = self.gather(visible_BSD, at_BT, visible.sequence.length)
+        index_BT = visible.find_memory_indices(sequence)
+        visible_BTD = self.gather(visible_BSD, index_BT, visible.sequence.length)
         x_BTD = torch.where((visible.source_BT >= 0)[..., None], visible_BTD, self.mask_token)
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
 
@@ -121,13 +121,13 @@ class PixelDecoderHead(nn.Module):
         is_masked = to_host(source_BT) < 0
         if sequence.documents is not None:
             is_masked = is_masked & sequence.on_host().non_padding_mask
-        at_M = move_to_device(is_masked.flatten().nonzero()[:, 0], source_BT.device)
-        predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[at_M])
+        token_M = move_to_device(is_masked.flatten().nonzero()[:, 0], source_BT.device)
+        predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[token_M])
         precise = torch.promote_types(predicted_MK.dtype, torch.float32)
-        errors_MK = predicted_MK.to(precise) - self.targets(patches_BTK.flatten(0, 1)[at_M], precise)
+        errors_MK = predicted_MK.to(precise) - self.compute_targets(patches_BTK.flatten(0, 1)[token_M], precise)
         return errors_MK.square().mean(-1).sum()
 
-    def targets(self, patches_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    def compute_targets(self, patches_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the target pixels [M, K], normalised by patch if configured."""
         scale_K, shift_K = make_normalisation(self.options, patches_MK.device, dtype)
         pixels_MK = patches_MK * scale_K + shift_K
@@ -154,8 +154,8 @@ class MaskedAutoencoder(Model):
         self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
         self.decoder = Stack(smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller)))
         self.pixels = PixelDecoderHead(config, smaller)
-        encoder_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
-        self.accept("source", *sequence_fields(config), *encoder_fields, targets=("patches",))
+        encoder_fields = (f"encoder_{name}" for name in ("patches", *list_sequence_fields(config)))
+        self.accept("source", *list_sequence_fields(config), *encoder_fields, targets=("patches",))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *_with_memory(self.decoder.split_points("decoder", reads=("encoder_hidden",))),
@@ -204,8 +204,8 @@ class MaskedAutoencoder(Model):
 
 def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
     """Return the decoder's split points; the first also gathers the encoder's output."""
-    first, *others = points
-    return [replace(first, modules=("memory", *first.modules)), *others]
+    embedding, *blocks = points
+    return [replace(embedding, modules=("memory", *embedding.modules)), *blocks]
 
 
 def make_pixel_decoder_config(config: ModelConfig) -> ModelConfig:

@@ -171,7 +171,7 @@ class FullRow(NamedTuple):
     grid: Tensor | None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
+    def from_batch(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
         """Return the full rows of one side of a batch; None if the batch has all tokens of its rows."""
         if f"{side}token_indices" not in batch:
             return None
@@ -194,7 +194,7 @@ def make_sequence(
     that continues after the cache's tokens. keys: random keys of this stack.
     """
     inputs_BT = require_field(batch, side + input_field)
-    full_row = FullRow.of(batch, side)
+    full_row = FullRow.from_batch(batch, side)
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
     if full_row is not None:
         full = SequenceMetadata(

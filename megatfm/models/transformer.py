@@ -18,9 +18,9 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    list_sequence_fields,
     list_target_fields,
     require_field,
-    sequence_fields,
     unpack,
 )
 from megatfm.models.stack import FullRow, Stack, make_sequence
@@ -49,7 +49,7 @@ class Decoder(Model):
         )
         self.future_offsets = list(self.future)
         self.add_heads(embedding.table)
-        fields = ("prefix", *PAIR_FIELDS, *sequence_fields(config))
+        fields = ("prefix", *PAIR_FIELDS, *list_sequence_fields(config))
         self.accept(self.input_field, *fields, targets=list_target_fields(config))
         self.split_points = [
             *self.decoder.split_points("decoder"),
@@ -124,7 +124,7 @@ class Encoder(Model):
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         self.add_heads(embedding.table)
-        self.accept(self.input_field, *sequence_fields(config), targets=list_target_fields(config))
+        self.accept(self.input_field, *list_sequence_fields(config), targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
@@ -186,8 +186,9 @@ class EncoderDecoder(Model):
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
-        encoder_fields = (f"encoder_{name}" for name in (self.encoder_input_field, *sequence_fields(config)))
-        self.accept(self.input_field, *sequence_fields(config), *encoder_fields, targets=list_target_fields(config))
+        fields = list_sequence_fields(config)
+        encoder_fields = (f"encoder_{name}" for name in (self.encoder_input_field, *fields))
+        self.accept(self.input_field, *fields, *encoder_fields, targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),
@@ -307,7 +308,7 @@ def _shift_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
 
     Under context parallelism these may be on another rank, so they are taken from full rows.
     """
-    full_row = FullRow.of(batch)
+    full_row = FullRow.from_batch(batch)
     if full_row is None:
         return shift_targets(batch["targets"], batch.get("documents"), n)
     full_targets = require_field(batch, "full_row_targets")

@@ -13,7 +13,7 @@ from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature, check_pairs
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, sequence_fields
+from megatfm.models.base import MODELS, Model, Output, list_sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.split_points import SplitPoint
 
@@ -42,8 +42,8 @@ class TwoTowers(Model):
         self.text_features = FeatureHead(text, "last", width, bias=bias)
         self.temperature = Temperature(contrastive)
         self.contrastive = ContrastiveLoss(contrastive)
-        image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(image)))
-        self.accept("tokens", *sequence_fields(text), *image_fields, targets=())
+        image_fields = (f"encoder_{name}" for name in ("patches", *list_sequence_fields(image)))
+        self.accept("tokens", *list_sequence_fields(text), *image_fields, targets=())
         heads = ("image_features", "text_features", "temperature", "contrastive")
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),

@@ -26,8 +26,8 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    list_sequence_fields,
     list_target_fields,
-    sequence_fields,
 )
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import move_to_device, to_host
@@ -82,8 +82,8 @@ class VisionLanguage(Model):
         self.runs_connector, self.runs_head = True, config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
-        image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(images)))
-        self.accept("tokens", *sequence_fields(config), *image_fields, targets=list_target_fields(config))
+        image_fields = (f"encoder_{name}" for name in ("patches", *list_sequence_fields(images)))
+        self.accept("tokens", *list_sequence_fields(config), *image_fields, targets=list_target_fields(config))
         vectors = {"image_vectors": CarrySpec("encoder_positions", config.d_model)}
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
@@ -119,7 +119,7 @@ class VisionLanguage(Model):
         runs_embedding = self.decoder is not None and self.decoder.embedding is not None
 
         if encoder_patches is not None:
-            # The two stacks number their layers alike, so the image encoder's random keys are others.
+            # Both stacks count layers from 0, so the image encoder needs different random keys.
             images = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
             if self.encoder is not None:
                 encoder_hidden, losses = self.encoder(encoder_patches, images, hidden=encoder_hidden)
@@ -127,8 +127,8 @@ class VisionLanguage(Model):
                 image_vectors = self.connector(encoder_hidden)
             if runs_embedding:
                 is_image_BT = batch["tokens"] == self.image_token_id
-                at_BT = self._patch_indices(batch, images)
-                vectors_BTD = self.gather(self.image_vectors(image_vectors), at_BT, images.length)
+                index_BT = self._find_patch_indices(batch, images)
+                vectors_BTD = self.gather(self.image_vectors(image_vectors), index_BT, images.length)
                 sequence.inserted = (is_image_BT, vectors_BTD * is_image_BT[..., None])
         if self.decoder is not None:
             x_BTD, decoder_losses = self.decoder(batch["tokens"], sequence, hidden=hidden, cache=cache)
@@ -144,7 +144,7 @@ class VisionLanguage(Model):
         }
         return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
 
-    def _patch_indices(self, batch: dict[str, Tensor], images: SequenceMetadata) -> Tensor:
+    def _find_patch_indices(self, batch: dict[str, Tensor], images: SequenceMetadata) -> Tensor:
         """Return the index in the image row of each token of the full text rows, −1 where it is text."""
         tokens = batch["tokens"]
         if not isinstance(images, SequenceShard):
@@ -162,8 +162,8 @@ class VisionLanguage(Model):
 
 def _with_image_vectors(points: list[SplitPoint]) -> list[SplitPoint]:
     """Return a decoder's split points, of which the embedding also runs the modules that gather image vectors."""
-    first, *others = points
-    return [replace(first, modules=("image_vectors", "gather", *first.modules)), *others]
+    embedding, *blocks = points
+    return [replace(embedding, modules=("image_vectors", "gather", *embedding.modules)), *blocks]
 
 
 def find_patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int) -> Tensor:

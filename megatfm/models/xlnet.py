@@ -28,9 +28,9 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    list_sequence_fields,
     make_view,
     require_field,
-    sequence_fields,
     unpack,
 )
 from megatfm.models.stack import make_sequence
@@ -61,13 +61,13 @@ class XLNet(Model):
         self.input_field = embedding.input_field
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
-        # Attention compares segments, even if the embedding has none.
         self.add_heads(embedding.table)
         if config.extra_heads and self.encoder.query is not None:
             self.encoder.query.requires_grad_(False)  # no token is predicted, so it has no part in the loss
         predicted = () if config.extra_heads else ("order",)
         targets = () if config.extra_heads else ("targets",)
-        self.accept(self.input_field, *sequence_fields(config), "segments", *predicted, targets=targets)
+        # Attention compares segments, even if the embedding has none.
+        self.accept(self.input_field, *list_sequence_fields(config), "segments", *predicted, targets=targets)
         self.split_points = [
             *self.encoder.split_points("encoder", has_queries=not config.extra_heads),
             *([SplitPoint("head", ("head",), ("query",))] if self.runs_head else []),
@@ -108,7 +108,7 @@ class XLNet(Model):
             if targets is None:
                 logits = self.head(hidden)
             else:
-                losses["permutation"] = self.head(hidden, keep_host_copy(_targets_of_queries, targets))
+                losses["permutation"] = self.head(hidden, keep_host_copy(_gather_query_targets, targets))
         carry = {"content": x_BTD, "query": g_BQD}
         return self.output(batch, hidden, losses, logits, carry=carry, sequence=sequence)
 
@@ -212,20 +212,27 @@ class TwoStreamStack(nn.Module):
         return view
 
     def split_points(self, path: str, *, has_queries: bool = True) -> list[SplitPoint]:
-        """Return the split points of embedding, query, blocks and end. Stages exchange "content" [B, T, D] and, if
-        tokens are predicted, "query" [B, Q, D]."""
+        """Return the split points of embedding, query, blocks and final norm.
+
+        Stages exchange "content" [B, T, D] and, if tokens are predicted, "query" [B, Q, D].
+        """
         content = {"content": CarrySpec("tokens", self.d_model)}
         query = {"query": CarrySpec("tokens", self.d_model, count_queries)} if has_queries else {}
-        end = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
-        both, ending = content | query, query or content
+        final_modules = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
+        streams, final_stream = content | query, query or content
         return [
             SplitPoint(f"{path}.embedding", (f"{path}.embedding",), writes=content),
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
             *(
-                SplitPoint(f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(both), both)
+                SplitPoint(
+                    f"{path}.layers.{depth}",
+                    (f"{path}.layers.{name}", f"{path}.position"),
+                    tuple(streams),
+                    streams,
+                )
                 for depth, name in enumerate(self.order)
             ),
-            SplitPoint(f"{path}.norm", end, tuple(ending), ending),
+            SplitPoint(f"{path}.norm", final_modules, tuple(final_stream), final_stream),
         ]
 
     def _finish(self, hidden: Tensor, sequence: SequenceMetadata) -> Tensor:
@@ -351,7 +358,7 @@ def find_query_indices(targets_BT: Tensor) -> Tensor:
     return targets_first_BT[:, : count_queries({"targets": targets_BT})]
 
 
-def _targets_of_queries(targets_BT: Tensor) -> Tensor:
+def _gather_query_targets(targets_BT: Tensor) -> Tensor:
     """Return the targets of the query stream [B, Q]."""
     return targets_BT.gather(1, find_query_indices(targets_BT))
 

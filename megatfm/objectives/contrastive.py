@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.layers.contrastive import TERM, TOP
+from megatfm.layers.contrastive import TERM, TOP_K
 from megatfm.objectives.base import (
     ENCODER_DECODER,
     OBJECTIVES,
@@ -76,7 +76,7 @@ class Contrastive(Objective):
                 f"data.target_length = {self.max_caption_tokens} has no room for a caption's begin token, end token "
                 f"and one token between: choose e.g. data.target_length={positions}"
             )
-        self.metrics = () if training else tuple(f"top{k}" for k in TOP)
+        self.metrics = () if training else tuple(f"top{k}" for k in TOP_K)
         self.loss_weights: Mapping[str, float] = {TERM: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         caption_fields = {} if training else {CAPTIONS: Field("int32", (2,))}

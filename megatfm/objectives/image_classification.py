@@ -12,7 +12,7 @@ from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConf
 from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.layers.classifier import METRICS
+from megatfm.layers.classifier import TOP_K
 from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
 
 HEAD = "classifier"
-ACCURACIES = frozenset(f"top{k}" for k in METRICS)
+ACCURACIES = frozenset(f"top{k}" for k in TOP_K)
 MAX_LABEL_DIGITS = 18
 """Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 
@@ -63,7 +63,7 @@ class ImageClassification(Objective):
             training=training,
             any_shape=model.family != "hierarchical",
         )
-        self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
+        self.metrics = () if training else tuple(f"top{k}" for k in TOP_K if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         self.mixing = image_mixing(images, self.reader) if training else None
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}

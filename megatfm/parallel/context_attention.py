@@ -61,7 +61,7 @@ def make_attention_forward(core: Any, cp: ContextParallel) -> Callable[..., Tens
         if kv_sequence is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
             plan = kv_sequence.cached("all keys", lambda: make_fetch_all_plan(cp, kv_sequence.length))
             _log_once(pattern_name, FETCH_ALL, cp.size)
-            all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
+            all_k, all_v = kv_format.unpack(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
         fetch_plan = plan_fetch(core, cp, sequence)
         if not core.is_local(sequence.length) and uses_ulysses(
@@ -85,10 +85,10 @@ def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]
         if not core.is_local(sequence.length) and uses_ulysses(
             cp, q, n, len(v_weight) // n, latent.shape[-1], fetch_plan
         ):
-            k, v = core.heads(latent, k_weight, v_weight)
+            k, v = core.project_heads(latent, k_weight, v_weight)
             _log_once(pattern_name, ULYSSES, cp.size)
             return ulysses_attention(core, q, k, v, None, sequence, cp)
-        kv_format = LatentKeyValues(core.heads, (k_weight, v_weight))
+        kv_format = LatentKeyValues(core.project_heads, (k_weight, v_weight))
         _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
         return exchange_and_attend(core, q, latent, kv_format, None, sequence, cp, fetch_plan)
 
@@ -100,7 +100,7 @@ def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[.
     plan_of = lru_cache(LENGTHS)(partial(make_fetch_all_plan, cp))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        return KeyValues(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), plan_of(length)))
+        return KeyValues(k.shape[-1], v.shape[-1]).unpack(fetch(torch.cat([k, v], -1), plan_of(length)))
 
     return forward
 
@@ -159,7 +159,7 @@ def exchange_and_attend(
     global_queries = sequence.cached(key, lambda: GlobalQueries.find(core, cp, sequence))
     if global_queries is None:
         return out
-    return add_global_attention(core, out, q, *kv_format.heads(kv), bias, sequence, global_queries, cp)
+    return add_global_attention(core, out, q, *kv_format.unpack(kv), bias, sequence, global_queries, cp)
 
 
 def uses_ulysses(

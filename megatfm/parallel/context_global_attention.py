@@ -101,7 +101,7 @@ def make_pooling_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor
     """Make the `forward` of attention by one query to each image's tokens: ranks add up numerators and denominators."""
 
     def forward(q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
-        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)
+        scores_BINT: Tensor = core.compute_scores(q_NH, k_BTNH, is_member_BIT)
         max_BIN1 = scores_BINT.detach().amax(-1, keepdim=True)
         dist.all_reduce(max_BIN1, dist.ReduceOp.MAX, cp.group)
         weights_BINT = (scores_BINT - max_BIN1).exp()

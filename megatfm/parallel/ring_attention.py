@@ -92,7 +92,7 @@ class KeyValueFormat(Protocol):
     def weights(self) -> tuple[Tensor, ...]:
         """Weights that the computation uses."""
 
-    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values."""
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
@@ -107,7 +107,7 @@ class KeyValues:
     v_width: int
     weights: tuple[Tensor, ...] = ()
 
-    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Split keys and values."""
         k, v = kv.split([self.k_width, self.v_width], -1)
         return k, v
@@ -124,7 +124,7 @@ class LatentKeyValues:
     make: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[Tensor, ...]
 
-    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values from latents."""
         return self.make(kv, *self.weights)
 
@@ -189,11 +189,11 @@ class _RingAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         current, transfer = kv, _shift(kv, cp, plans[1:2])
-        out, lse = partial_attention(q, *kv_format.heads(kv), bias, dropout_keys, plans[0])
+        out, lse = partial_attention(q, *kv_format.unpack(kv), bias, dropout_keys, plans[0])
         for step, plan in enumerate(plans[1:], 1):
             (current,) = transfer.wait()
             transfer = _shift(current, cp, plans[step + 1 : step + 2])
-            part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
+            part = partial_attention(q, *kv_format.unpack(current), bias, dropout_keys, plan)
             out, lse = merge_partial(out, lse, *part)
         out, lse = block_sparse.add_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
@@ -212,7 +212,7 @@ class _RingAttention(torch.autograd.Function):
         bias_grad = make_bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
 
         def gradients_of(current: Tensor, plan: BlockAttentionPlan) -> tuple[Tensor, ...]:
-            k, v = kv_format.heads(current)
+            k, v = kv_format.unpack(current)
             dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
             return dq, *kv_format.backward(current, weights, dk, dv)
 

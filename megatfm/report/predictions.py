@@ -160,7 +160,7 @@ def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence
     for (label, predicted), count in counts.items():
         of_label[label] += count
         of_predicted[predicted] += count
-    total, n_right = sum(counts.values()), sum(counts.get((c, c), 0) for c in range(len(labels)))
+    total, count_topk_correct = sum(counts.values()), sum(counts.get((c, c), 0) for c in range(len(labels)))
     scores = [
         ClassScores(
             class_name,
@@ -182,7 +182,7 @@ def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence
     is_small = len(labels) <= MAX_CELLS
     return ClassResults(
         name=name,
-        accuracy=n_right / total,
+        accuracy=count_topk_correct / total,
         examples=total,
         scores=scores,
         cells=_make_cells(counts, labels, of_label) if is_small else (),

@@ -81,7 +81,7 @@ class TokenLossRecorder:
     parts: list[TokenLosses] = field(default_factory=list)
     _calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def new_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def allocate_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return a tensor [M] into which a call of the head writes its losses."""
         assert indices_M is None  # causal heads compute all tokens
         losses_M = targets_BT.new_zeros(targets_BT.numel(), dtype=dtype)

@@ -370,7 +370,7 @@ class ContextShards:
         "DotProductAttention": _add_attention,
         "DisentangledCore": _add_attention,
         "ShawCore": _add_attention,
-        "GatherKV": _add_gathered_keys,
+        "KVGather": _add_gathered_keys,
         "SpanBoundaryGather": _add_span_boundaries,
         "TokenGather": _add_token_gather,
         "ImageMean": _add_row_sums,

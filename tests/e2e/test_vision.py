@@ -36,8 +36,8 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     assert evaluated["tokens"] == 599
     counts = np.array(json.loads((run / "confusion.json").read_text())["sets"]["validation"]["counts"])
     assert counts[:, 2].sum() == 599
-    n_right = counts[counts[:, 0] == counts[:, 1], 2].sum()
-    assert n_right / 599 == pytest.approx(evaluated["metrics"]["top1"])
+    count_topk_correct = counts[counts[:, 0] == counts[:, 1], 2].sum()
+    assert count_topk_correct / 599 == pytest.approx(evaluated["metrics"]["top1"])
     galleries = json.loads((run / "pictures.json").read_text())["galleries"]
     assert [len(gallery["pictures"]) for gallery in galleries] == [3, 3]
     assert [gallery["title"] for gallery in galleries] == ["Attention rollout", "Surest mistakes, validation"]

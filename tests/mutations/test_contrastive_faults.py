@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
 from megatfm.layers import contrastive as features
-from megatfm.layers.classifier import document_index
+from megatfm.layers.classifier import index_documents
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import contrastive
 from megatfm.parallel import data_ring, parallelize
@@ -93,7 +93,7 @@ def only_data_ranks_are_compared(patch: Patch) -> None:
 
 
 def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
-    real = features.boundary_tokens
+    real = features.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         is_side = not isinstance(sequence, SequenceShard)
@@ -101,23 +101,23 @@ def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
 
     def index(sequence: Any, at: Tensor, other: Any = None) -> Tensor:
         row = other or sequence
-        return document_index(sequence, at, row.full_sequence if isinstance(row, SequenceShard) else row)
+        return index_documents(sequence, at, row.full_sequence if isinstance(row, SequenceShard) else row)
 
     real_pool = features.BoundaryVector.forward
 
     def pool(self: Any, hidden: Tensor, at: Tensor, sequence: Any) -> Tensor:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(features, "boundary_tokens", real)
-            inner.setattr(features, "document_index", document_index)
+            inner.setattr(features, "find_boundary_tokens", real)
+            inner.setattr(features, "index_documents", index_documents)
             return real_pool(self, hidden, at, sequence)
 
-    patch.setattr(features, "boundary_tokens", tokens)
-    patch.setattr(features, "document_index", index)
+    patch.setattr(features, "find_boundary_tokens", tokens)
+    patch.setattr(features, "index_documents", index)
     patch.setattr(features.BoundaryVector, "forward", pool)
 
 
 def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
-    real = features.boundary_tokens
+    real = features.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         if not last:
@@ -132,15 +132,15 @@ def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
             last=True,
         )
 
-    patch.setattr(features, "boundary_tokens", tokens)
+    patch.setattr(features, "find_boundary_tokens", tokens)
 
 
 def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
     def index(sequence: Any, at: Tensor, other: Any = None) -> Tensor:
-        indices = document_index(sequence, at, other)
+        indices = index_documents(sequence, at, other)
         return indices if other is None else indices.clamp(max=sequence.max_documents_per_row)
 
-    patch.setattr(features, "document_index", index)
+    patch.setattr(features, "index_documents", index)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

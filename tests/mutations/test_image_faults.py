@@ -164,8 +164,8 @@ def class_tokens_count_in_the_mean(patch: Patch) -> None:
 
 
 def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:
-    real = classifier.document_index
-    patch.setattr(classifier, "document_index", lambda *arguments: real(*arguments).roll(1))
+    real = classifier.index_documents
+    patch.setattr(classifier, "index_documents", lambda *arguments: real(*arguments).roll(1))
 
 
 CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)

@@ -19,7 +19,7 @@ from transformers.models.xlnet import modeling_xlnet
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
-from megatfm.layers.task_heads import summed_loss
+from megatfm.layers.task_heads import compute_summed_loss
 from megatfm.models import build
 from tests.support.hf_encoders import (
     BERT_ENCODER,
@@ -316,7 +316,7 @@ def test_classes_weigh_as_those_of_torch() -> None:
     weights = torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64)
     total = weights[targets].sum()
     expected = torch.nn.functional.cross_entropy(logits, targets, weights) * total
-    torch.testing.assert_close(summed_loss("cross_entropy", logits, targets, weights), expected)
+    torch.testing.assert_close(compute_summed_loss("cross_entropy", logits, targets, weights), expected)
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])

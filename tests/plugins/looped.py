@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatfm.layers.output_head import LMHead
 from megatfm.models import MODELS, Model
-from megatfm.models.base import filter_names_below, make_view, sequence_fields
+from megatfm.models.base import filter_names_below, list_sequence_fields, make_view
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.objectives import OBJECTIVES, Causal
 from megatfm.split_points import SplitPoint
@@ -22,7 +22,7 @@ class Looped(Model):
         self.decoder.depths = [*self.decoder.depths, *self.decoder.depths]
         self.head = LMHead(config, self.decoder.embedding.tied_table(config))
         self.runs_head = True
-        self.accept("tokens", *sequence_fields(config))
+        self.accept("tokens", *list_sequence_fields(config))
         embedding, *blocks, norm = self.decoder.split_points("decoder")
         repeated = [replace(point, name=f"repeated.{point.name}") for point in blocks]
         self.split_points = [embedding, *blocks, *repeated, norm, SplitPoint("head", ("head",), ("hidden",))]

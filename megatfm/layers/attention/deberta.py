@@ -28,7 +28,7 @@ from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilit
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions or buckets of them
 
 
-class _Projections(HeadProjections):
+class _DisentangledProjections(HeadProjections):
     """Base: projections of tokens, and of the position table by `get_position_projections`, around DisentangledCore."""
 
     cp_plan = "local"
@@ -63,7 +63,7 @@ class _Projections(HeadProjections):
 
 
 @ATTENTIONS.register("deberta")
-class DisentangledAttention(_Projections):
+class DisentangledAttention(_DisentangledProjections):
     """Scores are content·content + content·position + position·content, scaled by 1/√(3H).
 
     The position-to-content term uses the vector of query − key, as in the released code; equation 4 has key − query.
@@ -89,7 +89,7 @@ class DisentangledAttention(_Projections):
 
 
 @ATTENTIONS.register("deberta_v2")
-class DisentangledSharedAttention(_Projections):
+class DisentangledSharedAttention(_DisentangledProjections):
     """Disentangled attention whose relative positions share the content projections of queries and keys."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))

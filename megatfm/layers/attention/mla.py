@@ -114,7 +114,7 @@ class LatentAttention(nn.Module):
             return self.core.attend_one_query(
                 q_BNTH, latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence
             )
-        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix())
+        k_BNSH, v_BNSV = self.core.project_heads(latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix())
         return self.core.attend_head_shard(self.core.dropout.shard_index, q_BNTH, k_BNSH, v_BNSV, sequence)
 
     def _split_heads(self, x: Tensor, width: int) -> Tensor:
@@ -139,7 +139,7 @@ class LatentCore(DotProductAttention):
         super().__init__(config, initial, pattern, scale=scale, channels=channels)
         self.nope_dim, self.rope_dim = config.head_width, rope_dim
 
-    def heads(self, latent_B1SX: Tensor, wk_XC: Tensor, wv_XC: Tensor) -> tuple[Tensor, Tensor]:
+    def project_heads(self, latent_B1SX: Tensor, wk_XC: Tensor, wv_XC: Tensor) -> tuple[Tensor, Tensor]:
         """Project latents to keys [B, N, S, H + R], rotary channels included, and values [B, N, S, V]."""
         latent_BSC, rope_B1SR = latent_B1SX[:, 0, :, : -self.rope_dim], latent_B1SX[..., -self.rope_dim :]
         k_BNSH = F.linear(latent_BSC, wk_XC).unflatten(-1, (-1, self.nope_dim)).transpose(1, 2)
@@ -156,7 +156,7 @@ class LatentCore(DotProductAttention):
         sequence: SequenceMetadata,
     ) -> Tensor:
         """Return [B, N, T, V]."""
-        k_BNTH, v_BNTV = self.heads(latent_B1TX, wk_XC, wv_XC)
+        k_BNTH, v_BNTV = self.project_heads(latent_B1TX, wk_XC, wv_XC)
         return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
 
     def has_dropout(self, sequence: SequenceMetadata) -> bool:

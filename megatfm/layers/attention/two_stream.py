@@ -86,7 +86,7 @@ class ContentKeysValues:
     positions: Tensor
 
 
-class GatherKV(nn.Module):
+class KVGather(nn.Module):
     """Identity; context parallelism replaces it by an all-gather of keys and values over the row's ranks."""
 
     cp_plan = "gather_kv"
@@ -120,7 +120,7 @@ class TwoStreamAttention(nn.Module):
         d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
-        self.gather_kv = GatherKV()
+        self.gather_kv = KVGather()
         self.content = nn.Identity()  # tensor parallelism gathers the content stream here
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))

@@ -81,17 +81,17 @@ class WindowedAttention(nn.Module):
                 "model.attention.name = 'windowed' needs maps: set model.family = 'hierarchical', or choose "
                 "attention.name = 'gqa'"
             )
-        windows = self.pattern.on(sequence.size)
+        windows = self.pattern.for_map(sequence.size)
         x_IHWD = windows.pad_and_roll(to_maps(x_BTD, sequence.size))
         q, k, v = (windows.split(project(x_IHWD), self.head_dim) for project in (self.wq, self.wk, self.wv))
         if self.cosine is not None:
             q, k = self.cosine(F.normalize(q, dim=-1), windows.count), F.normalize(k, dim=-1)
-        score_bias = self._score_bias(windows, sequence, q)
+        score_bias = self._make_score_bias(windows, sequence, q)
         images = sequence.per_image(windows.window**2) if self.core.dropout.active else sequence
         y = self.core.attend_head_shard(self.core.dropout.shard_index, q, k, v, images, score_bias, FULL_MASK)
         return self.wo(to_rows(windows.join(y), len(x_BTD)))
 
-    def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
+    def _make_score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
         """Return position biases, with −∞ between different cells, [1, N · G, S, S]; None without either."""
         device, dtype = q_INSC.device, q_INSC.dtype
         key = "hidden", windows.size, windows.window, windows.shift, dtype  # torch.compile cannot keep `windows` itself
@@ -190,12 +190,12 @@ class LogRelativeBias2d(nn.Module):
         """Return biases [N, S, S]; the MLP runs once for each distinct offset."""
         device, side = self.hidden.weight.device, windows.window
         key = windows.window, self.pretrained
-        offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
+        offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._compute_log_offsets(side, device))
         index_SS = sequence.cached(("offset index", side, side), lambda: _make_offset_index(windows, side, device))
         bias_ON = self.out(F.relu(self.hidden(offsets_O2.to(self.hidden.weight.dtype))))
         return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
 
-    def _log_offsets(self, side: int, device: torch.device) -> Tensor:
+    def _compute_log_offsets(self, side: int, device: torch.device) -> Tensor:
         """Return all offsets of a window, log-spaced, [O, 2]; in float32, as in the released code."""
         along = torch.arange(1 - side, side, device=device, dtype=torch.float32)
         scaled = along / max((self.pretrained or side) - 1, 1) * 8

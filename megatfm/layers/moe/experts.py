@@ -13,7 +13,7 @@ from megatfm.config.ffn import MoEConfig
 from megatfm.cost import Cost, TokenCounts
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, Uniform
-from megatfm.layers.moe.routers import RowSeam
+from megatfm.layers.moe.routers import RowRedistribution
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear
 from megatfm.ops.log_once import log_once
@@ -186,7 +186,7 @@ class Experts(nn.Module):
         # Expert and tensor parallelism gather tokens, drop masks and outputs here.
         self.gather_input, self.split_kept, self.reduce_output = nn.Identity(), nn.Identity(), nn.Identity()
         # Ranks that share a row gather its choices, and take their part of the result, here.
-        self.gather_row, self.split_row = RowSeam(), RowSeam()
+        self.gather_row, self.split_row = RowRedistribution(), RowRedistribution()
 
     def add_lora(self, key: str, rank: int, scale: float) -> None:
         """Give each expert a low-rank adapter beside its matrix in the stack `key`: Wₑ x + scale · Bₑ Aₑ x.

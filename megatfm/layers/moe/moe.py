@@ -200,7 +200,8 @@ class MoE(nn.Module):
         """Return the counts of a micro-batch.
 
         load [E]: choices of each expert, before capacity. dropped: choices beyond capacity. tokens: without padding.
-        entropy: of the router's probabilities, in nats, summed over tokens. "evened NAME" [E]: sums to balance.
+        entropy: of the router's probabilities, in nats, summed over tokens. "balanced NAME" [E]: the sums that the loss
+        NAME balances between experts.
         """
         load_E = torch.zeros(len(self.shares) + 1, dtype=torch.int64, device=choices_BTK.device)
         load_E = load_E.scatter_add(0, choices_BTK.flatten(), torch.ones_like(choices_BTK).flatten())[:-1]
@@ -211,7 +212,7 @@ class MoE(nn.Module):
             "dropped": dropped,
             "tokens": is_token_BT.sum(),
             "entropy": entropy_BT.double().sum(),
-            **{f"evened {name}": quantise_counts(numbers, is_token_BT) for name, numbers in routing.balanced.items()},
+            **{f"balanced {name}": quantise_counts(numbers, is_token_BT) for name, numbers in routing.balanced.items()},
         }
 
     def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
@@ -226,7 +227,7 @@ class MoE(nn.Module):
         self.shares.copy_(load_shares_E.where(n_choices > 0, self.shares.double()))
         means = {}
         for name in self.options.balance_losses:
-            if (sums_E := observed.get(f"evened {name}")) is None:
+            if (sums_E := observed.get(f"balanced {name}")) is None:
                 continue
             means_E = sums_E.double() * COUNT_STEP / tokens.clamp(min=1)
             means[name] = means_E.where(tokens > 0, self.router.get_buffer(name).double())
@@ -250,9 +251,9 @@ class MoE(nn.Module):
             **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
             **{
-                f"{name}_cv2": compute_squared_cv(observed[f"evened {name}"])
+                f"{name}_cv2": compute_squared_cv(observed[f"balanced {name}"])
                 for name in self.options.balance_losses
-                if f"evened {name}" in observed
+                if f"balanced {name}" in observed
             },
         }
 

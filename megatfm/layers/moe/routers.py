@@ -43,7 +43,7 @@ class RouterOutput(NamedTuple):
     balanced: Mapping[str, Tensor] = MappingProxyType({})
 
 
-class RowSeam(nn.Module):
+class RowRedistribution(nn.Module):
     """Identity; under context parallelism a gather of full rows, or the split back to a rank's tokens."""
 
     def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
@@ -294,7 +294,7 @@ class ExpertChoiceRouter(Router):
         # Tensor parallelism gathers full rows, and splits them again, here.
         self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
         # Context parallelism gathers full rows, and splits them again, here.
-        self.gather_row, self.split_row = RowSeam(), RowSeam()
+        self.gather_row, self.split_row = RowRedistribution(), RowRedistribution()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)

@@ -18,14 +18,14 @@ from megatfm.layers.sequence import SequenceMetadata
 # B batch, T tokens, D model width, N documents of a row, S slots of all experts together, X = N · S
 
 
-class GatherSlots(nn.Module):
+class SlotGather(nn.Module):
     """Identity; context parallelism turns means over local tokens into means over all tokens of a row."""
 
     def forward(self, slot_inputs_BXD: Tensor, scores_BNTS: Tensor, choices_BX1: Tensor) -> tuple[Tensor, Tensor]:
         return slot_inputs_BXD, choices_BX1
 
 
-class ReturnSlots(nn.Module):
+class SlotOutputGather(nn.Module):
     """Identity; context parallelism gathers the experts' outputs for all slots of a row."""
 
     def forward(self, outputs_BXD: Tensor, slots: int) -> Tensor:
@@ -47,7 +47,7 @@ class SoftMoE(nn.Module):
         self.initial = {"weight": initial("dense", config.d_model, n_slots)}
         self.experts = Experts(config, initial)
         # Context parallelism replaces both, so that each rank runs its share of a row's slots.
-        self.gather_slots, self.return_slots = GatherSlots(), ReturnSlots()
+        self.gather_slots, self.return_slots = SlotGather(), SlotOutputGather()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of experts on the slots, and of the dispatch and combine products between tokens and

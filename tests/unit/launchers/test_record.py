@@ -226,6 +226,18 @@ def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_sl
     assert fake_slurm.calls[-1] == "scancel 8 9"
 
 
+def test_a_chain_that_could_not_be_cancelled_is_not_said_to_be(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chain(run, 7, 8, 9)
+    run_prolog(run, limit=0)
+    fake_slurm.fail("scancel", "Unable to contact slurm controller")
+    assert run_epilog(run, 1, "--no-requeue", limit=0) == 76
+    output = capsys.readouterr().err
+    assert "could not cancel the later jobs of the chain, 8, 9: scancel 8 9: Unable to contact slurm" in output
+    assert "cancelled" not in output
+
+
 @pytest.mark.parametrize(("code", "requested"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
 def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
     run: Path, fake_slurm: FakeSlurm, code: int, requested: str

@@ -290,6 +290,13 @@ def test_submit_from_python_writes_the_job(
         ({"nproc": "two"}, "invalid int value"),
         ({"dry_run": True}, "not a flag of jobs"),
         ({"time": "tomorrow"}, "--time 'tomorrow'"),
+        ({"chain": 0}, "number of links of the chain is 0"),
     ):
         with pytest.raises(UsageError, match=reason):
             submit("quickstart", **flags)
+
+
+def test_submit_from_python_passes_a_zero_on(folder: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    run = submit("quickstart", max_restarts=0)
+    assert "--max-restarts 0" in (run.run_dir / "slurm" / "pretrain.sbatch").read_text()

@@ -140,6 +140,15 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(
     assert signals(tmp_path, 0) == signals(tmp_path, 1) == ["SIGTERM"]
 
 
+def test_a_rank_whose_log_is_gone_is_still_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "rank-0.log"
+    program = "import os, sys; os.remove(sys.argv[1]); sys.exit(3)"
+    assert supervise([Child("rank 0", [sys.executable, "-c", program, str(log)], log=log)]) == 1
+    assert capfd.readouterr().err == (
+        f"megatfm: rank 0 failed first (exit code 3); {log} can't be read: No such file or directory\n"
+    )
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("hang", "abort")
     _, output = process.communicate(timeout=30)

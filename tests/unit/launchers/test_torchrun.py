@@ -183,6 +183,19 @@ def test_the_same_code_is_copied_once_and_other_code_beside_it(tmp_path: Path, m
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".code")], "no half copies"
 
 
+def test_a_copy_that_another_submission_makes_at_once_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = snapshot.collect_code([])
+
+    def copy_meanwhile() -> dict[str, object]:
+        (tmp_path / code.dir_name).mkdir()
+        (tmp_path / code.dir_name / "of-the-other").touch()
+        return {}
+
+    monkeypatch.setattr(snapshot, "describe_code_origin", copy_meanwhile)
+    assert code.copy_to(tmp_path) == tmp_path / code.dir_name
+    assert [path.name for path in tmp_path.rglob("*")] == [code.dir_name, "of-the-other"], "no half copies"
+
+
 def test_installed_plugins_stay_where_they_are() -> None:
     assert snapshot.collect_code(["pydantic"]).files == snapshot.collect_code([]).files
 

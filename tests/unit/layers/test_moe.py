@@ -311,10 +311,10 @@ def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> 
         result = module(moe_inputs(), moe_sequence())
     statistics = module.statistics(result.counts)
     for name in ("importance", "load"):
-        sums = result.counts[f"evened {name}"].double()
+        sums = result.counts[f"balanced {name}"].double()
         expected = float((sums.std(unbiased=False) / sums.mean()) ** 2)
         assert statistics[f"{name}_cv2"] == pytest.approx(expected, rel=1e-9)
-    assert result.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
+    assert result.counts["load"].sum() == B * T * 3, "choices, where what is balanced is called a load, too"
 
 
 def test_a_balanced_start() -> None:

@@ -17,8 +17,10 @@ from megatfm.layers.dropout import Dropout, DropPath
 from megatfm.layers.feed_forward import ACTIVATIONS, FFN
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.norm import NORMS
+from megatfm.layers.position import LearnedPositions
 from megatfm.layers.rope import compute_frequencies, compute_rotary_table, compute_scaled_frequencies, rotate
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
 
 
@@ -74,6 +76,16 @@ def test_rope_equals_transformers() -> None:
         angle = positions.double() * THETA ** (-2 * i / H)
         torch.testing.assert_close(cos[:, 0, :, i], angle.cos(), rtol=0, atol=1e-13)
         torch.testing.assert_close(sin[:, 0, :, i], angle.sin(), rtol=0, atol=1e-13)
+
+
+def test_a_row_longer_than_the_table_is_refused_also_where_a_rank_has_a_shard_of_it() -> None:
+    learned = {"name": "learned", "max_positions": 6}
+    config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6}, position=learned)
+    positions = LearnedPositions(config, make_initialiser(config))
+    row = SequenceMetadata(torch.arange(8)[None])
+    for sequence in (row, SequenceShard(row, torch.tensor([0, 7]))):
+        with pytest.raises(UsageError, match=r"a sequence has 8 tokens, but model\.position\.max_positions = 6"):
+            positions(sequence)
 
 
 @pytest.mark.parametrize("shift", [1, 1000, 10**6])

@@ -40,9 +40,10 @@ class PatternMask:
     @property
     def window(self) -> tuple[int, int] | None:
         sequence = self._sequence
-        alone = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
         has_boundaries = sequence.documents is None or sequence.cu_seqlens is not None
-        return self._pattern.window if alone and has_boundaries and not self._pattern.is_cross_attention else None
+        if not (sequence.has_plain_rows and has_boundaries) or self._pattern.is_cross_attention:
+            return None
+        return self._pattern.window
 
     def cu_seqlens(self) -> Tensor:
         return self._sequence.uniform_cu_seqlens()
@@ -80,14 +81,13 @@ class PatternMask:
             is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
             return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
-        bounds_q, bounds_k = (compute_block_bounds(of, size, -1) for of in documents)
+        bounds_q, bounds_k = (compute_block_bounds(ids, size, -1) for ids in documents)
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def document_spans(self) -> DocumentSpans | None:
-        """The documents of whole rows, for full attention without a prefix; None otherwise."""
+        """Return the documents of full rows, for full attention without a prefix; None otherwise."""
         sequence = self._sequence
-        is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
-        if not is_plain or not isinstance(self._pattern, Full) or sequence.documents is None:
+        if not sequence.has_plain_rows or not isinstance(self._pattern, Full) or sequence.documents is None:
             return None
         spans = [(row, start, end) for row, start, end in sequence.document_spans() if row is not None]
         return DocumentSpans(spans, self._pattern.causal)
@@ -95,11 +95,10 @@ class PatternMask:
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Return bands of tiles along each document; None for shards, cached keys, a prefix or a pattern that is no
         band."""
-        sides, sequence = self._pattern.band, self._sequence
-        is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
-        if sides is None or not is_plain or self._pattern.is_cross_attention:
+        limits, sequence = self._pattern.band, self._sequence
+        if limits is None or not sequence.has_plain_rows or self._pattern.is_cross_attention:
             return None
-        return make_bands(sides, sequence.document_spans(), sequence.indices.device, fused=fused)
+        return make_bands(limits, sequence.document_spans(), sequence.indices.device, fused=fused)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached((key, self._pattern, self._heads), make)
@@ -145,13 +144,20 @@ def find_global_queries(pattern: AttentionPattern, row: SequenceMetadata, indice
     row and indices_by_rank (the token indices of each rank): in host memory.
     """
     is_needed, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
+    if not pattern.global_queries(row.length):
+        return torch.from_numpy(np.flatnonzero(is_needed))
     for rank, indices in enumerate(indices_by_rank):
         rank_of[indices.numpy()] = rank
-    for bounds, padding in _get_documents(row) if pattern.global_queries(row.length) else ():
-        for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
-            if not is_padding and (rank_of[start:end] != rank_of[start]).any():
-                for begin, stop in pattern.global_queries(end - start):
-                    is_needed[start + begin : min(start + stop, end)] = True
+    spans = [
+        span
+        for bounds, padding in _get_documents(row)
+        for span, is_padding in zip(pairwise(bounds.tolist()), padding, strict=True)
+        if not is_padding
+    ]
+    for start, end in spans:
+        if (rank_of[start:end] != rank_of[start]).any():
+            for begin, stop in pattern.global_queries(end - start):
+                is_needed[start + begin : min(start + stop, end)] = True
     return torch.from_numpy(np.flatnonzero(is_needed))
 
 

@@ -191,15 +191,8 @@ class AttentionPattern:
     def is_builtin(self, sequence: SequenceMetadata) -> bool:
         """Whether `builtin_mask` is the exact mask of this sequence."""
         is_one_document = sequence.document_ids(of_memory=self.is_cross_attention) is None
-        return is_one_document and (
-            self.builtin_mask == "all"
-            or (
-                self.builtin_mask == "causal"
-                and sequence.is_full_sequence
-                and sequence.prefix_mask is None
-                and not sequence.cached_length
-            )
-        )
+        is_causal = self.builtin_mask == "causal" and sequence.has_plain_rows
+        return is_one_document and (self.builtin_mask == "all" or is_causal)
 
     def mask(
         self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, queries: slice = ALL_QUERIES
@@ -210,16 +203,16 @@ class AttentionPattern:
         """
         if self.is_builtin(sequence):
             return None
-        same_B1TS = sequence.same_document(of_memory=self.is_cross_attention, queries=queries)
+        in_document_B1TS = sequence.same_document(of_memory=self.is_cross_attention, queries=queries)
         if self.builtin_mask == "all":
-            return same_B1TS
+            return in_document_B1TS
         q, k = self.positions(sequence)
         heads, lengths = _make_head_index(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, queries] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
         is_visible = self.mask_mod_for_lengths(q[:, None, queries, None], k[:, None, None, :], heads, lengths)
         if sequence.prefix_mask is not None:
             is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
-        return is_visible if same_B1TS is None else same_B1TS & is_visible
+        return is_visible if in_document_B1TS is None else in_document_B1TS & is_visible
 
     def make_block_table(
         self,
@@ -276,8 +269,8 @@ def compute_block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | 
     tensors = [values] if lengths is None else [values, lengths.expand(len(lengths), values.shape[1])]
     bounds: list[Tensor] = []
     for x in tensors:
-        missing = -x.shape[1] % size
-        blocks = torch.cat([x, x[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
+        n_padding = -x.shape[1] % size
+        blocks = torch.cat([x, x[:, -1:].expand(-1, n_padding)], 1).unflatten(1, (-1, size))
         bounds += [blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)]
     return BlockBounds(*bounds[:2], *bounds[-2:])
 

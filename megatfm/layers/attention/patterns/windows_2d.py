@@ -32,7 +32,7 @@ class Windows2d(AttentionPattern):
     def count_pairs(self, length: int, n_heads: int = 1) -> float:
         return length * min(length, self.side**2)
 
-    def on(self, size: MapSize) -> "MapWindows":
+    def for_map(self, size: MapSize) -> "MapWindows":
         """Return the windows of a map."""
         window = min(self.side, *size)
         return MapWindows(size, window, window // 2 if self.shifted and min(size) > self.side else 0)
