@@ -200,8 +200,10 @@ def report_command(args: argparse.Namespace) -> int:
     """Write RUN/report.html and print where it is."""
     from megatfm.estimate.recorded import estimated_rows
     from megatfm.report import write_report
+    from megatfm.report.run import check_is_run
 
     folder = check_path(Path(args.run_dir))
+    check_is_run(folder)
     try:
         estimated = estimated_rows(folder, args.hardware)
     except UsageError as error:

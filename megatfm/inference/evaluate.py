@@ -10,7 +10,7 @@ from typing import Any
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import refuse_adapter
-from megatfm.config import ParallelConfig, load_config
+from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.image_evaluation import make_image_evaluation
@@ -45,6 +45,7 @@ def evaluate_run(
         raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    _refuse_known_names(config, sets)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
     # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
@@ -84,6 +85,16 @@ def evaluate_run(
     if baselines:
         run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
     return evaluation, baselines
+
+
+def _refuse_known_names(config: Config, sets: Mapping[str, str | Path]) -> None:
+    """Raise UsageError for a further set with the name of one of the run's own."""
+    run_sets = config.data.validation
+    for name in sorted(sets.keys() & run_sets.keys()):
+        raise UsageError(
+            f"--validation {name}={sets[name]}: the run's own data.validation.{name} is {run_sets[name]}: "
+            "give another name"
+        )
 
 
 def _find_newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
