@@ -1,7 +1,6 @@
 """Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
 import gzip
-import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import to_strict_json
 from megatfm.inference.image_evaluation import make_image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
@@ -79,11 +79,11 @@ def evaluate_run(
         folders = config.data.validation.items()
         baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     run = RunDirectory(run_dir, rank.rank)
-    run.write("evaluation.json", json.dumps(evaluation, indent=2) + "\n")
+    run.write("evaluation.json", to_strict_json(evaluation, indent=2) + "\n")
     if images:
         images.write(run_dir, int(state["step"]))
     if baselines:
-        run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
+        run.write("baselines.json", to_strict_json(baselines, indent=2) + "\n")
     return evaluation, baselines
 
 
