@@ -25,7 +25,7 @@ from megatfm.data_prep.documents import (
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import track_progress
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
+from megatfm.data_prep.execution.workspace import OTHER, remove_tokenizer, to_folder_name
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.data_prep.shards import NO_TOKENIZER, SplitWriter
 from megatfm.tokenizers import Tokenizer
@@ -64,9 +64,9 @@ def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[
 
 def write_tokenizer(folder: Path, files: dict[str, bytes]) -> Tokenizer:
     """Write a tokenizer's files into a folder, in place of any other tokenizer's."""
-    for name in tokenizers.TOKENIZER_FILENAMES:
-        (folder / name).unlink(missing_ok=True)
+    remove_tokenizer(folder)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         write_whole(folder / name, content)
     return tokenizers.load(folder)
 

@@ -1,13 +1,17 @@
-"""Files: atomic writes, opening without following links, removal of a refused run's files, and descriptor limits."""
+"""Files: atomic writes, strict JSON, opening without following links, removal of a refused run's files, descriptors."""
 
 import contextlib
 import errno
+import json
+import math
 import os
 import resource
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -29,6 +33,25 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             temporary.unlink()
         raise
     fsync_directory(path.parent)
+
+
+def to_strict_json(value: Any, **options: Any) -> str:
+    """Return strict JSON. NaN and infinities, which JSON lacks, become strings that `float` can read.
+
+    options: of `json.dumps`.
+    """
+    return json.dumps(replace_non_finite(value), allow_nan=False, **options)
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return nested values with "NaN", "Infinity" and "-Infinity" in place of numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(item) for item in value]
+    return value
 
 
 def open_nofollow(path: str, flags: int) -> int:

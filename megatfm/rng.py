@@ -71,6 +71,31 @@ def permutation(n: int, *key: KeyPart) -> NDArray[np.int64]:
     return np.argsort(random_uint64(n, *key), kind="stable").astype(np.int64)
 
 
+MAX_RANKED = 2**16
+"""Largest number of elements of which `sample` draws a number for each."""
+
+
+def sample(count: int, n: int, *key: KeyPart) -> list[int]:
+    """Return `count` distinct numbers of 0 … n-1 of a key, in random order. The cost is bounded, however large n is.
+
+    Up to MAX_RANKED, these are the first of `permutation(n, *key)`; beyond, numbers drawn until `count` are distinct.
+    """
+    if not 0 <= count <= n:
+        raise ValueError(f"{count} of {n} numbers")
+    if count == 0:
+        return []
+    if n <= MAX_RANKED:
+        numbers = random_uint64(n, *key)
+        smallest = np.flatnonzero(numbers <= np.partition(numbers, count - 1)[count - 1])
+        order: list[int] = smallest[np.argsort(numbers[smallest], kind="stable")].tolist()
+        return order[:count]
+    generator, chosen = bit_generator(*key), dict[int, None]()
+    while len(chosen) < count:
+        drawn = np.asarray(generator.random_raw(count - len(chosen)), dtype=np.uint64)
+        chosen |= dict.fromkeys((drawn % np.uint64(n)).tolist())  # a bias of n / 2^64
+    return list(chosen)
+
+
 def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
     """Return a uniform 64-bit integer for each row of integer `columns` [n]; scalars are broadcast.
 

@@ -64,14 +64,22 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
                 with suppress(OSError):  # something else is in it
                     folder.rmdir()
         if result["tokenizer"]["kind"] == "none":
-            for name in tokenizers.TOKENIZER_FILENAMES:
-                (out / name).unlink(missing_ok=True)
+            remove_tokenizer(out)
 
 
 WORK_DIR = ".work"
 SPLITS = ("train", "validation")
 REPORT = "report.html"
-OUTPUT_NAMES = (*tokenizers.TOKENIZER_FILENAMES, *SPLITS, REPORT)
+CHAT_TEMPLATE_NAMES = (tokenizers.CHAT_TEMPLATE, tokenizers.CHAT_TEMPLATES_FOLDER)
+OUTPUT_NAMES = (*tokenizers.TOKENIZER_FILENAMES, *CHAT_TEMPLATE_NAMES, *SPLITS, REPORT)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    """Remove the files of a tokenizer, and its chat templates."""
+    for name in (*tokenizers.TOKENIZER_FILENAMES, *tokenizers.list_chat_templates(folder)):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # something else is in it, or it doesn't exist
+        (folder / tokenizers.CHAT_TEMPLATES_FOLDER).rmdir()
 
 
 class Workspace:
@@ -205,9 +213,10 @@ class Workspace:
 
     def _send_last_files(self, remote: RemoteOutput, result: Mapping[str, Any]) -> None:
         """Send the small files, and last the one that commits the corpus."""
-        names = [path for path in map(self.out.joinpath, OUTPUT_NAMES) if path.is_file()]
-        for path in names:
-            remote.upload(path, keep=True)
+        all_names = dict.fromkeys((*OUTPUT_NAMES, *tokenizers.list_chat_templates(self.out)))
+        names = [name for name in all_names if (self.out / name).is_file()]
+        for name in names:
+            remote.upload(self.out / name, keep=True)
         shards = [
             f"{name}/{file}"
             for split in SPLITS
@@ -215,7 +224,7 @@ class Workspace:
             for shard in remote.read(f"{name}/{MANIFEST}")["shards"]
             for file in (MANIFEST, shard["file"], shard["index"]["file"])
         ]
-        remote.remove_stale([*shards, *(path.name for path in names)])
+        remote.remove_stale([*shards, *names])
         _write_json(self.out / RESULT_FILE, result)
         remote.upload(self.out / RESULT_FILE)
         remote.remove_marker()

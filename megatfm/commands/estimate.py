@@ -1,7 +1,6 @@
 """`megatfm describe`, `estimate` and `explain-oom`: the size of a model, whether a run fits, and how fast it is."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from megatfm.commands.arguments import add_config_and_overrides, add_trust_argum
 from megatfm.config import load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
+from megatfm.files import to_strict_json
 from megatfm.terminal import print_table
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def estimate_command(args: argparse.Namespace) -> int:
         else:
             estimate = opened_estimator.estimate(opened_estimator.base)
         if args.json:
-            print(json.dumps(as_dict(estimate), indent=2))
+            print(to_strict_json(as_dict(estimate), indent=2))
         else:
             _print_estimate(opened_estimator, estimate)
         if args.html:

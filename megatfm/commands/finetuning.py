@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -211,9 +212,14 @@ def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
     for name in results_by_seed[0].sets:
         columns = [[results.sets[name]["loss"] for results in results_by_seed]]
         columns += [[results.sets[name]["metrics"][metric] for results in results_by_seed] for metric in names]
-        cells = [f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in columns]
+        cells = [f"{statistics.mean(values):.4f} ± {_compute_deviation(values):.4f}" for values in columns]
         table.add_row(name, *cells)
     print_table(table)
+
+
+def _compute_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation; NaN if a value is not finite, at which `statistics` fails."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:

@@ -151,8 +151,8 @@ def _print_summary(config: Config, run_dir: Path, seconds: float) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, result in evaluation["sets"].items():
-        table.add_row(f"{name}: loss", f"{result['loss']:.4f} nats per token")
-        table.add_row(f"{name}: bits per byte", f"{result['bits_per_byte']:.3f}")
+        table.add_row(f"{name}: loss", f"{float(result['loss']):.4f} nats per token")
+        table.add_row(f"{name}: bits per byte", f"{float(result['bits_per_byte']):.3f}")
         for compressor, bits in baselines[name].items():
             table.add_row(f"  {compressor}", f"{bits:.3f}")
     table.add_row("speed", f"{tokens_per_second:,.0f} tokens/s (median step)")

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
+from megatfm.files import to_strict_json
 from megatfm.launchers.logs import follow_logs, print_tails
 from megatfm.launchers.run_jobs import cancel_job_id, cancel_run
 from megatfm.launchers.status import (
@@ -38,7 +38,7 @@ def status_command(args: argparse.Namespace) -> int:
     statuses = [get_run_status(run) for run in runs]
     if args.json:
         for status in statuses:
-            print(json.dumps(status.as_dict()))
+            print(to_strict_json(status.as_dict()))
     elif len(args.runs) == 1:
         print(_format_details(statuses[0]))
     else:
@@ -200,8 +200,10 @@ def report_command(args: argparse.Namespace) -> int:
     """Write RUN/report.html and print where it is."""
     from megatfm.estimate.recorded import estimated_rows
     from megatfm.report import write_report
+    from megatfm.report.run import check_is_run
 
     folder = check_path(Path(args.run_dir))
+    check_is_run(folder)
     try:
         estimated = estimated_rows(folder, args.hardware)
     except UsageError as error:

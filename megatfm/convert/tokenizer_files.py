@@ -17,8 +17,8 @@ from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tasks.chat import TEMPLATE_FILE, find_answer_end_tokens
-from megatfm.tokenizers import Tokenizer
+from megatfm.tasks.chat import find_answer_end_tokens
+from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (
@@ -68,10 +68,11 @@ def export_tokenizer(
 
 
 def _copy_chat_template(path: Path, folder: Path) -> list[str]:
-    """Copy the template that a run was trained with; returns a note if the file is gone."""
+    """Copy the template that a run was trained with, in place of the tokenizer's; returns a note if it is gone."""
     if not path.is_file():
-        return [f"no chat template: task.chat_template = {path} is gone: put it into the folder as {TEMPLATE_FILE}"]
-    file_io.write_file(folder / TEMPLATE_FILE, [memoryview(path.read_bytes())])
+        return [f"no chat template: task.chat_template = {path} is gone: put it into the folder as {CHAT_TEMPLATE}"]
+    (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
+    file_io.write_file(folder / CHAT_TEMPLATE, [memoryview(path.read_bytes())])
     return []
 
 
@@ -107,6 +108,7 @@ def copy_tokenizer(path: Path, target: Path) -> str:
         companions = [path.parent / name for name in COMPANION_FILES]
         files |= {file.name: file.read_bytes() for file in companions if file.is_file()}
     for name, content in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
         file_io.write_file(target / name, [memoryview(content)])
     return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
 

@@ -1,7 +1,6 @@
 """Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
 import gzip
-import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -10,9 +9,10 @@ from typing import Any
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import refuse_adapter
-from megatfm.config import ParallelConfig, load_config
+from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import to_strict_json
 from megatfm.inference.image_evaluation import make_image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
@@ -45,6 +45,7 @@ def evaluate_run(
         raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    _refuse_known_names(config, sets)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
     # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
@@ -78,12 +79,22 @@ def evaluate_run(
         folders = config.data.validation.items()
         baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     run = RunDirectory(run_dir, rank.rank)
-    run.write("evaluation.json", json.dumps(evaluation, indent=2) + "\n")
+    run.write("evaluation.json", to_strict_json(evaluation, indent=2) + "\n")
     if images:
         images.write(run_dir, int(state["step"]))
     if baselines:
-        run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
+        run.write("baselines.json", to_strict_json(baselines, indent=2) + "\n")
     return evaluation, baselines
+
+
+def _refuse_known_names(config: Config, sets: Mapping[str, str | Path]) -> None:
+    """Raise UsageError for a further set with the name of one of the run's own."""
+    run_sets = config.data.validation
+    for name in sorted(sets.keys() & run_sets.keys()):
+        raise UsageError(
+            f"--validation {name}={sets[name]}: the run's own data.validation.{name} is {run_sets[name]}: "
+            "give another name"
+        )
 
 
 def _find_newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:

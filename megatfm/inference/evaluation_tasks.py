@@ -1,6 +1,5 @@
 """Evaluate a model on tasks without training: multiple choice and cloze by likelihood, generation, retrieval."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, to_strict_json
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.inference.harness import run_harness
@@ -122,10 +121,10 @@ def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask])
     """Write evaluation_tasks.json and each task's records."""
     (folder / PREDICTIONS).mkdir(parents=True, exist_ok=True)
     for name, result in results.items():
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in result.records]
+        lines = [to_strict_json(record, ensure_ascii=False) + "\n" for record in result.records]
         atomic_write(folder / PREDICTIONS / f"{name}.jsonl", "".join(lines))
     stored = {"step": step, "tasks": {name: result.summary for name, result in results.items()}}
-    atomic_write(folder / RESULTS, json.dumps(stored, indent=2) + "\n")
+    atomic_write(folder / RESULTS, to_strict_json(stored, indent=2) + "\n")
 
 
 def evaluate_questions(

@@ -240,10 +240,16 @@ def run_harness(
             f"--harness {unknown[0]}: the harness has no task of this name: see `lm-eval ls tasks`, or name the "
             "folder of its YAML file by --harness-path"
         )
-    results = simple_evaluate(
-        model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
-        log_samples=False, bootstrap_iters=0, apply_chat_template=chat_template, fewshot_as_multiturn=True,
-    )  # fmt: skip
+    try:
+        results = simple_evaluate(
+            model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
+            log_samples=False, bootstrap_iters=0, apply_chat_template=chat_template, fewshot_as_multiturn=True,
+        )  # fmt: skip
+    except OverflowError:  # the harness's own exp
+        raise MegatfmError(
+            f"--harness {' '.join(tasks)}: a perplexity is beyond the range of numbers, so the model predicts nothing: "
+            "train it further, or leave tasks of perplexity out"
+        ) from None
     return {name: _select_metrics(values) for name, values in results["results"].items()}
 
 

@@ -16,14 +16,20 @@ from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, to_strict_json
 from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.files import read_rows
-from megatfm.tasks.metrics import bootstrap_interval, compute_class_scores, confusion_matrix, list_metrics
+from megatfm.tasks.metrics import (
+    bootstrap_interval,
+    compute_class_scores,
+    compute_perplexity,
+    confusion_matrix,
+    list_metrics,
+)
 from megatfm.tasks.predictions import Predictions, collect_predictions, get_engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
@@ -76,7 +82,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         predictions, loss = file_result.predictions, file_result.loss
         results[name] = {"examples": file_result.n_examples, "loss": loss}
         if not task.has_head:
-            metrics = dict(file_result.objective_metrics) or {"perplexity": math.exp(loss)}
+            metrics = dict(file_result.objective_metrics) or {"perplexity": compute_perplexity(loss)}
             results[name] |= {"metrics": metrics, "intervals": {}}
         if predictions is None:
             continue
@@ -90,7 +96,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         results[name] |= {**summary, "metrics": metrics, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
-    atomic_write(run_dir / RESULTS, json.dumps(stored, indent=2) + "\n")
+    atomic_write(run_dir / RESULTS, to_strict_json(stored, indent=2) + "\n")
     return TaskResults(source, int(str(step)), results)
 
 
@@ -237,5 +243,5 @@ def _write_predictions(file: Path, predictions: FilePredictions) -> int:
     """Write a line for each row; return the number of lines."""
     rows = list(predictions.rows())
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    atomic_write(file, "".join(to_strict_json(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)

@@ -58,8 +58,7 @@ class Run:
     """The contents of a run directory, read at construction. Raises UsageError if it is not a run directory."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "config.toml").is_file():
-            raise UsageError(f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME")
+        check_is_run(folder)
         self.folder = folder
         self.notes: list[str] = []
         self.config = self._read_config()
@@ -203,6 +202,12 @@ class Run:
         if n_without_step:
             self.notes.append(f"metrics.jsonl: {n_without_step} line(s) left out that have no valid step")
         return {path: Curve(*column) for path, column in columns.items()}
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise UsageError for a folder that is not a run directory."""
+    if not (folder / "config.toml").is_file():
+        raise UsageError(f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME")
 
 
 def make_unique_names(folders: Sequence[Path]) -> list[str]:

@@ -16,11 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megatfm.tokenizers import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer, list_chat_templates
 
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-TEMPLATES_FOLDER = "additional_chat_templates"
-"""Folder beside a tokenizer for its templates of other names, as transformers writes it."""
+CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_TEMPLATE = "default"
 ASSISTANT = "assistant"
 TEMPLATE_ERRORS = (
@@ -161,9 +159,8 @@ def find_answer_end_tokens(
 
 def _find_template(folder: Path, name: str) -> str:
     """Return a tokenizer's template: from a Jinja file of its own, or from tokenizer_config.json. Raises UsageError."""
-    files = {path.stem: path for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
-    if (folder / TEMPLATE_FILE).is_file():
-        files[DEFAULT_TEMPLATE] = folder / TEMPLATE_FILE
+    paths = {file: folder / file for file in list_chat_templates(folder)}
+    files = {DEFAULT_TEMPLATE if file == CHAT_TEMPLATE else path.stem: path for file, path in paths.items()}
     if name in files:
         return _read_template(files[name], str(files[name]))
     config_file = folder / CONFIG_FILE
@@ -177,7 +174,7 @@ def _find_template(folder: Path, name: str) -> str:
     names = sorted({*files, *templates})
     if not names:
         raise UsageError(
-            f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
+            f"{folder}: the tokenizer has no chat template ({CHAT_TEMPLATE}, or chat_template in {CONFIG_FILE}): give "
             "a Jinja file as task.chat_template"
         )
     if name not in templates:

@@ -3,6 +3,7 @@
 Targets and predictions are arrays over examples: classes [N], flags [N, C] of multilabel tasks, or values [N].
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,14 @@ def _import_sklearn_metrics() -> Any:
     except ImportError:
         raise MegatfmError("metrics of tasks are computed by scikit-learn: `pip install megatfm[tasks]`") from None
     return metrics
+
+
+def compute_perplexity(nats: float) -> float:
+    """Return exp of a mean loss in nats; infinity beyond the range of floats, a loss of 709."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def accuracy(targets: Values, predicted: Values) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.tasks.metrics import bootstrap_interval
+from megatfm.tasks.metrics import bootstrap_interval, compute_perplexity
 from megatfm.tasks.questions import EvaluationTask, Question, TextPair, count_answer_bytes, list_question_pairs
 from megatfm.tasks.text_metrics import exact_match, token_f1
 
@@ -127,7 +127,7 @@ def average_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, f
     if BITS in columns:
         metrics["bits_per_byte"] = math.fsum(columns[BITS]) / math.fsum(columns[BYTES])
     if kind == "cloze":
-        metrics["perplexity"] = math.exp(min(math.fsum(columns[NATS]) / len(results), 700.0))
+        metrics["perplexity"] = compute_perplexity(math.fsum(columns[NATS]) / len(results))
     return metrics
 
 

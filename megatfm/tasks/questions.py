@@ -109,7 +109,8 @@ class QuestionReader:
     def _with_shots(self, question: Question, examples: Sequence[Question], excludes_itself: bool) -> Question:
         """Put solved examples before a question, drawn by its number. excludes_itself: never draw the question."""
         config = self.config
-        order = rng.permutation(len(examples), config.shots_seed, "shots", question.number).tolist()
+        n_drawn = config.shots + excludes_itself
+        order = rng.sample(n_drawn, len(examples), config.shots_seed, "shots", question.number)
         chosen = [number for number in order if not (excludes_itself and number == question.number)]
         solved = "".join(
             f"{shot.prompt}{shot.choices[shot.right] if shot.choices else config.delimiter + shot.accepted[0]}"

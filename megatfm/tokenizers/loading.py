@@ -19,6 +19,8 @@ SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "voca
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
 CHAT_TEMPLATE = "chat_template.jinja"
 """The chat template beside a tokenizer.json, as transformers names it."""
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
+"""Folder beside a tokenizer.json for its chat templates of other names, as transformers writes it."""
 TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
 """Names of the tokenizer files that megatfm writes."""
 
@@ -70,9 +72,9 @@ def find_tokenizer_file(folder: str | Path) -> Path | None:
 
 
 def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of the files from which `load` gives the same tokenizer elsewhere.
+    """Return name → content of the files from which `load` gives the same tokenizer elsewhere, and its chat templates.
 
-    Write them in this order: `find_tokenizer_file` finds nothing until the last one is there.
+    A name may have a folder. Write them in this order: `find_tokenizer_file` finds nothing until the last one is there.
     """
     file = Path(path)
     file = (find_tokenizer_file(file) or file) if file.is_dir() else file
@@ -82,11 +84,14 @@ def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
     if data[:1] != b"{":
         return {SP_MODEL: data}
     config = _read_config_for(file)
-    template_path = file.with_name(CHAT_TEMPLATE)
-    if config is None:
-        return {TOKENIZER_JSON: data}
-    template = {CHAT_TEMPLATE: _read(template_path)} if template_path.is_file() else {}
-    return {**template, CONFIG: config, TOKENIZER_JSON: data}
+    templates = {name: _read(file.parent / name) for name in list_chat_templates(file.parent)}
+    return {**templates, **({} if config is None else {CONFIG: config}), TOKENIZER_JSON: data}
+
+
+def list_chat_templates(folder: str | Path) -> list[str]:
+    """Return the names of the files in a tokenizer's folder that hold its chat templates."""
+    files = [Path(folder, CHAT_TEMPLATE), *sorted(Path(folder, CHAT_TEMPLATES_FOLDER).glob("*.jinja"))]
+    return [file.relative_to(folder).as_posix() for file in files if file.is_file()]
 
 
 def _skip_blanks(file: Path, data: bytes) -> bytes:

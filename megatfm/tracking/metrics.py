@@ -7,7 +7,6 @@ same values, and may lag behind.
 import importlib
 import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -19,7 +18,7 @@ from typing import Any, Protocol, Self
 
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, open_nofollow
+from megatfm.files import atomic_write, open_nofollow, to_strict_json
 from megatfm.registry import Registry
 
 METRICS = "metrics.jsonl"
@@ -168,18 +167,8 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
 
 def to_json_line(record: Mapping[str, Any]) -> bytes:
     """Return a line of strict JSON. NaN and infinities, which JSON lacks, become strings that `float` can read."""
-    text = json.dumps(_replace_non_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = to_strict_json(record, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace") + b"\n"  # JSON's own escape for lone surrogates
-
-
-def _replace_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _replace_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_non_finite(item) for item in value]
-    return value
 
 
 def _truncate_after(path: Path, first_step: int, *, has_earlier_steps: bool) -> None:

@@ -163,6 +163,7 @@ class RunDirectory:
         path = self.folder / name
         self.will_write(path)
         try:
+            self.new_paths.make_folder(path.parent)
             atomic_write(path, content)
         except OSError as error:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
@@ -188,7 +189,8 @@ class RunDirectory:
             path = self.folder / name
             if not path.is_file() or path.read_bytes() != content:
                 self.write(name, content)
-        for name in {*tokenizers.TOKENIZER_FILENAMES, tokenizers.CHAT_TEMPLATE} - files.keys():
+        present = {*tokenizers.TOKENIZER_FILENAMES, *tokenizers.list_chat_templates(self.folder)}
+        for name in sorted(present - files.keys()):
             path = self.folder / name
             try:
                 path.unlink(missing_ok=True)

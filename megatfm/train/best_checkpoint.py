@@ -9,6 +9,7 @@ from typing import Any
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import check_checkpoint
 from megatfm.config import Config
+from megatfm.files import replace_non_finite
 
 log = logging.getLogger("megatfm")
 
@@ -60,7 +61,7 @@ class BestCheckpoint:
         """Return the state that a checkpoint stores."""
         if self._metric is None or self.step is None:
             return {}
-        best = {"step": self.step, "metric": self._metric, "value": self.value}
+        best = {"step": self.step, "metric": self._metric, "value": replace_non_finite(self.value)}
         return {"best": best | {"evaluations_since": self.evaluations_since}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

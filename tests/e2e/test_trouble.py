@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint
+from megatfm.checkpoint.metadata import check_json_round_trip
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.launchers.record import is_finished
@@ -200,6 +201,8 @@ def test_a_first_result_that_is_no_number_is_not_the_best(make_config: MakeConfi
     for step, loss in ((2, math.nan), (4, math.nan), (6, 3.0), (8, 2.5), (10, math.nan)):
         assert not best.is_stale
         best.update(step, {"validation": {"loss": loss}})
+        stored = check_json_round_trip(best.state_dict())  # a checkpoint may be saved after each
+        best.load_state_dict(stored)
     assert (best.step, best.value, best.evaluations_since) == (8, -2.5, 1)
 
 

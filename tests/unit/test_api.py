@@ -1,5 +1,7 @@
 """The Python API: training, text, evaluation; called again in one process, as notebooks do."""
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from megatfm import cli
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
+from megatfm.inference import evaluate
 from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
@@ -103,6 +106,16 @@ def test_evaluation_is_what_the_command_leaves(
         cli.main(["evaluate", str(run), "--validation", f"web={url}"])
     assert "web" in capsys.readouterr().out
     assert actual["more"]["compressors"]["gzip -9, per document"] > 1
+
+
+def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings, which `float` reads; from Python, they are numbers."""
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: {"loss": math.nan, "bits_per_byte": math.inf})
+    actual = megatfm.load(run).evaluate()
+    assert math.isnan(actual["again"]["loss"])
+    stored = (run / "evaluation.json").read_text()
+    result = json.loads(stored, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))["sets"]["again"]
+    assert result == {"loss": "NaN", "bits_per_byte": "Infinity"}
 
 
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:

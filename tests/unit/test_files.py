@@ -164,6 +164,36 @@ def test_uniform_draws_pass_a_chi_squared_test(key: tuple[int | str, ...]) -> No
     assert np.any(x * 2**52 != np.floor(x * 2**52)), "the last bit is never set"
 
 
+@pytest.mark.parametrize(("count", "n"), [(0, 5), (1, 1), (3, 5), (5, 5), (6, 1000), (40, 2**16)])
+def test_a_sample_is_the_start_of_a_permutation(count: int, n: int) -> None:
+    """Of numbers whose order was stored; tied numbers keep their order."""
+    assert rng.sample(6, 1000, 0, "shots", 7) == [14, 478, 236, 392, 5, 587]
+    assert rng.sample(5, 5, 3, "shots", 2) == [3, 0, 1, 2, 4]
+    for seed in range(4):
+        assert rng.sample(count, n, seed, "p") == rng.permutation(n, seed, "p").tolist()[:count]
+    with pytest.raises(ValueError, match="6 of 5 numbers"):
+        rng.sample(6, 5, 1)
+
+
+def test_a_sample_of_tied_numbers_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "random_uint64", lambda *_: np.array([5, 3, 3, 5, 3, 1], np.uint64))
+    assert [rng.sample(count, 6, "p") for count in (2, 3, 5)] == [[5, 1], [5, 1, 2], [5, 1, 2, 4, 0]]
+
+
+def test_samples_of_many_are_uniform_at_a_bounded_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten ranges at each of three places, within five deviations; no number is drawn for each of 2^40 elements."""
+    monkeypatch.setattr(rng, "random_uint64", lambda *_: pytest.fail("drew a number for each element"))
+    n, counts = 2**40 + 7, np.zeros((3, 10))
+    for seed in range(2000):
+        numbers = rng.sample(3, n, seed, "p")
+        assert len(set(numbers)) == 3
+        counts[np.arange(3), [10 * number // n for number in numbers]] += 1
+    assert abs(counts - 200).max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
+    many = rng.sample(60_000, rng.MAX_RANKED + 1, "p")  # most numbers, so that repeats are drawn
+    assert len(set(many)) == 60_000
+    assert 0 <= min(many) <= max(many) <= rng.MAX_RANKED
+
+
 def test_permutations_are_uniform() -> None:
     counts = np.zeros((6, 6), int)
     for seed in range(3000):

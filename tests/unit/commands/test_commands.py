@@ -20,6 +20,7 @@ from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
 from tests.support.hf_folders import run_command
+from tests.support.small_runs import SMALL_CONFIG
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -58,6 +59,24 @@ def test_validation_sets_have_distinct_names(sets: list[str], message: str, capf
     arguments = [argument for validation_set in sets for argument in ("--validation", validation_set)]
     assert run_command("evaluate", "runs/none", *arguments) == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_further_validation_set_does_not_replace_the_runs_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(SMALL_CONFIG.format(corpus="/corpora/small"))
+    assert run_command("evaluate", str(tmp_path), "--validation", "again=corpora/code") == 2
+    error = capfd.readouterr().err
+    assert error == (
+        "error: --validation again=corpora/code: the run's own data.validation.again is /corpora/small/validation: "
+        "give another name\n"
+    )
+
+
+def test_the_report_of_no_run_is_refused_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command("report", str(tmp_path / "none")) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/none: not a run directory")
 
 
 # ------------------------------------------------------------------------------------------- megatfm estimate

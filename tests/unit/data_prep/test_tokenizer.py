@@ -19,6 +19,7 @@ from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.config_identity import identify_config
+from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigatoken
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
@@ -113,6 +114,27 @@ def test_a_model_that_is_brought_along_is_described(config: Make) -> None:
     result = data_prep.run(brought(config, "again", first / "tokenizer.model")).out
     for name in ("tokenizer.model", "tokenizer.json"):
         assert (result / name).read_bytes() == (first / name).read_bytes()
+
+
+def test_chat_templates_of_a_tokenizer_belong_to_the_corpus(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = data_prep.run(config(tokenizer={"kind": "byte-bpe"})).out
+    templates = ["chat_template.jinja", "additional_chat_templates/rag.jinja"]
+    (first / "additional_chat_templates").mkdir()
+    for name in templates:
+        (first / name).write_text(name)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Workspace, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            data_prep.run(brought(config, "again", first))
+    out = data_prep.run(brought(config, "again", first)).out  # goes on beside the templates
+    assert [(out / name).read_text() for name in templates] == templates
+    data_prep.run(config(out="again", tokenizer={"kind": "byte-bpe"}, overwrite=True))
+    assert tokenizers.list_chat_templates(out) == []
+    assert not (out / "additional_chat_templates").exists()
+
+
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, tmp_path: Path) -> None:

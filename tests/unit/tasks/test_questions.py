@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatfm import rng
 from megatfm.config import EvaluationTaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.question_scores import (
@@ -93,6 +95,33 @@ def test_solved_examples_are_others_and_depend_on_the_question_alone(tmp_path: P
     assert [q.prompt for q in open_evaluation_task(path, limit=3).questions] == [q.prompt for q in questions[:3]]
     other_seed = open_evaluation_task(write_task(tmp_path, path.read_text() + "shots_seed = 1\n"))
     assert [q.prompt for q in other_seed.questions] != [q.prompt for q in questions]
+
+
+def test_the_cost_of_solved_examples_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work for a question does not grow with the number of examples; no question is its own example."""
+    monkeypatch.setattr(rng, "MAX_RANKED", 20)
+    monkeypatch.setattr(rng, "permutation", lambda *_: pytest.fail("orders all examples"))
+    n_numbers = 0
+    draw = rng.bit_generator
+
+    class CountingGenerator:
+        def __init__(self, *key: rng.KeyPart) -> None:
+            self.generator = draw(*key)
+
+        def random_raw(self, n: int) -> Any:
+            nonlocal n_numbers
+            n_numbers += n
+            return self.generator.random_raw(n)
+
+    monkeypatch.setattr(rng, "bit_generator", CountingGenerator)
+    rows = [{**ROWS[0], "ask": f"Größe {number}?"} for number in range(300)]
+    write_rows(tmp_path, rows)
+    questions = open_evaluation_task(write_task(tmp_path, CHOICE + LABELS + "shots = 3\n")).questions
+    for question in questions:
+        asked = re.findall(r"Größe (\d+)\?", question.prompt)
+        assert len(set(asked)) == len(asked) == 4
+        assert int(asked[-1]) == question.number
+    assert 4 * 300 <= n_numbers < 5 * 300
 
 
 def test_solved_examples_of_another_file(tmp_path: Path) -> None:

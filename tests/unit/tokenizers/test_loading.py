@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers import BertTokenizer, GPT2Tokenizer, RobertaTokenizer
+from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
+from megatfm.convert import tokenizer_files
 from megatfm.errors import UsageError
+from megatfm.tasks.chat import load_chat_template
 from megatfm.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -92,6 +94,41 @@ def test_a_copy_is_the_same_tokenizer(folders: dict[str, Path], family: str, tmp
         (tmp_path / name).write_bytes(content)
     after = load(tmp_path)
     assert (after.hash, after.special) == (before.hash, before.special)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_chat_templates_are_copied_with_a_tokenizer(tmp_path: Path, has_config: bool, texts: list[str]) -> None:
+    """Their files have the names that transformers writes."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    templates = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}", "tool_use": "{{ 'c' }}"}
+    (source / "tokenizer.json").parent.mkdir()
+    (source / "tokenizer.json").write_bytes(train_byte_bpe(texts, vocab_size=400))
+    PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=templates).save_pretrained(
+        source
+    )
+    if not has_config:
+        (source / "tokenizer_config.json").unlink()
+    for name, content in read_tokenizer_files(source).items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(content)
+    options = {} if has_config else {"tokenizer_file": str(copy / "tokenizer.json")}
+    assert PreTrainedTokenizerFast.from_pretrained(copy, **options).chat_template == templates
+    for name, template in templates.items():
+        assert load_chat_template(copy, load(copy), None, name=name).source == template
+
+
+def test_a_task_s_template_takes_the_place_of_the_tokenizer_s(tmp_path: Path, texts: list[str]) -> None:
+    """In an exported folder, which has the tokenizer's files already."""
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    source.mkdir()
+    exported.mkdir()
+    (source / "tokenizer.json").write_bytes(train_byte_bpe(texts, vocab_size=400))
+    (source / "chat_template.jinja").write_text("{{ 'of the tokenizer' }}")
+    (source / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "mine.jinja").write_text("{{ 'of the task' }}")
+    assert tokenizer_files.copy_tokenizer(source / "tokenizer.json", exported) == "tokenizer.json"
+    assert tokenizer_files._copy_chat_template(tmp_path / "mine.jinja", exported) == []
+    assert (exported / "chat_template.jinja").read_text() == "{{ 'of the task' }}"
 
 
 def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: bytes) -> None:

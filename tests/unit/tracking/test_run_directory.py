@@ -206,6 +206,8 @@ def test_the_tokenizer_is_copied_with_all_its_files(tmp_path: Path, config: Conf
     text = ["def f(x):\n    return x\n" * 20]
     (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
     (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
+    (tmp_path / "from" / "additional_chat_templates").mkdir()
+    (tmp_path / "from" / "additional_chat_templates" / "rag.jinja").write_text("rag")
     source = str(tmp_path / "from" / source)
     data = config.data.model_copy(update={"tokenizer": source})
     with RunDirectory(tmp_path / "a", 0) as run:
@@ -213,6 +215,10 @@ def test_the_tokenizer_is_copied_with_all_its_files(tmp_path: Path, config: Conf
     copy, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
     assert copy.hash == before.hash
     assert copy.id_to_piece(copy.eos) == "<sep>"
+    assert tokenizers.list_chat_templates(tmp_path / "a") == ["additional_chat_templates/rag.jinja"]
+    with RunDirectory(tmp_path / "a", 0) as run:  # another tokenizer
+        run.write_run_files(config, "the plan", CPU)
+    assert tokenizers.list_chat_templates(tmp_path / "a") == []
 
 
 def test_another_tokenizer_replaces_the_files_of_the_old_one(tmp_path: Path, config: Config) -> None:

@@ -1,0 +1,82 @@
+"""Results on disk and in tables, of a model that diverged: strict JSON, and a perplexity beyond the range of floats."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from megatfm.commands.finetuning import print_results, print_spread
+from megatfm.config import load_config
+from megatfm.errors import MegatfmError
+from megatfm.inference import harness, task_evaluation
+from megatfm.inference.evaluation_tasks import PREDICTIONS, EvaluatedTask, write_results
+from megatfm.inference.harness import run_harness
+from megatfm.inference.task_evaluation import EvaluatedFile, evaluate_task
+from megatfm.inference.text import TextModel
+from megatfm.tasks.question_scores import Likelihood, average_metrics, score_cloze
+from megatfm.tasks.questions import Question
+
+
+def read_strict_json(text: str) -> Any:
+    """The value of JSON as other languages read it, without the constants that Python's module accepts."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("loss", "stored_loss", "perplexity"),
+    [
+        (2.0, 2.0, pytest.approx(7.389056098930650)),
+        (709.0, 709.0, pytest.approx(8.218407461554972e307)),
+        (1000.0, 1000.0, "Infinity"),
+        (math.nan, "NaN", "NaN"),
+        (math.inf, "Infinity", "Infinity"),
+    ],
+)
+def test_a_finetuned_model_that_diverged_has_results(
+    loss: float, stored_loss: object, perplexity: object, run: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = load_config(run / "config.toml")
+    config = config.with_changes({"task": {"form": "chat", "train": "a.jsonl", "validation": "b.jsonl"}})
+    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    evaluated = run / "checkpoints/step-00000030", {"validation": EvaluatedFile(loss=loss, n_examples=3)}
+    monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: evaluated)
+    results = evaluate_task(run)
+    assert results is not None
+    stored = read_strict_json((run / "task.json").read_text())["sets"]["validation"]
+    assert stored["loss"] == stored_loss
+    assert stored["metrics"] == {"perplexity": perplexity}
+    assert float(stored["loss"]) == pytest.approx(results.sets["validation"]["loss"], nan_ok=True)
+    print_results(results)
+    print_spread([results, results])
+    assert f"{loss:.4f} ± {0.0 if math.isfinite(loss) else math.nan:.4f}" in capsys.readouterr().out
+
+
+def test_a_cloze_beyond_floats_has_infinite_perplexity(tmp_path: Path) -> None:
+    result = score_cloze(Question(0, "", (" word",)), Likelihood(-1000.0, 2), " ")
+    metrics = average_metrics("cloze", [result])
+    assert metrics["perplexity"] == math.inf
+    record = {**result.record, "log_probability": -math.inf}
+    write_results(tmp_path, 3, {"mine": EvaluatedTask({"metrics": metrics, "intervals": {}}, [record])})
+    stored = read_strict_json((tmp_path / "evaluation_tasks.json").read_text())
+    assert stored["tasks"]["mine"]["metrics"]["perplexity"] == "Infinity"
+    assert read_strict_json((tmp_path / PREDICTIONS / "mine.jsonl").read_text())["log_probability"] == "-Infinity"
+
+
+def test_a_perplexity_of_the_harness_beyond_floats_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
+    package.simple_evaluate = lambda **_: math.exp(1000.0)  # type: ignore[attr-defined]
+    tasks.TaskManager = lambda **_: SimpleNamespace(match_tasks=list)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    monkeypatch.setattr(harness, "harness_model", lambda *_, **__: None)
+    with pytest.raises(MegatfmError, match=r"--harness lambada: a perplexity is beyond the range of numbers"):
+        run_harness(cast(TextModel, None), ["lambada"])
