@@ -3,13 +3,17 @@
     OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py > benchmarks/results/DATE-estimate-memory.md
 
 Small models of each family train in float32 by gloo on this machine's CPU, each layout on as many processes as it has
-ranks. torch's profiler records every allocation; the peak is that of the second step, which has the optimizer's state,
-and of the fullest rank. The estimate is of an H100 without what CUDA reserves. It models a GPU's kernels; a CPU has
-others for attention, norms and experts.
+ranks; each row is one document. An allocator of torch's tensors counts their bytes (`counting_allocator.cpp`, built
+with g++ at each start); the peak is that of the second step, which has the optimizer's state, and of the fullest rank.
+torch's profiler does not serve: it misses what gloo's threads free. The estimate is of `--device`, without what it
+reserves.
 """
 
 import argparse
+import ctypes
+import os
 import statistics
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -17,9 +21,9 @@ import common
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatfm.config import Config, load_config
+from megatfm.data.loader import without_documents
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.imaginary.step import batches_of
@@ -71,44 +75,61 @@ def make_config(preset: str, ranks: int, layout: str) -> Config:
     return config.with_changes({"parallel.dp_shard": data_ranks, "train.global_batch": rows})
 
 
-def measure_rank(rank: int, ranks: int, preset: str, layout: str, folder: str) -> None:
+def build_allocator(folder: str) -> Path:
+    """Compile the counting allocator into a folder."""
+    library, torch_folder = Path(folder, "counting_allocator.so"), Path(torch.__file__).parent
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch_folder}/include"]
+    command += [str(Path(__file__).with_name("counting_allocator.cpp")), "-o", str(library)]
+    command += [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def load_allocator(library: Path) -> ctypes.CDLL:
+    """Have torch allocate by it from now on."""
+    allocator = ctypes.CDLL(str(library))
+    for function in (allocator.live_bytes, allocator.peak_bytes):
+        function.restype = ctypes.c_long
+    allocator.install()
+    return allocator
+
+
+def measure_rank(rank: int, ranks: int, preset: str, layout: str, folder: str, library: Path) -> None:
     """Take two steps as one rank, and write the most bytes that were allocated at once in the second."""
     torch.set_num_threads(1)
+    allocator = load_allocator(library)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     config = make_config(preset, ranks, layout)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        mesh = build_mesh(config.parallel, ranks, "cpu")
-        engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
-        drawn = batches_of(config, mesh.data_ranks, None)
-        batches = [{name: torch.as_tensor(field).clone() for name, field in batch.items()} for batch in drawn]
-        objective = objective_for(config)
-        for step in range(2):
-            with record_function(f"step {step}"):
-                engine.forward_backward(batches, objective)
-                engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
-    events = recorded.profiler.kineto_results.events()
-    start = next(event.start_ns() for event in events if event.name() == "step 1")
-    live = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live) if event.start_ns() >= start else live
-    Path(folder, f"{rank}").write_text(str(peak))
+    mesh = build_mesh(config.parallel, ranks, "cpu")
+    already = allocator.live_bytes()
+    engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
+    drawn = [
+        without_documents({name: torch.as_tensor(field).numpy() for name, field in batch.items()})
+        for batch in batches_of(config, mesh.data_ranks, None)
+    ]
+    batches = [{name: torch.from_numpy(field).clone() for name, field in batch.items()} for batch in drawn]
+    objective = objective_for(config)
+    for _ in range(2):
+        allocator.reset_peak()
+        engine.forward_backward(batches, objective)
+        engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+    Path(folder, f"{rank}").write_text(str(allocator.peak_bytes() - already))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(preset: str, ranks: int, layout: str) -> int:
+def measure(preset: str, ranks: int, layout: str, library: Path) -> int:
     """Bytes of the fullest executed rank."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ranks, preset, layout, folder
+        arguments = ranks, preset, layout, folder, library
         torch.multiprocessing.start_processes(measure_rank, arguments, nprocs=ranks, start_method="fork")
         return max(int(Path(folder, f"{rank}").read_text()) for rank in range(ranks))
 
 
-def model(preset: str, ranks: int, layout: str) -> int:
-    """Modelled bytes of the fullest rank, without those that CUDA reserves."""
-    with estimator(make_config(preset, ranks, layout), load_cluster("h100", ranks)) as opened:
+def model(preset: str, ranks: int, layout: str, device: str) -> int:
+    """Modelled bytes of the fullest rank, without those that the device reserves."""
+    with estimator(make_config(preset, ranks, layout), load_cluster(device, ranks)) as opened:
         worst = opened.estimate(opened.base).worst
     return worst.total - worst.reserved
 
@@ -116,18 +137,23 @@ def model(preset: str, ranks: int, layout: str) -> int:
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--only", nargs="*", help="presets to run")
+    parser.add_argument("--device", default="h100", help="device of the estimate (h100)")
     args: argparse.Namespace = parser.parse_args()
+    command = f"OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py --device {args.device}"
     print("# Modelled and executed peak memory\n")
-    print(f"MB of the fullest rank, {common.today()}: `OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py`.\n")
+    print(f"MB of the fullest rank, {common.today()}: `{command}`.\n")
     print("| Small model of | ranks | layout | executed | modelled | error |\n|---|---|---|---|---|---|", flush=True)
     errors = []
-    for preset, ranks, layout in CASES:
-        if args.only and preset not in args.only:
-            continue
-        executed, modelled = measure(preset, ranks, layout), model(preset, ranks, layout)
-        errors.append(abs(modelled / executed - 1))
-        cells = [preset, ranks, layout.replace("parallel.", ""), f"{executed / 1e6:.1f}", f"{modelled / 1e6:.1f}"]
-        print(f"| {' | '.join(map(str, cells))} | {100 * (modelled / executed - 1):+.1f} % |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        library = build_allocator(folder)
+        for preset, ranks, layout in CASES:
+            if args.only and preset not in args.only:
+                continue
+            executed = measure(preset, ranks, layout, library)
+            modelled = model(preset, ranks, layout, args.device)
+            errors.append(abs(modelled / executed - 1))
+            cells = [preset, ranks, layout.replace("parallel.", ""), f"{executed / 1e6:.1f}", f"{modelled / 1e6:.1f}"]
+            print(f"| {' | '.join(map(str, cells))} | {100 * (modelled / executed - 1):+.1f} % |", flush=True)
     print(f"\n{len(errors)} configs: median error {100 * statistics.median(errors):.1f} %, ", end="")
     print(f"largest {100 * max(errors):.1f} %. torch {torch.__version__}.")
 

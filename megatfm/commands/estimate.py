@@ -86,6 +86,10 @@ def estimate_command(args: argparse.Namespace) -> int:
     if args.rank is not None and not args.traced:
         raise UsageError(f"--rank {args.rank}: an estimate covers all ranks: add --traced, or leave --rank out")
     args.gpus = (1 if args.calibrate else 8) if args.gpus is None else args.gpus
+    if args.rank is not None and args.gpus > 0:
+        from megatfm.estimate.traced import check_rank
+
+        check_rank(args.rank, args.gpus)
     if args.calibrate:
         _calibrate(args, config.train.precision)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)

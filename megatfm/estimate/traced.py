@@ -59,10 +59,15 @@ def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
     ]
 
 
-def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Traced:
-    """Trace one rank. Raises UsageError for a rank that does not exist, MegatfmError with the reason if it fails."""
+def check_rank(rank: int, gpus: int) -> None:
+    """Raise UsageError for a rank that does not exist."""
     if not 0 <= rank < gpus:
         raise UsageError(f"--rank {rank}: there are ranks 0 to {gpus - 1}")
+
+
+def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Traced:
+    """Trace one rank. Raises UsageError for a rank that does not exist, MegatfmError with the reason if it fails."""
+    check_rank(rank, gpus)
     command = [sys.executable, "-m", "megatfm.imaginary", source, "--world", str(gpus), "--rank", str(rank)]
     command += ["--steps", "2"]  # the first one makes the state of the optimizer
     try:

@@ -73,6 +73,8 @@ def test_a_wrong_file_is_refused_by_key_and_reason(tmp_path: Path, text: str, me
         (["--search", "--write", "new.toml"], "--write new.toml: the file new.sbatch exists: give another name"),
         (["--write", "older.toml"], "--write older.toml: the file older.config.toml exists: give another name"),
         (["--rank", "3"], "--rank 3: an estimate covers all ranks: add --traced, or leave --rank out"),
+        (["--traced", "--rank", "-1"], "--rank -1: there are ranks 0 to 7"),
+        (["--traced", "--rank", "2", "--gpus", "2"], "--rank 2: there are ranks 0 to 1"),
         (["--html", "no/page.html"], "--html no/page.html: there is no folder no"),
         (["--calibrate", "old.toml"], "--calibrate old.toml: the file exists: give another name, or use it"),
     ],
