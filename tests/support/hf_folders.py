@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from megatfm import cli
+from megatfm.convert.convert import convert
 
 DECODER_TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -95,6 +96,31 @@ def read_folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def get_public_config(model: PreTrainedModel) -> dict[str, Any]:
     """A model's config without private keys."""
     return {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+
+
+def load_complete(kind: type[PreTrainedModel], folder: Path, **options: Any) -> Any:
+    """A folder's model as transformers loads it, which misses no tensor and finds none too many."""
+    loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return loaded
+
+
+def convert_there_and_back(folder: Path, original: PreTrainedModel, **changes: Any) -> Any:
+    """Convert `theirs` to `ours` and that to `back`; returns its model, whose config is the original's with changes."""
+    convert(folder / "theirs", folder / "ours", "megatfm")
+    convert(folder / "ours", folder / "back", "hf")
+    loaded = load_complete(type(original), folder / "back")
+    assert get_public_config(loaded) == get_public_config(original) | changes
+    return loaded
+
+
+def check_same_tensors(folder: Path, prefix: str = "") -> None:
+    """Compare the tensors of `theirs` and `back`, to the bit; names in `theirs` may lack the prefix."""
+    original, back = (read_folder_tensors(folder / name) for name in ("theirs", "back"))
+    prefix = "" if original.keys() == back.keys() else prefix
+    assert {f"{prefix}{key}" for key in original} == back.keys()
+    for key, tensor in original.items():
+        assert torch.equal(back[f"{prefix}{key}"], tensor), key
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -89,13 +89,8 @@ def test_the_model_is_a_module_that_can_be_called(run: Path) -> None:
 
 
 def test_evaluation_is_what_the_command_leaves(
-    run: Path,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sets may be the run's own, a folder relative to the current directory, and a URL."""
     monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
     monkeypatch.chdir(corpus)
     url = f"file://{corpus}/validation"

@@ -53,41 +53,30 @@ def bash_script() -> str:
     return completion_script("bash")
 
 
-@pytest.mark.parametrize(
-    ("line", "completions"),
-    [
-        ("la", ["launch"]),
-        (
-            "launch quickst",
-            [
-                "quickstart",
-                "quickstart-data",
-                "quickstart-moe",
-                "quickstart-vision",
-                "quickstart-vision-data",
-            ],
-        ),
-        ("launch --nproc 2 train.micro", ["train.micro_batch="]),
-        ("launch x --reserv", ["--reservation"]),
-        ("train optimizer.matrix_", ["optimizer.matrix_lr="]),
-        ("prep x read.fol", ["read.folder="]),
-        ("config sho", ["show"]),
-        ("generate --prom", ["--prompt"]),
-        ("train quickstart train.precision = b", ["bf16"]),
-        ("train quickstart checkpoint.mode =", ["async", "sync", "runs"]),
-        ("train quickstart train.precision=fp8", ["train.precision=fp8", "train.precision=fp8-tensorwise"]),
-        ("launch --nproc 2 quickstart parallel.sequence_parallel = t", ["true"]),
-        ("verify quickstart data.train = ru", ["runs"]),
-        ("verify quickstart data.train=ru", ["data.train=runs"]),
-        ("prep quickstart-data tokenizer.kind = word", ["wordpiece"]),
-        ("status ru", ["runs", "runs/first", "runs/second"]),
-        ("logs runs/f", ["runs/first"]),
-        ("compare runs/first runs/s", ["runs/second"]),
-        ("generate runs/", ["runs/empty", "runs/first", "runs/second"]),
-        ("completion f", ["fish"]),
-        ("nonsense x", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "completions"), [
+    ("la", ["launch"]),
+    ("launch quickst",
+     ["quickstart", "quickstart-data", "quickstart-moe", "quickstart-vision", "quickstart-vision-data"]),
+    ("launch --nproc 2 train.micro", ["train.micro_batch="]),
+    ("launch x --reserv", ["--reservation"]),
+    ("train optimizer.matrix_", ["optimizer.matrix_lr="]),
+    ("prep x read.fol", ["read.folder="]),
+    ("config sho", ["show"]),
+    ("generate --prom", ["--prompt"]),
+    ("train quickstart train.precision = b", ["bf16"]),
+    ("train quickstart checkpoint.mode =", ["async", "sync", "runs"]),
+    ("train quickstart train.precision=fp8", ["train.precision=fp8", "train.precision=fp8-tensorwise"]),
+    ("launch --nproc 2 quickstart parallel.sequence_parallel = t", ["true"]),
+    ("verify quickstart data.train = ru", ["runs"]),
+    ("verify quickstart data.train=ru", ["data.train=runs"]),
+    ("prep quickstart-data tokenizer.kind = word", ["wordpiece"]),
+    ("status ru", ["runs", "runs/first", "runs/second"]),
+    ("logs runs/f", ["runs/first"]),
+    ("compare runs/first runs/s", ["runs/second"]),
+    ("generate runs/", ["runs/empty", "runs/first", "runs/second"]),
+    ("completion f", ["fish"]),
+    ("nonsense x", []),
+])  # fmt: skip
 def test_bash_completes_the_line_with_these_words(
     bash_script: str, tmp_path: Path, line: str, completions: list[str]
 ) -> None:

@@ -84,7 +84,6 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("page", "text"), CONFIGS)
 def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
-    """A whole config loads as it is, a part of one over the quickstart's."""
     values = tomllib.loads(text)
     kind, preset = (
         (PrepConfig, "quickstart-data") if set(values) <= set(PrepConfig.model_fields) else (Config, "quickstart")
@@ -168,11 +167,7 @@ def test_every_command_and_flag_is_explained() -> None:
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
-    for row in (
-        "| `--nproc N` | processes here",
-        "| `--dry-run` | print what",
-        "| `key=value …` | for example",
-    ):
+    for row in ("| `--nproc N` | processes here", "| `--dry-run` | print what", "| `key=value …` | for example"):
         assert row in text
     assert not re.search(r"\| \|$|None|SUPPRESS", text, re.MULTILINE), "an argument says nothing"
 

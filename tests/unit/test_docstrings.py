@@ -14,11 +14,7 @@ from megatfm.cli import COMMANDS
 from tests.support.documentation import ROOT, get_module_name
 
 ROOMS = ("megatfm", "data_prep", "launchers")
-OF_TORCH = {
-    "Module": {"forward"},
-    "Function": {"forward", "backward", "setup_context"},
-    "Optimizer": {"step"},
-}
+OF_TORCH = {"Module": {"forward"}, "Function": {"forward", "backward", "setup_context"}, "Optimizer": {"step"}}
 """Class of torch → what it calls or asks for by name, and documents."""
 PRONOUNS = {"It", "That", "They", "Those", "Of", "What", "Who", "Whoever"}
 """First words that name nothing."""
@@ -152,10 +148,7 @@ def test_docstrings_of_tests_name_the_thing() -> None:
     vague = {path.name: lines for path in files if (lines := vague_docstrings(path.read_text(encoding="utf-8")))}
     assert len(files) > 100
     assert not vague
-    assert vague_docstrings('"""What runs."""\ndef _run():\n    """Of 5 ranks."""') == [
-        "What runs.",
-        "Of 5 ranks.",
-    ]
+    assert vague_docstrings('"""What runs."""\ndef _run():\n    """Of 5 ranks."""') == ["What runs.", "Of 5 ranks."]
 
 
 BASE = 'class Base:\n    """A base."""\n    def run(self):\n        """Tell."""\n'

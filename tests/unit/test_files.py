@@ -291,13 +291,9 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "my_parts_of_a_test").mkdir()
     (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
     config = load_config(
-        "quickstart",
-        ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"],
+        "quickstart", ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"]
     )
-    with (
-        torch.device("meta"),
-        pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm' .*; there are: "),
-    ):
+    with torch.device("meta"), pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm' .*; there are: "):
         build(config.model)
     import_plugins(config.plugins)
     model = build(config.model)
@@ -353,10 +349,7 @@ def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, mo
     [
         ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
         ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
-        (
-            "\nimport nothing_of_that_name",
-            r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name",
-        ),
+        ("\nimport nothing_of_that_name", r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name"),
         ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
         ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
     ],

@@ -29,12 +29,9 @@ NO_RANKS = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectiv
 """Packages that do not use `torch.distributed`."""
 SHARED_BY_TESTS = ("tests.support", "tests.plugins")
 READ_BY_THE_LAYOUT_TABLE = (
-    "tests.parity.test_deepspeed",
-    "tests.parity.test_pipelines",
-    "tests.parity.test_image_layouts",
-    "tests.parity.test_two_towers",
-    "tests.parity.test_llava_layouts",
-)
+    "tests.parity.test_deepspeed", "tests.parity.test_pipelines", "tests.parity.test_image_layouts",
+    "tests.parity.test_two_towers", "tests.parity.test_llava_layouts",
+)  # fmt: skip
 """Test modules whose cases the table of layouts is made from."""
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
 NAMES_AXES = (
@@ -127,12 +124,7 @@ def test_no_file_breaks_an_import_rule(rule) -> None:
         (reaches_another_test, "tests.unit.test_x", "import tests.parity.test_pipelines", True),
         (reaches_another_test, "tests.unit.test_x", "from .conftest import write", True),
         (reaches_another_test, "tests.unit.test_x", "def f():\n    from tests.plugins.test_a import B", True),
-        (
-            reaches_another_test,
-            "tests.support.layout_table",
-            "from tests.parity import test_pipelines",
-            False,
-        ),
+        (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_pipelines", False),
         (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_experts", True),
     ],
 )

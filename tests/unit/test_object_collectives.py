@@ -52,9 +52,7 @@ def check_equal_host_names(folder: Path) -> tuple[set[str], tuple[int, ...]]:
         patch.setattr(socket, "gethostname", lambda: "localhost")
         real, boot = Path.read_text, f"boot of {dist.get_rank() // 2}\n"
         patch.setattr(
-            Path,
-            "read_text",
-            lambda path, *remaining: boot if path.name == "boot_id" else real(path, *remaining),
+            Path, "read_text", lambda path, *remaining: boot if path.name == "boot_id" else real(path, *remaining)
         )
         return unique_on_host(["a", f"of {dist.get_rank()}"]), NodeTopology.discover(
             folder, dist.group.WORLD

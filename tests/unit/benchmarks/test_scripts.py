@@ -66,7 +66,6 @@ def test_imports_of_scripts_exist() -> None:
 
 
 def test_their_configs_have_the_keys_of_today() -> None:
-    """Configs that no test trains load, too."""
     learns, small, engines = map(load_script, ("attention_learns", "quickstart_learns", "engines"))
     for positions in ("learned", "none"):
         for model in learns.make_models(256, 16, positions).values():
@@ -311,7 +310,6 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
-    """The commands that a user types, one process after the other."""
     module = load_script("gpu_training")
     words = ["run", "--tiny", "--steps", "12", "--out", str(tmp_path)]
     assert module.common.run_part(module.__doc__, module.PARTS, words) == 0

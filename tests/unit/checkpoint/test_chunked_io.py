@@ -224,11 +224,7 @@ def list_direct_reads(folder: Path) -> list[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_format, "read_safetensors", read)
-        for expected, host in (
-            (local_rows, "one"),
-            (torch.empty(4, 3), "one"),
-            (torch.empty(4, 3), f"host-{rank}"),
-        ):
+        for expected, host in ((local_rows, "one"), (torch.empty(4, 3), "one"), (torch.empty(4, 3), f"host-{rank}")):
             actual.append([])
             patch.setattr(socket, "gethostname", lambda host=host: host)
             load(path, {"rows": expected})

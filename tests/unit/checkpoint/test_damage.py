@@ -248,10 +248,7 @@ def check_refusal(path: Path, reason: str) -> None:
         (lambda body: group(body).update(names=["w", "w"]), "another number of tensors than the 2"),
         (lambda body: group(body).update(names=["b"]), "lists 1 tensors twice"),
         (lambda body: group(body).update(names=["x"]), f"{SHARD} is not what {METADATA} says: x is missing"),
-        (
-            lambda body: piece(body).update(offsets=[1, 0]),
-            "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",
-        ),
+        (lambda body: piece(body).update(offsets=[1, 0]), "tensor w: a piece of shape (4, 6) at (1, 0) lies outside"),
         (lambda body: piece(body).update(offsets=[-1, 0]), "greater than or equal to 0"),
         (lambda body: piece(body).update(sizes=[4.0, 6]), "valid integer"),
         (lambda body: group(body)["pieces"].append(piece(body)), "the pieces hold 48 elements"),
@@ -279,24 +276,19 @@ def test_forged_metadata_is_refused(path: Path, change: Callable[[dict[str, Any]
     check_refusal(path, reason)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
-        (lambda body: piece_1(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
-        (lambda body: piece_1(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
-        (lambda body: piece_1(body).update(key="b"), "tensor w: its piece w has the key 'b'"),
-        (
-            lambda body: piece_1(body).update(offsets=[1, 0], key="w"),
-            "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",
-        ),
-        (lambda body: body["tensors"]["w"]["pieces"].append(piece_1(body)), "the pieces hold 48 elements"),
-        (lambda body: body["tensors"]["w"]["pieces"].clear(), "the pieces hold 0 elements"),
-        (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
-        (lambda body: body.update(schema_version=2), "groups: Field required"),
-        (lambda body: body.update(groups=[]), "groups: Extra inputs"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
+    (lambda body: piece_1(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
+    (lambda body: piece_1(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
+    (lambda body: piece_1(body).update(key="b"), "tensor w: its piece w has the key 'b'"),
+    (lambda body: piece_1(body).update(offsets=[1, 0], key="w"),
+     "tensor w: a piece of shape (4, 6) at (1, 0) lies outside"),
+    (lambda body: body["tensors"]["w"]["pieces"].append(piece_1(body)), "the pieces hold 48 elements"),
+    (lambda body: body["tensors"]["w"]["pieces"].clear(), "the pieces hold 0 elements"),
+    (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
+    (lambda body: body.update(schema_version=2), "groups: Field required"),
+    (lambda body: body.update(groups=[]), "groups: Extra inputs"),
+])  # fmt: skip
 def test_forged_metadata_of_earlier_versions_is_refused(
     path: Path, change: Callable[[dict[str, Any]], object], reason: str
 ) -> None:

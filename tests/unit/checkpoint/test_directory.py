@@ -221,7 +221,6 @@ def newer(path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    """The checkpoint is neither passed over nor put aside."""
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")
@@ -313,15 +312,11 @@ def save_and_load(folder: Path, patience: float) -> tuple[str, list[float]]:
 
 
 def test_a_file_that_is_visible_late_is_waited_for(workers: Workers, tmp_path: Path) -> None:
-    assert workers.run(save_and_load, 2, tmp_path, 10.0) == [
-        ("step-00000001", [1.0] * 4),
-        ("step-00000001", [0.0] * 4),
-    ]
+    assert workers.run(save_and_load, 2, tmp_path, 10.0) == [("step-00000001", [1.0] * 4), ("step-00000001", [0.0] * 4)]
     assert find_latest(tmp_path, hashes=True) == tmp_path / "step-00000001"
 
 
 def test_the_wait_for_a_late_file_ends(workers: Workers, tmp_path: Path) -> None:
-    """And so the test above would fail without the wait."""
     (output, _), (other, _) = workers.run(save_and_load, 2, tmp_path, 0.0)
     assert output == other
     assert "No such file or directory" in output

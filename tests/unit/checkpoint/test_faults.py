@@ -16,14 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import (
-    Saver,
-    ShardedTensor,
-    file_format,
-    file_io,
-    remove_leftovers,
-    save,
-)
+from megatfm.checkpoint import Saver, ShardedTensor, file_format, file_io, remove_leftovers, save
 from megatfm.errors import MegatfmError
 from tests.support.power_loss import CHOICES, Disk, Operation, find_newest_intact_step, record_operations, write_tree
 from tests.support.workers import WorkerFailure, Workers
@@ -89,10 +82,7 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
             raise OSError(code, os.strerror(code))
 
     save_step(folder, 1)
-    file_format.DIRECT_BYTES, before = (
-        file_format.DIRECT_BYTES if code == errno.EIO else 0,
-        file_format.DIRECT_BYTES,
-    )
+    file_format.DIRECT_BYTES, before = file_format.DIRECT_BYTES if code == errno.EIO else 0, file_format.DIRECT_BYTES
     with hooked(hook):
         try:
             return str(save_step(folder, 2)), seen
@@ -287,10 +277,7 @@ def test_a_missing_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             real = os.fsync
             patch.setattr(os, "fsync", lambda fd: real(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)
         else:
-            sync, skipped = (
-                file_io.sync_folder,
-                {"name": lambda path: path, "draft": lambda path: path.parent},
-            )
+            sync, skipped = file_io.sync_folder, {"name": lambda path: path, "draft": lambda path: path.parent}
             patch.setattr(file_io, "sync_folder", lambda path: skipped[fault](path) == folder or sync(path))
         save(folder, 2, {"x": torch.full((3,), 2.0)}, {"step": 2}, keep=1)
     shutil.rmtree(folder)

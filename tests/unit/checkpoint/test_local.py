@@ -14,12 +14,7 @@ from torch import Tensor
 from megatfm.checkpoint import Saver, ShardedTensor, file_io, load, local, read_state
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.checkpoint.file_format import FileEntry
-from megatfm.checkpoint.local import (
-    NodeTopology,
-    fetch_missing_files,
-    find_latest_local,
-    remove_local_after,
-)
+from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, find_latest_local, remove_local_after
 from megatfm.errors import MegatfmError
 from tests.support.workers import Workers
 
@@ -191,16 +186,13 @@ def send(folder: Path, fault: str) -> str:
     return "sent"
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("none", "sent"),
-        ("missing", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: No such file or directory"),
-        ("short", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: it shrank to 2500 bytes while it was read"),
-        ("damaged", "not sent: rank 1 on HOST: FOLDER/to/b is damaged: what came from rank 0 doesn't have its hash"),
-        ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "message"), [
+    ("none", "sent"),
+    ("missing", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: No such file or directory"),
+    ("short", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: it shrank to 2500 bytes while it was read"),
+    ("damaged", "not sent: rank 1 on HOST: FOLDER/to/b is damaged: what came from rank 0 doesn't have its hash"),
+    ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
+])  # fmt: skip
 def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
     first, second = workers.run(send, 2, tmp_path, fault)
     assert first == second

@@ -88,9 +88,7 @@ def loads(groups: tuple[PlannedGroup, ...], ranks: int) -> list[int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.sets(st.integers(0, 2), min_size=1)), min_size=1, max_size=6),
-)
+@given(st.lists(st.tuples(st.integers(1, 40), st.sets(st.integers(0, 2), min_size=1)), min_size=1, max_size=6))
 def test_shares_are_complete_and_near_the_best(tensors: list[tuple[int, set[int]]]) -> None:
     names = {
         f"t{i}": (ShardedTensor.from_tensor(torch.zeros(size, dtype=torch.int8)), ranks)
@@ -117,11 +115,7 @@ def test_many_equal_replicas_are_shared_evenly() -> None:
 def test_tensors_of_one_rank_count_towards_its_load() -> None:
     shared = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
     alone = {"own": ShardedTensor.from_tensor(torch.zeros(3000))}
-    assert loads(planned([{**shared, **alone}, shared, shared]), 3) == [
-        3000,
-        3000,
-        3000,
-    ]
+    assert loads(planned([{**shared, **alone}, shared, shared]), 3) == [3000, 3000, 3000]
 
 
 def test_a_box_inside_a_larger_tensor_weighs_what_it_holds() -> None:

@@ -188,25 +188,18 @@ def save_wrongly(folder: Path, fault: str) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("gap", "rank 0 on HOST: tensor w: the pieces hold 6 elements, but its shape (4, 2) has 8"),
-        ("overlap", "rank 0 on HOST: tensor w: the pieces hold 12 elements, but its shape (4, 2) has 8"),
-        ("twice", "rank 0 on HOST: tensor w: the pieces at (0, 0) and (0, 1) overlap"),
-        ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different shards at (0, 0)"),
-        (
-            "dtype",
-            "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float64 (4, 2)",
-        ),
-        (
-            "shape",
-            "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float32 (5, 2)",
-        ),
-        ("dtensor", "rank 1 on HOST: a DTensor can't be stored as it is"),
-        ("state", "rank 1 on HOST: state 'bad' would change in a JSON round trip"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("gap", "rank 0 on HOST: tensor w: the pieces hold 6 elements, but its shape (4, 2) has 8"),
+    ("overlap", "rank 0 on HOST: tensor w: the pieces hold 12 elements, but its shape (4, 2) has 8"),
+    ("twice", "rank 0 on HOST: tensor w: the pieces at (0, 0) and (0, 1) overlap"),
+    ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different shards at (0, 0)"),
+    ("dtype",
+     "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float64 (4, 2)"),
+    ("shape",
+     "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float32 (5, 2)"),
+    ("dtensor", "rank 1 on HOST: a DTensor can't be stored as it is"),
+    ("state", "rank 1 on HOST: state 'bad' would change in a JSON round trip"),
+])  # fmt: skip
 def test_boxes_that_make_up_no_tensor(workers: Workers, tmp_path: Path, fault: str, reason: str) -> None:
     first, second = workers.run(save_wrongly, 2, tmp_path, fault)
     assert first == second

@@ -119,9 +119,7 @@ def test_files_are_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pyt
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = file_format.read_safetensors, []
     monkeypatch.setattr(
-        file_format,
-        "read_safetensors",
-        lambda file, *remaining: opened.append(file.name) or read(file, *remaining),
+        file_format, "read_safetensors", lambda file, *remaining: opened.append(file.name) or read(file, *remaining)
     )
     load(path, {"a": torch.ones(20), "c": torch.ones(20)})
     assert opened == ["rank-00000-000.safetensors", "rank-00000-002.safetensors"]
@@ -195,19 +193,14 @@ def test_load_with_cast_converts_dtypes(tmp_path: Path) -> None:
     assert torch.equal(target, tensors["weight"].bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"x": torch.zeros(2, dtype=torch.complex64)}, "tensor x: torch.complex64 on cpu can't be stored"),
-        ({"x": torch.zeros(2, device="meta")}, "tensor x: torch.float32 on meta can't be stored"),
-        ({"": torch.zeros(2)}, "under the name ''"),
-        ({"__metadata__": torch.zeros(2)}, "under the name '__metadata__'"),
-        (
-            {"x": ShardedTensor(torch.zeros(2), (4,), (1,))},
-            r"tensor x: the pieces hold 2 elements, but its shape \(4,\) has 4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "message"), [
+    ({"x": torch.zeros(2, dtype=torch.complex64)}, "tensor x: torch.complex64 on cpu can't be stored"),
+    ({"x": torch.zeros(2, device="meta")}, "tensor x: torch.float32 on meta can't be stored"),
+    ({"": torch.zeros(2)}, "under the name ''"),
+    ({"__metadata__": torch.zeros(2)}, "under the name '__metadata__'"),
+    ({"x": ShardedTensor(torch.zeros(2), (4,), (1,))},
+     r"tensor x: the pieces hold 2 elements, but its shape \(4,\) has 4"),
+])  # fmt: skip
 def test_tensors_that_can_not_be_stored_are_refused(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(MegatfmError, match=message):
         save(tmp_path, 1, tensors, {})

@@ -115,18 +115,15 @@ def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed["memory"][0]["total"] > 2**30
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--device", "h1000"), "did you mean 'h100'"),
-        (("--gpus", "0"), "--gpus 0"),
-        (("--gpus", "3", "parallel.tp=2"), "does not fit 3 processes"),
-        (("--gpus", "7"), "is not a multiple of micro-batches"),
-        (("--device", "a100", "train.precision=fp8"), "has no fp8"),
-        (("parallel.engine=deepspeed", "parallel.zero=1"), "estimates are of the native engine"),
-        (("--hardware", "missing.toml"), "can't be read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("--device", "h1000"), "did you mean 'h100'"),
+    (("--gpus", "0"), "--gpus 0"),
+    (("--gpus", "3", "parallel.tp=2"), "does not fit 3 processes"),
+    (("--gpus", "7"), "is not a multiple of micro-batches"),
+    (("--device", "a100", "train.precision=fp8"), "has no fp8"),
+    (("parallel.engine=deepspeed", "parallel.zero=1"), "estimates are of the native engine"),
+    (("--hardware", "missing.toml"), "can't be read"),
+])  # fmt: skip
 def test_wrong_options_of_estimate_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,10 +284,7 @@ def test_doctor_reports_a_slurm_controller_that_hangs_or_fails(tmp_path: Path, m
     write_program(tmp_path, "sinfo", "import sys; sys.exit('slurm_load_partitions: Unable to contact controller')")
     monkeypatch.setenv("PATH", str(tmp_path))
     partitions = run_check("SLURM")["partitions"]
-    assert (partitions.ok, partitions.detail) == (
-        False,
-        "slurm_load_partitions: Unable to contact controller",
-    )
+    assert (partitions.ok, partitions.detail) == (False, "slurm_load_partitions: Unable to contact controller")
     write_program(tmp_path, "sinfo", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.5)
     assert run_check("SLURM")["partitions"].detail == "no answer within 0.5 s"

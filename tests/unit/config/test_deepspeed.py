@@ -59,10 +59,7 @@ def test_deepspeed_json_follows_from_the_config() -> None:
         (["train.precision=fp16", "parallel.zero=0"], "set parallel.zero = 1"),
         (["deepspeed.zero_hpz_partition_size=2", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.zero_hpz_partition_size=2", "parallel.tp=2"], "set parallel.tp = 1"),
-        (
-            ["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"],
-            "leave one of them out",
-        ),
+        (["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
         (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
@@ -71,10 +68,7 @@ def test_deepspeed_json_follows_from_the_config() -> None:
         (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
         ([*WEIGHTS_IN_FILES, "parallel.dp_shard=1"], "set parallel.dp_shard = 2 or more"),
         ([*WEIGHTS_IN_FILES, "parallel.dp_shard=4", "parallel.ep=4"], "parallel.ep to less than that"),
-        (
-            ["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"],
-            "set parallel.zero = 3",
-        ),
+        (["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"], "set parallel.zero = 3"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -42,12 +42,10 @@ def test_keys_that_a_file_leaves_out_are_the_preset_s(tmp_path: Path) -> None:
 
 def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path: Path) -> None:
     base = write(
-        file.parent / "base.toml",
-        f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n',
+        file.parent / "base.toml", f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n'
     )
     path = write(
-        tmp_path / "mine.toml",
-        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n',
+        tmp_path / "mine.toml", f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n'
     )
     config = load_config(path)
     assert (config.plugins, config.log.sinks) == ([], ["console"])
@@ -114,10 +112,7 @@ def test_each_file_s_paths_are_relative_to_it(file: Path, tmp_path: Path, monkey
     assert config.data.validation == load_config(file).data.validation
     assert config.run_dir == str(local / "r")
     of_preset = load_config(write(path, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
-    assert (of_preset.train, of_preset.validation) == (
-        str(local / "corpora/web/train"),
-        {"a": str(path.parent / "v")},
-    )
+    assert (of_preset.train, of_preset.validation) == (str(local / "corpora/web/train"), {"a": str(path.parent / "v")})
 
 
 def test_a_base_s_string_outlives_pickle_and_copy() -> None:
@@ -170,19 +165,14 @@ def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
     assert "without" not in to_toml(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'extends = "gpt2"\nwithout = ["model.n_layer"]',
-            r"mine\.toml: without = \['model\.n_layer'\]: .*does not set this \(did you mean 'model\.n_layers'\?\)",
-        ),
-        ('extends = "gpt2"\nwithout = ["name.x"]', r"\['name\.x'\]: .*does not set this"),
-        ('extends = "gpt2"\nwithout = "model"', r"without = 'model': give a list of keys"),
-        ('extends = "gpt2"\nwithout = [3]', r"without = \[3\]: give a list of keys"),
-        ('without = ["model"]', r"takes keys out of a base: give it by `extends`"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('extends = "gpt2"\nwithout = ["model.n_layer"]',
+     r"mine\.toml: without = \['model\.n_layer'\]: .*does not set this \(did you mean 'model\.n_layers'\?\)"),
+    ('extends = "gpt2"\nwithout = ["name.x"]', r"\['name\.x'\]: .*does not set this"),
+    ('extends = "gpt2"\nwithout = "model"', r"without = 'model': give a list of keys"),
+    ('extends = "gpt2"\nwithout = [3]', r"without = \[3\]: give a list of keys"),
+    ('without = ["model"]', r"takes keys out of a base: give it by `extends`"),
+])  # fmt: skip
 def test_a_key_that_can_not_be_taken_out_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_config(write(tmp_path / "mine.toml", text))
@@ -232,35 +222,31 @@ def test_a_preset_s_vocabulary_goes_with_its_tokenizer(tmp_path: Path) -> None:
 def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write(
-        tmp_path / "a" / "mine.toml",
-        'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n',
+        tmp_path / "a" / "mine.toml", 'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n'
     )
     config = load_section(PrepConfig, path)
     assert (config.out, config.read.builtin) == (str(path.parent / "made"), "python-stdlib")
     assert config.tokenizer.vocab_size == 300
 
 
-@pytest.mark.parametrize(
-    ("extends", "message"),
-    [
-        ('"quickstrt"',
-         r"mine\.toml: extends = 'quickstrt': no preset .*no file {at}/quickstrt \(did you mean 'quickstart'"),
-        ('"no/b.toml"', r"mine\.toml: extends = 'no/b\.toml': .*there is no file {at}/no/b\.toml"),
-        ('"folder"', r"mine\.toml: extends = 'folder': {at}/folder: is a folder without config\.toml"),
-        ('["gpt2", "bert-base"]',
-         r"mine\.toml: extends = \['gpt2', 'bert-base'\]: give one config, .*\"quickstart\"$"),
-        ('"~nobody-at-all/b.toml"', r"mine\.toml: extends = '~nobody-at-all/b\.toml': "),
-        (f'"{"x" * 300}"', r"mine\.toml: extends = 'x+': .*too long"),
-        ('""', r"mine\.toml: extends = '': give one config"),
-        ('"broken.toml"', r"^{at}/broken\.toml: not valid TOML"),
-        ('"mine.toml"',
-         r"mine\.toml: extends = 'mine\.toml': a cycle, {at}/mine\.toml extends {at}/mine\.toml: take"),
-        ('"a.toml"', r"^{at}/b\.toml: extends = './a\.toml': a cycle, {at}/a\.toml extends {at}/b\.toml extends "
-         r"{at}/a\.toml: take"),
-        ('"wrong.toml"', r"^{at}/mine\.toml \(extends {at}/wrong\.toml\): train\.steps = 0: "),
-        ('"quickstart-data"', r"presets/quickstart-data\.toml: is a config of `megatfm prep`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("extends", "message"), [
+    ('"quickstrt"',
+     r"mine\.toml: extends = 'quickstrt': no preset .*no file {at}/quickstrt \(did you mean 'quickstart'"),
+    ('"no/b.toml"', r"mine\.toml: extends = 'no/b\.toml': .*there is no file {at}/no/b\.toml"),
+    ('"folder"', r"mine\.toml: extends = 'folder': {at}/folder: is a folder without config\.toml"),
+    ('["gpt2", "bert-base"]',
+     r"mine\.toml: extends = \['gpt2', 'bert-base'\]: give one config, .*\"quickstart\"$"),
+    ('"~nobody-at-all/b.toml"', r"mine\.toml: extends = '~nobody-at-all/b\.toml': "),
+    (f'"{"x" * 300}"', r"mine\.toml: extends = 'x+': .*too long"),
+    ('""', r"mine\.toml: extends = '': give one config"),
+    ('"broken.toml"', r"^{at}/broken\.toml: not valid TOML"),
+    ('"mine.toml"',
+     r"mine\.toml: extends = 'mine\.toml': a cycle, {at}/mine\.toml extends {at}/mine\.toml: take"),
+    ('"a.toml"', r"^{at}/b\.toml: extends = './a\.toml': a cycle, {at}/a\.toml extends {at}/b\.toml extends "
+     r"{at}/a\.toml: take"),
+    ('"wrong.toml"', r"^{at}/mine\.toml \(extends {at}/wrong\.toml\): train\.steps = 0: "),
+    ('"quickstart-data"', r"presets/quickstart-data\.toml: is a config of `megatfm prep`"),
+])  # fmt: skip
 def test_a_base_that_can_not_be_names_the_files(tmp_path: Path, extends: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "broken.toml", "a = = 1\n")

@@ -44,11 +44,7 @@ def test_an_override_is_toml_or_a_plain_string(load: Load) -> None:
         "log.profile=10:13",
     )  # fmt: skip
     assert (config.train.steps, config.optimizer.lr, config.optimizer.betas) == (30, 3e-4, (0.8, 0.9))
-    assert (config.data.shuffle, config.lr_schedule.name, config.objective.name) == (
-        False,
-        "linear",
-        "masked",
-    )
+    assert (config.data.shuffle, config.lr_schedule.name, config.objective.name) == (False, "linear", "masked")
     assert (config.log.sinks, config.parallel.dp_shard, config.log.profile) == (["wandb"], -1, "10:13")
 
 
@@ -187,11 +183,7 @@ def test_only_a_file_that_extends_another_may_leave_out_what_is_required(preset:
 def test_the_schema_refuses_what_loading_refuses() -> None:
     validator = jsonschema.Draft202012Validator(Config.model_json_schema())
     values = tomllib.loads(find_config("quickstart")[0].read_text(encoding="utf-8"))
-    for section, key, value in [
-        ("train", "steps", 0),
-        ("train", "precision", "fp6"),
-        ("optimizer", "lr", 0),
-    ]:
+    for section, key, value in [("train", "steps", 0), ("train", "precision", "fp6"), ("optimizer", "lr", 0)]:
         assert not validator.is_valid(values | {section: values[section] | {key: value}}), key
 
 
@@ -258,10 +250,7 @@ def test_keys_move_to_their_new_names_wherever_they_stand(monkeypatch: pytest.Mo
 def test_values_and_what_was_computed_before_a_key_came() -> None:
     values = (("parallel.cp_method", "heads", "ulysses"), ("model.ffn.kind", 1, "one"))
     before = (("optimizer[muon].dtype", "bf16"),)
-    stored = {
-        "parallel": {"context": "heads"},
-        "model": {"ffn": {"kind": 1}, "block": {"a": {"ffn": {"kind": 1}}}},
-    }
+    stored = {"parallel": {"context": "heads"}, "model": {"ffn": {"kind": 1}, "block": {"a": {"ffn": {"kind": 1}}}}}
     for name, more in (("muon", {"dtype": "bf16"}), ("adamw", {})):
         migrated = migrate(
             {**stored, "optimizer": {"name": name}}, (("parallel.context", "parallel.cp_method"),), values, before,
@@ -279,10 +268,7 @@ def test_migration_leaves_values_that_are_no_config(odd: Any) -> None:
 
 def test_no_old_name_is_a_key_of_today() -> None:
     """Else a config that this version stores would be translated, too."""
-    for kind, renamed in (
-        (Config, key_migrations.RENAMED_KEYS),
-        (PrepConfig, key_migrations.RENAMED_PREP_KEYS),
-    ):
+    for kind, renamed in ((Config, key_migrations.RENAMED_KEYS), (PrepConfig, key_migrations.RENAMED_PREP_KEYS)):
         schema = kind.model_json_schema()
         for old, new in renamed:
             assert not has_key(schema, old), f"{old} → {new}"
@@ -318,7 +304,6 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
 
 
 def test_stored_keys_are_translated_and_a_user_s_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal has the new name."""
     monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.max_grad_norm"),))
     text = to_toml(load_config("quickstart")).replace("\nmax_grad_norm = ", "\nmax_norm = ")
     (tmp_path / "checkpoints").mkdir()

@@ -122,16 +122,11 @@ def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, l
     assert mistake(load, override).startswith(f"{file}: {line}")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["parallel.dp_shard=15485863", "parallel.ep=2"],
-         "ep = 2 does not divide dp_shard = 15485863, over which exp"),
-        (["parallel.dp_shard=16777216", "parallel.cp=16777216", "parallel.ep=3"],
-         "dp_shard × cp are 281474976710656 p"),
-        (["parallel.tp=16777215"], "parallel.tp = 16777215 does not divide model.attention.n_heads = 2: the nearest"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["parallel.dp_shard=15485863", "parallel.ep=2"], "ep = 2 does not divide dp_shard = 15485863, over which exp"),
+    (["parallel.dp_shard=16777216", "parallel.cp=16777216", "parallel.ep=3"], "dp_shard × cp are 281474976710656 p"),
+    (["parallel.tp=16777215"], "parallel.tp = 16777215 does not divide model.attention.n_heads = 2: the nearest"),
+])  # fmt: skip
 def test_sizes_that_no_cluster_has_are_refused_at_once(
     load: Callable[..., Config], overrides: list[str], message: str
 ) -> None:
@@ -156,19 +151,14 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
     load("parallel.tp=2", "data.sequence_length=8")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["parallel.pp_schedule=zbv", "train.compile=true"],
-         "parallel.pp_schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat"),
-        (["parallel.pp_schedule=dualpipev", "train.recompute=full"],
-         "parallel.pp_schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = "
-         "'full' would"),
-        (["parallel.grad_accumulation=sharded"],
-         "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
-         "step: leave it out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "line"), [
+    (["parallel.pp_schedule=zbv", "train.compile=true"],
+     "parallel.pp_schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat"),
+    (["parallel.pp_schedule=dualpipev", "train.recompute=full"],
+     "parallel.pp_schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = 'full' would"),
+    (["parallel.grad_accumulation=sharded"],
+     "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a step: leave it out"),
+])  # fmt: skip
 def test_options_that_exclude_a_pipeline_are_refused_with_it(
     load: Callable[..., Config], file: Path, overrides: list[str], line: str
 ) -> None:
@@ -308,19 +298,16 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
     load_config(file, [f"{key}={value}", "lr_schedule.warmup_steps=0"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (["parallel.tp=1"], "for tensor-parallel ranks that gather and scatter tokens, and tp = 1: leave it out"),
-        (["parallel.sequence_parallel=false"], "without sequence_parallel they add up whole tensors: leave it out"),
-        (["train.compile=false"], "train.compile = false: set parallel.async_tp = false"),
-        (["train.recompute=2 GB"], "how much blocks keep while they run"),
-        (["parallel.cp=2"], "parallel.cp = 2 compiles blocks in parts"),
-        (["train.device=cpu"], "train.device = 'cpu': ranks can't read each other's memory there"),
-        (["train.precision=fp8"], "train.precision = 'fp8' rounds inputs after they are gathered"),
-        (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "why"), [
+    (["parallel.tp=1"], "for tensor-parallel ranks that gather and scatter tokens, and tp = 1: leave it out"),
+    (["parallel.sequence_parallel=false"], "without sequence_parallel they add up whole tensors: leave it out"),
+    (["train.compile=false"], "train.compile = false: set parallel.async_tp = false"),
+    (["train.recompute=2 GB"], "how much blocks keep while they run"),
+    (["parallel.cp=2"], "parallel.cp = 2 compiles blocks in parts"),
+    (["train.device=cpu"], "train.device = 'cpu': ranks can't read each other's memory there"),
+    (["train.precision=fp8"], "train.precision = 'fp8' rounds inputs after they are gathered"),
+    (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
+])  # fmt: skip
 def test_async_tp_is_refused_where_nothing_is_sent_in_pieces(
     load: Callable[..., Config], overrides: list[str], why: str
 ) -> None:

@@ -24,11 +24,7 @@ from megatfm.layers.position import relative_position_bucket
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
 LATENT = {"attention.name": "mla", "attention.kv_lora_rank": 4, "attention.qk_rope_head_dim": 2}
-BUCKETS = {
-    "family": "encoder",
-    "attention.name": "deberta_v2",
-    "position.name": "deberta_v2",
-}
+BUCKETS = {"family": "encoder", "attention.name": "deberta_v2", "position.name": "deberta_v2"}
 T5 = {"position.name": "t5"}
 LLAMA3 = {"position.scaling.name": "llama3", "position.scaling.factor": 8}
 XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"}
@@ -52,10 +48,7 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
         ({**DEBERTA, "attention.softcap": 2.0}, "attention.softcap"),
         ({"position.offset": 2}, "position.offset"),
         ({"position.name": "alibi", "position.theta": 5e5}, "position.theta"),
-        (
-            {"position.name": "none", "position.scaling": {"name": "linear", "factor": 2}},
-            "position.scaling",
-        ),
+        ({"position.name": "none", "position.scaling": {"name": "linear", "factor": 2}}, "position.scaling"),
         ({"position.name": "shaw", "position.buckets": 8}, "position.buckets"),
         ({"position.max_distance": 8}, "position.max_distance"),
         ({"init.name": "t5", "init.std": 0.02}, "init.std"),
@@ -77,39 +70,36 @@ def test_required_options_of_a_part_are_asked_for(options: dict[str, Any], key: 
     assert refused(options) == (key, "Field required")
 
 
-@pytest.mark.parametrize(
-    ("options", "way_out"),
-    [
-        ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
-        ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'decoder' or 'encoder'"),
-        ({"extra_heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
-        ({"family": "encoder", "n_mtp_heads": 1}, "leave it out, or choose family = 'decoder'"),
-        ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
-        ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or choose family = 'electra'"),
-        ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
-        ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
-        ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),
-        ({"family": "xlnet"}, "'two_stream' and position.name = 'transformer_xl' belong together: set all three, or"),
-        ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
-        ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
-        ({**XLNET, "extra_heads": {"my_head": {}}},
-         "heads.my_head beside a language model head: family = 'xlnet' trains one of them at a time: set"),
-        ({"family": "electra", "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}, "lm_head.name": "none"},
-         "lm_head.name = 'none' has no meaning with family = 'electra', which is trained as a whole"),
-        ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
-        ({**T5, "position.buckets": 1}, "choose 2 or more"),
-        ({**T5, "position.max_distance": 16}, "each: choose 17 or more, or fewer buckets"),
-        ({**T5, "family": "encoder", "position.buckets": 3}, "choose 4 or more"),
-        ({**T5, "family": "encoder", "position.max_distance": 8}, "each: choose 9 or more, or fewer buckets"),
-        ({**T5, "family": "encoder_decoder", "position.max_distance": 16}, "choose 17 or more"),
-        ({**LLAMA3, "position.scaling.low_freq_factor": 4.0}, "choose a smaller one, e.g. low_freq_factor = 1"),
-        ({**LLAMA3, "position.scaling.low_freq_factor": 8}, "= 8 is not below high_freq_factor = 4"),
-        ({**BUCKETS, "position.buckets": 1}, "choose 2 or more"),
-        ({**BUCKETS, "position.max_distance": 17}, "for buckets = 32: choose 18 or more, or fewer buckets"),
-        ({"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
-         "beta_fast = 0.5 is below beta_slow = 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "way_out"), [
+    ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
+    ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'decoder' or 'encoder'"),
+    ({"extra_heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
+    ({"family": "encoder", "n_mtp_heads": 1}, "leave it out, or choose family = 'decoder'"),
+    ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
+    ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or choose family = 'electra'"),
+    ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
+    ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
+    ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),
+    ({"family": "xlnet"}, "'two_stream' and position.name = 'transformer_xl' belong together: set all three, or"),
+    ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
+    ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
+    ({**XLNET, "extra_heads": {"my_head": {}}},
+     "heads.my_head beside a language model head: family = 'xlnet' trains one of them at a time: set"),
+    ({"family": "electra", "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}, "lm_head.name": "none"},
+     "lm_head.name = 'none' has no meaning with family = 'electra', which is trained as a whole"),
+    ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
+    ({**T5, "position.buckets": 1}, "choose 2 or more"),
+    ({**T5, "position.max_distance": 16}, "each: choose 17 or more, or fewer buckets"),
+    ({**T5, "family": "encoder", "position.buckets": 3}, "choose 4 or more"),
+    ({**T5, "family": "encoder", "position.max_distance": 8}, "each: choose 9 or more, or fewer buckets"),
+    ({**T5, "family": "encoder_decoder", "position.max_distance": 16}, "choose 17 or more"),
+    ({**LLAMA3, "position.scaling.low_freq_factor": 4.0}, "choose a smaller one, e.g. low_freq_factor = 1"),
+    ({**LLAMA3, "position.scaling.low_freq_factor": 8}, "= 8 is not below high_freq_factor = 4"),
+    ({**BUCKETS, "position.buckets": 1}, "choose 2 or more"),
+    ({**BUCKETS, "position.max_distance": 17}, "for buckets = 32: choose 18 or more, or fewer buckets"),
+    ({"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
+     "beta_fast = 0.5 is below beta_slow = 1"),
+])  # fmt: skip
 def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) -> None:
     assert way_out in refused(options)[1]
 
@@ -172,29 +162,25 @@ def test_a_changed_copy_is_checked_and_keeps_what_a_new_variant_has() -> None:
 
 def test_dotted_keys_and_tables_meet() -> None:
     tables = Config.from_dotted(
-        load_config("quickstart").model_dump(),
-        **{"model.attention": {"n_heads": 4}, "model.attention.bias": True},
+        load_config("quickstart").model_dump(), **{"model.attention": {"n_heads": 4}, "model.attention.bias": True}
     )
     assert (tables.model.attention.n_heads, tables.model.attention.bias) == (4, True)
 
 
-@pytest.mark.parametrize(
-    ("preset", "overrides", "message"),
-    [
-        ("deepseek-v2-lite", ["model.attention.qk_rope_head_dim=3"],
-         "attention.qk_rope_head_dim = 3 must be even: choose qk_rope_head_dim = 4"),
-        ("llama3-8b", ["model.attention.head_dim=2", 'model.position.scaling={name="ntk", factor=2}'],
-         "attention.head_dim = 2 has one pair: choose head_dim = 4 or more, or scaling.name = 'linear'"),
-        ("llama3-8b", ["model.position.theta=1", 'model.position.scaling={name="yarn", factor=2, original_length=8}'],
-         "choose a larger one, e.g. theta = 10000"),
-        ("gpt2-124m", ["data.sequence_length=2048"],
-         "choose data.sequence_length = 1024, or model.position.max_positions = 2048"),
-        ("t5-base", ["model.position.name=learned", "model.position.max_positions=512", "data.target_length=600"],
-         "data.target_length = 600: model.position.max_positions = 512"),
-        ("quickstart", ["model.attention.name=linformer", "model.attention.max_length=255"],
-         "choose data.sequence_length = 255, or model.attention.max_length = 256"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "overrides", "message"), [
+    ("deepseek-v2-lite", ["model.attention.qk_rope_head_dim=3"],
+     "attention.qk_rope_head_dim = 3 must be even: choose qk_rope_head_dim = 4"),
+    ("llama3-8b", ["model.attention.head_dim=2", 'model.position.scaling={name="ntk", factor=2}'],
+     "attention.head_dim = 2 has one pair: choose head_dim = 4 or more, or scaling.name = 'linear'"),
+    ("llama3-8b", ["model.position.theta=1", 'model.position.scaling={name="yarn", factor=2, original_length=8}'],
+     "choose a larger one, e.g. theta = 10000"),
+    ("gpt2-124m", ["data.sequence_length=2048"],
+     "choose data.sequence_length = 1024, or model.position.max_positions = 2048"),
+    ("t5-base", ["model.position.name=learned", "model.position.max_positions=512", "data.target_length=600"],
+     "data.target_length = 600: model.position.max_positions = 512"),
+    ("quickstart", ["model.attention.name=linformer", "model.attention.max_length=255"],
+     "choose data.sequence_length = 255, or model.attention.max_length = 256"),
+])  # fmt: skip
 def test_positions_that_a_model_can_not_have_are_refused_on_loading(
     preset: str, overrides: list[str], message: str
 ) -> None:
@@ -242,34 +228,21 @@ def test_without_kinds_all_blocks_are_the_model_s() -> None:
     assert config.get_layer_type(3) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (
-            {"layer_types": ["wied", "plain"]},
-            r"the kind 'wied' \(did you mean 'wide'\?\).*add \[model.layer_type.wied\]",
-        ),
-        ({"layer_type.other": {}}, r"layer_type.other: none of the 5 blocks is of this kind"),
-        ({"layer_types": [*["plain"] * 5, "wide"]}, r"layer_type.wide: none of the 5 blocks is of this kind"),
-        (
-            {"layer_type.wide.d_model": 16},
-            r"layer_type.wide.d_model: blocks of one model can differ in attention, ffn,",
-        ),
-        ({"layer_type.wide.ffn.d_f": 16}, r"layer_type.wide.*d_f"),
-        ({"distinct_layers": 1}, r"distinct_layers uses a block's weights in several layers"),
-    ],
-)
+@pytest.mark.parametrize(("change", "expected"), [
+    ({"layer_types": ["wied", "plain"]}, r"the kind 'wied' \(did you mean 'wide'\?\).*add \[model.layer_type.wied\]"),
+    ({"layer_type.other": {}}, r"layer_type.other: none of the 5 blocks is of this kind"),
+    ({"layer_types": [*["plain"] * 5, "wide"]}, r"layer_type.wide: none of the 5 blocks is of this kind"),
+    ({"layer_type.wide.d_model": 16}, r"layer_type.wide.d_model: blocks of one model can differ in attention, ffn,"),
+    ({"layer_type.wide.ffn.d_f": 16}, r"layer_type.wide.*d_f"),
+    ({"distinct_layers": 1}, r"distinct_layers uses a block's weights in several layers"),
+])  # fmt: skip
 def test_mistakes_are_named(change: dict[str, object], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ModelConfig.from_dotted({**FIVE_LAYERS, **KINDS, **change})
 
 
 def test_kinds_on_the_command_line_and_back_from_a_file() -> None:
-    options = [
-        'model.layer_types=["wide", "plain"]',
-        "model.layer_type.wide.ffn.d_ff=32",
-        "model.layer_type.plain={}",
-    ]
+    options = ['model.layer_types=["wide", "plain"]', "model.layer_type.wide.ffn.d_ff=32", "model.layer_type.plain={}"]
     config = load_config("quickstart", options)
     assert config.model.layer_config(0).ffn.d_ff == 32
     with pytest.raises(UsageError, match=r"layer_type.wide.*d_ff"):
@@ -325,10 +298,7 @@ def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:
             "one a weight",
         ),
         (("objective=3",), "objective = 3: this is a section; for example objective = {"),
-        (
-            ("objective.name=7",),
-            "objective.name = 7: input should be a valid string",
-        ),
+        (("objective.name=7",), "objective.name = 7: input should be a valid string"),
     ],
 )
 def test_a_mistake_names_key_and_way_out(load: Load, overrides: tuple[str, ...], line: str) -> None:

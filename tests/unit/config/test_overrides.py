@@ -42,17 +42,13 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
         quickstart("optimizer.name=adamw", "optimizer.matrix_lr=0.5")
 
 
-@pytest.mark.parametrize(
-    ("preset", "overrides", "section", "left"),
-    [
-        ("olmoe-1b-7b", ["model.ffn.router.name=gshard", "model.ffn.top_k=2"], "ffn.router",
-         {"name": "gshard", "aux_loss_coef": 0.01, "z_loss_coef": 0.001}),
-        ("gpt-oss-20b", ["model.position.scaling.name=linear"], "position.scaling",
-         {"name": "linear", "factor": 32.0}),
-        ("gpt-oss-20b", ["model.position.scaling.name=yarn"], "position.scaling",
-         {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "overrides", "section", "left"), [
+    ("olmoe-1b-7b", ["model.ffn.router.name=gshard", "model.ffn.top_k=2"], "ffn.router",
+     {"name": "gshard", "aux_loss_coef": 0.01, "z_loss_coef": 0.001}),
+    ("gpt-oss-20b", ["model.position.scaling.name=linear"], "position.scaling", {"name": "linear", "factor": 32.0}),
+    ("gpt-oss-20b", ["model.position.scaling.name=yarn"], "position.scaling",
+     {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False}),
+])  # fmt: skip
 def test_another_name_deep_in_a_config(preset: str, overrides: list[str], section: str, left: dict[str, Any]) -> None:
     """The variant that the file names has the options, also where a section is one of several inside another's."""
     model: Any = load_config(preset, overrides).model
@@ -72,11 +68,7 @@ def _value(word: str) -> str | int:
 
 def test_a_dotted_change_leaves_its_neighbours() -> None:
     config = quickstart("data.validation={a='/x', b='/y'}")
-    assert config.with_changes({"data.validation.c": "/z"}).data.validation == {
-        "a": "/x",
-        "b": "/y",
-        "c": "/z",
-    }
+    assert config.with_changes({"data.validation.c": "/z"}).data.validation == {"a": "/x", "b": "/y", "c": "/z"}
     assert config.with_changes({"data.validation": {"c": "/z"}}).data.validation == {"c": "/z"}, "all of them"
     assert config.with_changes({"data.validation": {}}).data.validation == {}
     gemma = load_config("gemma2-2b").model
@@ -147,11 +139,7 @@ def test_a_list_of_words_needs_no_quotes() -> None:
 
 
 def test_pasted_overrides_survive_the_shell() -> None:
-    for pasted in (
-        "resume.allow=data,model",
-        'resume.allow=["data","model"]',
-        "'data.corpus=my corpora/mine'",
-    ):
+    for pasted in ("resume.allow=data,model", 'resume.allow=["data","model"]', "'data.corpus=my corpora/mine'"):
         (word,) = shlex.split(pasted)
         process = subprocess.run(["bash", "-c", f"printf %s {pasted}"], capture_output=True, text=True, check=True)
         assert process.stdout == word

@@ -54,7 +54,6 @@ def run(*words: str) -> int:
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("shards", ["5GB", "9KB"])
 def test_gpt2_survives_conversion_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
-    """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     expected = make()
     expected.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
     assert run(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
@@ -118,34 +117,28 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, r"unknown Hugging Face architecture 'MambaFor"),
-        ({"activation_function": "mish"}, r"theirs: config.json: activation 'mish'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx = True is not"),
-        ({"n_head": 5}, r"n_heads = 5 does not divide d_model = 24"),
-        ({"n_embd": "wide"}, r"config.json: n_embd = 'wide' is not an integer"),
-        ({"activation_function": None}, r"activation_function = None is not a string"),
-        ({"never_heard_of": 1}, r"never_heard_of = 1: megatfm knows no such key of a GPT2LMHeadModel"),
-        ({"hidden_size": 36}, r"hidden_size = 36 is another name of n_embd, which is 24"),
-        ({"model_type": "llama"}, r"model_type = 'llama' is not supported, only 'gpt2'"),
-        ({"n_layer": 3}, r"transformer\.h\.2\..* is not in its files, but GPT2LMHeadModel has it"),
-        ({"n_layer": 1}, r"transformer\.h\.1\..* is in its files, but is no weight of a GPT2LMHeadModel"),
-        ({"n_positions": 31}, r"would give decoder\.embedding\.positions\.weight \[32, .* has \[31"),
-        (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 30), r"model\.safetensors: can't read it"),
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights are never opened"),
-        (
-            lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1})),
-            r"lm_head\.weight differs from transformer\.wte\.weight",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "message"), [
+    ({"architectures": ["MambaForCausalLM"]}, r"unknown Hugging Face architecture 'MambaFor"),
+    ({"activation_function": "mish"}, r"theirs: config.json: activation 'mish'"),
+    ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx = True is not"),
+    ({"n_head": 5}, r"n_heads = 5 does not divide d_model = 24"),
+    ({"n_embd": "wide"}, r"config.json: n_embd = 'wide' is not an integer"),
+    ({"activation_function": None}, r"activation_function = None is not a string"),
+    ({"never_heard_of": 1}, r"never_heard_of = 1: megatfm knows no such key of a GPT2LMHeadModel"),
+    ({"hidden_size": 36}, r"hidden_size = 36 is another name of n_embd, which is 24"),
+    ({"model_type": "llama"}, r"model_type = 'llama' is not supported, only 'gpt2'"),
+    ({"n_layer": 3}, r"transformer\.h\.2\..* is not in its files, but GPT2LMHeadModel has it"),
+    ({"n_layer": 1}, r"transformer\.h\.1\..* is in its files, but is no weight of a GPT2LMHeadModel"),
+    ({"n_positions": 31}, r"would give decoder\.embedding\.positions\.weight \[32, .* has \[31"),
+    (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 30), r"model\.safetensors: can't read it"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights are never opened"),
+    (lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1})),
+     r"lm_head\.weight differs from transformer\.wte\.weight"),
+])  # fmt: skip
 def test_a_damaged_foreign_folder_is_named(
     spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """spoil: changed keys of config.json, or a function of the folder."""
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     if isinstance(spoil, dict):
         edit_config(tmp_path / "theirs", **spoil)
@@ -193,7 +186,6 @@ def test_max_shard_size_is_parsed() -> None:
 
 @pytest.mark.parametrize("window", [16, 17, 40])
 def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path) -> None:
-    """As wide as max_position_embeddings, wider, and wider than these rows."""
     values = {**LLAMA_OPTIONS, "sliding_window": window, "max_position_embeddings": 16}
     reference = transformers.MistralForCausalLM(transformers.MistralConfig(**values))
     perturb(reference)
@@ -250,8 +242,7 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
             megatfm.load(tmp_path)(tokens).logits, reference(tokens).logits, rtol=1e-5, atol=1e-5
         )
     edit_tensors(
-        tmp_path,
-        lambda tensors: tensors.update({f"model.layers.{count + modules}.enorm.weight": torch.zeros(2)}),
+        tmp_path, lambda tensors: tensors.update({f"model.layers.{count + modules}.enorm.weight": torch.zeros(2)})
     )
     with pytest.raises(MegatfmError, match=f"{count + modules}.enorm.weight is in its files, but is no weight"):
         HfFolder(tmp_path)
@@ -269,9 +260,7 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     perturb(reference)
     reference.save_pretrained(tmp_path)
     edit_config(
-        tmp_path,
-        encoder_sparse_step=steps[0],
-        **({} if steps[1] is None else {"decoder_sparse_step": steps[1]}),
+        tmp_path, encoder_sparse_step=steps[0], **({} if steps[1] is None else {"decoder_sparse_step": steps[1]})
     )
     sparse = {
         side: {
@@ -335,15 +324,12 @@ def test_long_encoders_there_and_back(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(original[key], back[key]) for key in used)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("BigBirdForMaskedLM", {"attention_type": "original_full"}, "attention_type = 'original_full' is not"),
-        ("BigBirdForMaskedLM", {"num_random_blocks": 0}, "num_random_blocks = 0 does not run in transformers"),
-        ("LongformerForMaskedLM", {"attention_window": [4, 8]}, r"attention_window = \[4, 8\] differs by layer"),
-        ("LongformerForMaskedLM", {"attention_window": [4]}, r"\[4\] has 1 widths, but num_hidden_layers = 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "message"), [
+    ("BigBirdForMaskedLM", {"attention_type": "original_full"}, "attention_type = 'original_full' is not"),
+    ("BigBirdForMaskedLM", {"num_random_blocks": 0}, "num_random_blocks = 0 does not run in transformers"),
+    ("LongformerForMaskedLM", {"attention_window": [4, 8]}, r"attention_window = \[4, 8\] differs by layer"),
+    ("LongformerForMaskedLM", {"attention_window": [4]}, r"\[4\] has 1 widths, but num_hidden_layers = 2"),
+])  # fmt: skip
 def test_options_of_long_encoders_that_megatfm_lacks_are_refused(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

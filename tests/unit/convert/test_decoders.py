@@ -103,30 +103,20 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
         megatfm.load(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
-        (
-            "qwen3",
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types has sliding_attention, but",
-        ),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
-        ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
-        ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
-        ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
-        ("t5", {"feed_forward_proj": "gated-relu", "is_gated_act": True}, "gated activation 'relu'"),
-        ("t5", {"dense_act_fn": "silu"}, "dense_act_fn = 'silu' is not supported, only 'relu'"),
-        ("mla", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06"),
-        ("mla", {"sliding_window": 8}, "sliding_window = 8 is not supported, only None"),
-        (
-            "mistral",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type 'dynamic' is not supported",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "message"), [
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention, but"),
+    ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+    ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
+    ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
+    ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
+    ("t5", {"feed_forward_proj": "gated-relu", "is_gated_act": True}, "gated activation 'relu'"),
+    ("t5", {"dense_act_fn": "silu"}, "dense_act_fn = 'silu' is not supported, only 'relu'"),
+    ("mla", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06"),
+    ("mla", {"sliding_window": 8}, "sliding_window = 8 is not supported, only None"),
+    ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+     "rope_type 'dynamic' is not supported"),
+])  # fmt: skip
 def test_options_of_decoders_that_megatfm_lacks_are_refused(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -137,48 +127,40 @@ def test_options_of_decoders_that_megatfm_lacks_are_refused(
         HfFolder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("keys", "theta", "scaling"),
-    [
-        ({}, 10_000.0, None),
-        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, LinearScaling(factor=2.0)),
-        (
-            {
-                "rope_theta": 5e5,
-                "rope_scaling": {
-                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
+@pytest.mark.parametrize(("keys", "theta", "scaling"), [
+    ({}, 10_000.0, None),
+    ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, LinearScaling(factor=2.0)),
+    (
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
             },
-            5e5,
-            Llama3Scaling(factor=8.0, original_length=8192),
-        ),
-        (
-            {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 9.0}},
-            9.0,
-            YarnScaling(factor=4.0, original_length=64),
-        ),
-    ],
-)  # fmt: skip
+        },
+        5e5,
+        Llama3Scaling(factor=8.0, original_length=8192),
+    ),
+    (
+        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 9.0}},
+        9.0,
+        YarnScaling(factor=4.0, original_length=64),
+    ),
+])  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
     read = ARCHITECTURES.get("LlamaForCausalLM").parse_config({**LLAMA_OPTIONS, **keys}, "LlamaForCausalLM")
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
-@pytest.mark.parametrize(
-    ("changes", "lacks"),
-    [
-        ({"norm.placement": "sandwich"}, r"model\.norm\.placement = 'sandwich'"),
-        ({"position.name": "alibi"}, r"model\.position\.name = 'alibi'"),
-        ({"attention.softcap": 50.0}, r"model\.attention\.softcap = 50\.0"),
-        (
-            {"attention.bias": True, "ffn.bias": True, "attention.qk_norm": True, "n_mtp_heads": 1},
-            r"lacks model\.n_mtp_heads = 1, model\.attention\.qk_norm = True",
-        ),
-        ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "lacks"), [
+    ({"norm.placement": "sandwich"}, r"model\.norm\.placement = 'sandwich'"),
+    ({"position.name": "alibi"}, r"model\.position\.name = 'alibi'"),
+    ({"attention.softcap": 50.0}, r"model\.attention\.softcap = 50\.0"),
+    ({"attention.bias": True, "ffn.bias": True, "attention.qk_norm": True, "n_mtp_heads": 1},
+     r"lacks model\.n_mtp_heads = 1, model\.attention\.qk_norm = True"),
+    ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
+])  # fmt: skip
 def test_options_of_decoders_that_transformers_lacks_are_refused(changes: dict[str, Any], lacks: str) -> None:
     config = ModelConfig.from_dotted(
         vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
@@ -221,7 +203,6 @@ TOKENIZERS = {
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kind: str, tmp_path: Path) -> None:
-    """Tokenizer included: the same ids, and the same text generated greedily from the same prompt."""
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
     convert(run, tmp_path / "theirs", "hf")
     written = json.loads((tmp_path / "theirs" / "config.json").read_text())

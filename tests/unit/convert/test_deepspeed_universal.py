@@ -221,12 +221,7 @@ def test_only_a_plain_archive_of_one_pickle_is_opened(tmp_path: Path) -> None:
     good = opcodes(b"(I8\nt(I1\nt")
     archive(tmp_path / "x.pt", good)
     assert isinstance(read_torch_file(tmp_path / "x.pt"), Stored)
-    for more in (
-        {"code/m.py": b""},
-        {"constants.pkl": b""},
-        {"data/0/data.pkl": good},
-        {"byteorder": b"big"},
-    ):
+    for more in ({"code/m.py": b""}, {"constants.pkl": b""}, {"data/0/data.pkl": good}, {"byteorder": b"big"}):
         archive(tmp_path / "x.pt", good, **more)
         with pytest.raises(MegatfmError, match="only tables of tensors are opened"):
             read_torch_file(tmp_path / "x.pt")

@@ -29,10 +29,12 @@ from tests.support.hf_encoders import (
     get_vocabulary_logits,
 )
 from tests.support.hf_folders import (
+    check_same_tensors,
+    convert_there_and_back,
     copy_to_aligned_memory,
     edit_config,
     edit_tensors,
-    get_public_config,
+    load_complete,
     perturb_parameters,
     read_folder_tensors,
 )
@@ -41,24 +43,15 @@ from tests.support.reference_gradients import perturb
 
 @pytest.mark.parametrize("name", HF_ENCODERS)
 def test_encoders_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
-    """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     reference = build_hf_encoder(name)
     reference.save_pretrained(tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    convert(tmp_path / "ours", tmp_path / "back", "hf")
-    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
-    assert original.keys() == back.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
-    loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(info.values()), info
-    assert get_public_config(loaded) == get_public_config(reference)
-    assert torch.equal(
-        get_vocabulary_logits(copy_to_aligned_memory(loaded)(ENCODER_TOKENS)),
-        get_vocabulary_logits(reference(ENCODER_TOKENS)),
-    )
+    loaded = convert_there_and_back(tmp_path, reference)
+    check_same_tensors(tmp_path)
+    expected = get_vocabulary_logits(reference(ENCODER_TOKENS))
+    assert torch.equal(get_vocabulary_logits(copy_to_aligned_memory(loaded)(ENCODER_TOKENS)), expected)
     for folder in ("theirs", "ours"):
         logits = megatfm.load(tmp_path / folder)(ENCODER_TOKENS).logits
-        torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def old_norms(tensors: dict[str, torch.Tensor]) -> None:
@@ -79,10 +72,7 @@ def own_head(tensors: dict[str, torch.Tensor]) -> None:
         ("BertForPreTraining", old_norms),
         ("BertForMaskedLM", lambda t: t.update({"bert.pooler.dense.weight": torch.zeros(24, 24)})),
         ("BertForMaskedLM", lambda t: t.update({"bert.embeddings.position_ids": torch.arange(32)[None]})),
-        (
-            "BertForMaskedLM",
-            lambda t: t.update({"cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
-        ),
+        ("BertForMaskedLM", lambda t: t.update({"cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()})),
         ("AlbertForMaskedLM", lambda t: t.update({"sop_classifier.classifier.bias": torch.zeros(2)})),
         ("DebertaForMaskedLM", own_head),
         ("DebertaV2ForMaskedLM", own_head),
@@ -104,26 +94,23 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, reference(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("BertForMaskedLM", {"is_decoder": True}, "is_decoder = True is not supported"),
-        ("BertForMaskedLM", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
-        ("BertForMaskedLM", {"tie_word_embeddings": False}, "tie_word_embeddings = False is not supported"),
-        ("AlbertForMaskedLM", {"inner_group_num": 2}, "inner_group_num = 2"),
-        ("AlbertForMaskedLM", {"embedding_size": 24}, "embedding_size = hidden_size"),
-        ("DebertaForMaskedLM", {"position_biased_input": True}, "position_biased_input = True"),
-        ("DebertaForMaskedLM", {"pos_att_type": ["c2p"]}, r"pos_att_type = \['c2p'\]"),
-        ("DebertaForMaskedLM", {"talking_head": True}, "talking_head = True"),
-        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "conv_kernel_size = 3"),
-        ("DebertaV2ForMaskedLM", {"share_att_key": False}, "share_att_key = False"),
-        ("DebertaV2ForMaskedLM", {"position_buckets": -1}, "position_buckets = -1"),
-        ("ElectraForMaskedLM", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
-        ("RobertaForMaskedLM", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new'"),
-        ("XLNetLMHeadModel", {"attn_type": "uni"}, "attn_type = 'uni'"),
-        ("XLNetLMHeadModel", {"clamp_len": 7}, "clamp_len = 7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("BertForMaskedLM", {"is_decoder": True}, "is_decoder = True is not supported"),
+    ("BertForMaskedLM", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+    ("BertForMaskedLM", {"tie_word_embeddings": False}, "tie_word_embeddings = False is not supported"),
+    ("AlbertForMaskedLM", {"inner_group_num": 2}, "inner_group_num = 2"),
+    ("AlbertForMaskedLM", {"embedding_size": 24}, "embedding_size = hidden_size"),
+    ("DebertaForMaskedLM", {"position_biased_input": True}, "position_biased_input = True"),
+    ("DebertaForMaskedLM", {"pos_att_type": ["c2p"]}, r"pos_att_type = \['c2p'\]"),
+    ("DebertaForMaskedLM", {"talking_head": True}, "talking_head = True"),
+    ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "conv_kernel_size = 3"),
+    ("DebertaV2ForMaskedLM", {"share_att_key": False}, "share_att_key = False"),
+    ("DebertaV2ForMaskedLM", {"position_buckets": -1}, "position_buckets = -1"),
+    ("ElectraForMaskedLM", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    ("RobertaForMaskedLM", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new'"),
+    ("XLNetLMHeadModel", {"attn_type": "uni"}, "attn_type = 'uni'"),
+    ("XLNetLMHeadModel", {"clamp_len": 7}, "clamp_len = 7"),
+])  # fmt: skip
 def test_options_of_encoders_that_megatfm_lacks_are_refused(
     name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -166,13 +153,8 @@ def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None
     (first_line, *_) = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert "ElectraForPreTraining" in first_line
     assert "ElectraForMaskedLM" in first_line
-    loaded = {}
-    for half, name in ELECTRA_CLASSES.items():
-        loaded[half], info = getattr(transformers, name).from_pretrained(
-            tmp_path / "pair" / half, output_loading_info=True
-        )
-        assert not any(info.values()), info
-    verdict, guess = (loaded[half].eval()(ENCODER_TOKENS).logits for half in ELECTRA_CLASSES)
+    halves = [load_complete(getattr(transformers, n), tmp_path / "pair" / half) for half, n in ELECTRA_CLASSES.items()]
+    verdict, guess = (half.eval()(ENCODER_TOKENS).logits for half in halves)
     torch.testing.assert_close(actual(ENCODER_TOKENS).logits, verdict, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual.generator(ENCODER_TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
 
@@ -206,11 +188,8 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
     (output,) = [note for note in notes if "not converted" in note]
     assert all(f"boundary.{name}" in output for name, _ in actual.boundary.named_parameters() if name != "weight")
     assert "encoder." not in output
-    expected, info = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(info.values()), info
-    torch.testing.assert_close(
-        expected.eval()(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5
-    )
+    expected = load_complete(transformers.BertForMaskedLM, tmp_path / "back").eval()(ENCODER_TOKENS).logits
+    torch.testing.assert_close(expected, actual(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_every_architecture_here_is_tried() -> None:
@@ -314,17 +293,13 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
     notes = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert any("not converted" in note and "discriminator.verdict.weight" in note for note in notes)
     for half, name in DEBERTA_CLASSES.items():
-        expected, info = getattr(transformers, name).from_pretrained(tmp_path / "pair" / half, output_loading_info=True)
-        assert not any(info.values()), info
-        output = expected.eval()(ENCODER_TOKENS)
-        expected_output = (
-            actual.generator(ENCODER_TOKENS).logits if half == "generator" else actual(ENCODER_TOKENS).hidden
-        )
-        actual_output = output.logits if half == "generator" else output.last_hidden_state
-        torch.testing.assert_close(actual_output, expected_output, rtol=1e-5, atol=1e-5)
-        assert torch.equal(
-            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], expected_output[0, 0, 0]
-        ) or (half == "generator")
+        output = load_complete(getattr(transformers, name), tmp_path / "pair" / half).eval()(ENCODER_TOKENS)
+        if half == "generator":
+            theirs, ours = output.logits, actual.generator(ENCODER_TOKENS).logits
+        else:
+            theirs, ours = output.last_hidden_state, actual(ENCODER_TOKENS).hidden
+            assert torch.equal(megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], ours[0, 0, 0])
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")
 

@@ -270,14 +270,9 @@ def test_absent_keys_of_config_json_mean_transformers_defaults(name: str) -> Non
         "id2label", "hidden_size", "num_layers",
     }  # fmt: skip
     follows |= {
-        "num_decoder_layers",
-        "encoder_sparse_step",
-        "decoder_sparse_step",
-        "dense_act_fn",
-        "is_gated_act",
-        "scale_decoder_outputs",
-        "tie_word_embeddings",
-    }
+        "num_decoder_layers", "encoder_sparse_step", "decoder_sparse_step", "dense_act_fn", "is_gated_act",
+        "scale_decoder_outputs", "tie_word_embeddings",
+    }  # fmt: skip
     for key, declared in keys.items():
         if key in written and not declared.is_ignored and not declared.alias_of and declared.default is not None:
             assert declared.default == written[key], key

@@ -65,7 +65,6 @@ def answers(expected: Any, image: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_image_models_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
-    """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     expected = make(name, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
@@ -111,7 +110,6 @@ def test_names_as_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ViTModel", "Dinov2Model"])
 def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
-    """Its last vectors, from files of the backbone alone."""
     options = {key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"}
     model = getattr(transformers, kind)
     reference = perturb_parameters(model(model.config_class(**options, layer_norm_eps=1e-6)))

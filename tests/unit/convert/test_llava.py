@@ -120,10 +120,7 @@ def test_released_names_are_read(tmp_path: Path) -> None:
     [
         ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
         ({"vision_feature_layer": 9}, "vision_feature_layer = 9"),
-        (
-            {"vision_feature_select_strategy": "full"},
-            "'full' passes on its class token too of a clip_vision_model",
-        ),
+        ({"vision_feature_select_strategy": "full"}, "'full' passes on its class token too of a clip_vision_model"),
         ({"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
     ],
@@ -217,7 +214,6 @@ def our_logits(folder: Path, images: list[torch.Tensor], tokens: torch.Tensor) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_towers_there_and_back(name: str, tmp_path: Path) -> None:
-    """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     expected = make(name, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")

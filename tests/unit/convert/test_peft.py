@@ -207,21 +207,16 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(converted), logits(peft_model), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"use_dora": True}, "use_dora = True"),
-        ({"bias": "all"}, "bias = 'all'"),
-        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
-        ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
-        ({"alpha_pattern": {"(": 8}}, "lora_alpha and alpha_pattern give no scale for .*: missing"),
-        (
-            {"base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
-            "its model is in no folder here: give --base BASE; .*hf download meta-llama/Llama-3.2-1B",
-        ),
-        ({"base_model_name_or_path": None}, "its model is in no folder here: .*doesn't name"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"use_dora": True}, "use_dora = True"),
+    ({"bias": "all"}, "bias = 'all'"),
+    ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+    ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
+    ({"alpha_pattern": {"(": 8}}, "lora_alpha and alpha_pattern give no scale for .*: missing"),
+    ({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
+     "its model is in no folder here: give --base BASE; .*hf download meta-llama/Llama-3.2-1B"),
+    ({"base_model_name_or_path": None}, "its model is in no folder here: .*doesn't name"),
+])  # fmt: skip
 def test_adapters_that_megatfm_lacks_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     adapter(build_hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG

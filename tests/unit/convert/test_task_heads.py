@@ -111,7 +111,6 @@ def test_a_folder_opens_with_its_head(name: str, tmp_path: Path, caplog: pytest.
 
 
 def test_every_class_of_a_decoder_s_task_that_transformers_has_is_tried() -> None:
-    """Families whose language models convert."""
     families = {name.removesuffix("ForCausalLM") for name in ARCHITECTURES.names() if "ForCausalLM" in name}
     existing = {f"{family}For{task}" for family in families for task in TASKS}
     existing = {name for name in existing if hasattr(transformers, name)}

@@ -43,7 +43,6 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
     [{"experts": 4}, {"experts": 3, "top_k": 1, "every": 2}, {"experts": 3, "top_k": 2, "granularity": 4}],
 )  # fmt: skip
 def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Logits, and the gradient of all that is not a feed-forward network."""
     upcycle(dense, tmp_path / "moe", Upcycling(**options))
     expected, actual = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-10, atol=1e-10)
@@ -102,7 +101,6 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
 
 
 def test_a_model_that_would_lose_tensors_is_refused(tmp_path: Path, tokenizer_model: bytes) -> None:
-    """Adapters of feed-forward networks, and a config or a checkpoint of another version."""
     adapted = SMALL_DECODER.with_changes({"lora": {"rank": 2}})
     run = write_trained_run(tmp_path / "adapted", tokenizer_model, random_model(adapted, torch.float32))
     with pytest.raises(UsageError, match=r"adapted: its model has adapters .* merge them first, megatfm convert"):
@@ -127,8 +125,7 @@ def test_a_model_that_would_lose_tensors_is_refused(tmp_path: Path, tokenizer_mo
 def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) -> None:
     model = Config.model_validate(read_state(find_checkpoint(dense))["config"]).model
     with pytest.raises(
-        UsageError,
-        match=r"the converted model has no valid config.*: data\.sequence_length: Input should be greater",
+        UsageError, match=r"the converted model has no valid config.*: data\.sequence_length: Input should be greater"
     ):
         make_starting_config(tmp_path, model, None, -1)
 
@@ -160,7 +157,6 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
     expected = megatfm.load(run).double()(DECODER_TOKENS).logits
     torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, expected, rtol=1e-10, atol=1e-10)
     with pytest.raises(
-        UsageError,
-        match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6",
+        UsageError, match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6"
     ):
         upcycle(run, tmp_path / "again", Upcycling(3, granularity=8))

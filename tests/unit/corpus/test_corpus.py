@@ -119,13 +119,7 @@ def test_check_counts_what_it_has_read(folder: Path) -> None:
 
 def test_show_gives_the_overview(folder: Path) -> None:
     text = describe_corpus(folder)
-    for fact in (
-        "100",
-        "(3.000 a token)",
-        "a" * 64,
-        '{"made by": "a test"}',
-        Corpus.open(folder).fingerprint,
-    ):
+    for fact in ("100", "(3.000 a token)", "a" * 64, '{"made by": "a test"}', Corpus.open(folder).fingerprint):
         assert fact in text
 
 
@@ -210,10 +204,7 @@ def test_no_flipped_bit_gives_other_bytes(seed: int) -> None:
     for bit in draw.choice(8 * len(good), 200, replace=False).tolist():
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
-        for way in (
-            lambda bad: decompress_frame(bad, len(data)),
-            lambda bad: decompress_frames([bad], [len(data)])[0],
-        ):
+        for way in (lambda bad: decompress_frame(bad, len(data)), lambda bad: decompress_frames([bad], [len(data)])[0]):
             with contextlib.suppress(BadFrameError):  # some bits mean nothing
                 assert bytes(way(bytes(bad))) == data
 

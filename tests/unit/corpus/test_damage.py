@@ -373,9 +373,7 @@ def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytes
     opened = []
     real = os.open
     monkeypatch.setattr(
-        os,
-        "open",
-        lambda path, *remaining, **options: opened.append(path) or real(path, *remaining, **options),
+        os, "open", lambda path, *remaining, **options: opened.append(path) or real(path, *remaining, **options)
     )
     assert_refused(lambda: Corpus.open(folder), "shards.1.file")
     assert opened == [folder / "manifest.json"]

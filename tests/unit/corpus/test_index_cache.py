@@ -55,8 +55,7 @@ def in_a_process(work: Callable[..., object], *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"pack": True}, {"compress": False}, {"compress": False, "pack": True, "token_dtype": "uint32"}],
+    "options", [{}, {"pack": True}, {"compress": False}, {"compress": False, "pack": True, "token_dtype": "uint32"}]
 )
 def test_shared_ones_say_what_the_corpus_has(
     options: dict[str, Any], write: Write, make_documents: Any, cache: ShardCacheConfig
@@ -86,11 +85,7 @@ def test_small_corpora_write_nothing(folder: Path, cache: ShardCacheConfig, monk
 
 
 def test_ranks_at_once_write_one_file(
-    folder: Path,
-    make_documents: Any,
-    cache: ShardCacheConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, make_documents: Any, cache: ShardCacheConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, write_tables = FORK.Barrier(5), SharedIndexes._write
 
@@ -159,11 +154,7 @@ def link(path: Path, other_content: bytes) -> None:
 
 @pytest.mark.parametrize("lie", [truncate, flip, empty, swap, fifo, link])
 def test_a_file_that_lies_is_written_again(
-    lie: Callable[[Path, bytes], None],
-    folder: Path,
-    write: Write,
-    make_documents: Any,
-    cache: ShardCacheConfig,
+    lie: Callable[[Path, bytes], None], folder: Path, write: Write, make_documents: Any, cache: ShardCacheConfig
 ) -> None:
     Corpus.open(write(make_documents(100, seed=1), "other"), cache)
     (other_path,) = files(cache)

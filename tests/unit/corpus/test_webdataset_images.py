@@ -54,11 +54,7 @@ def timm(folder: Path) -> list[dict[str, bytes]]:
     for shard, numbers in enumerate((range(14), range(14, 23))):
         with wds.TarWriter(str(folder / f"imagenet1k-train-{shard:04d}.tar")) as writer:
             for n in numbers:
-                files = {
-                    "jpg": picture(n, "JPEG"),
-                    "cls": b"%d" % (n % 10),
-                    "json": b'{"label": %d}' % (n % 10),
-                }
+                files = {"jpg": picture(n, "JPEG"), "cls": b"%d" % (n % 10), "json": b'{"label": %d}' % (n % 10)}
                 writer.write({"__key__": f"n{n % 3:03d}/im.{n}".replace(".", "_"), **files})
                 written.append(files)
     return written
@@ -140,7 +136,6 @@ def joined(folder: Path, ranks: int, position: int = 0) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_the_order_is_the_same_on_any_ranks_and_after_a_resume(ranks: int, tmp_path: Path) -> None:
-    """Over more than two epochs, with random crops."""
     timm(tmp_path / "theirs")
     index_images(tmp_path / "theirs", LabelRule())
     expected = joined(tmp_path / "theirs", 1)
@@ -183,11 +178,7 @@ def test_tars_that_are_refused(kind: str, tmp_path: Path) -> None:
 
 def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(make_tar(*GOOD, make_member("a.json", json.dumps({"label": ["no"]}).encode())))
-    for rule, place in (
-        ("txt", "its .txt"),
-        ("json:label", "the field 'label'"),
-        ("json:a.b", "the field 'a.b'"),
-    ):
+    for rule, place in (("txt", "its .txt"), ("json:label", "the field 'label'"), ("json:a.b", "the field 'a.b'")):
         with pytest.raises(UsageError, match=f"x.tar: sample 'a' has no label in {place}"):
             index_images(tmp_path, LabelRule.parse(rule))
     (tmp_path / "x.tar").write_bytes(make_tar(*GOOD, make_member("a.txt", b"dog")))

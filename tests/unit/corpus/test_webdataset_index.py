@@ -323,8 +323,7 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
     large = [make_member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
     (tmp_path / "a.tar").write_bytes(make_tar(GOOD, make_member("1.npy", IDS), *large))
     with pytest.raises(
-        UsageError,
-        match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to",
+        UsageError, match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to"
     ):
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")

@@ -15,13 +15,7 @@ from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, grou
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.packed_rows import pack_in_memory
-from megatfm.data.sequences import (
-    IGNORE_INDEX,
-    PAD_DOCUMENT_ID,
-    DocumentChunk,
-    PackingConfig,
-    split_documents,
-)
+from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig, split_documents
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, chunk_keys, random_uint64
 
@@ -133,7 +127,6 @@ def test_every_chunk_is_whole_and_comes_once_an_epoch(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 32), max_size=60), st.integers(32, 40))
 def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
-    """Against the definition, one sequence after the other."""
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [i for i, left in enumerate(room) if left >= length]

@@ -89,7 +89,6 @@ def run(
 def test_every_number_of_ranks_and_workers_reads_the_same(
     rows: PackedDataset, threaded_workers: None, ranks: int, workers: int
 ) -> None:
-    """The tokens and keys of each step are those of the order itself, and an epoch has each token once."""
     steps = -(-len(rows) // BATCH)
     actual = list(run(rows, steps, ranks=ranks, workers=workers))
     expected = [rows.read_row(position)["tokens"].tobytes() for position in range(steps * BATCH)]
@@ -107,7 +106,6 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
 def test_killed_again_and_again_it_goes_on_exactly(
     of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None
 ) -> None:
-    """Each time after a random number of steps, and on another number of ranks and workers; with warm-ups."""
     rows: RowDataset = request.getfixturevalue(of)
     warmup = BatchSchedule(BATCH, (BatchStage(times // 5, 24, 4), BatchStage(times // 3, 48, 2)))
     draw = np.random.default_rng(0)

@@ -216,10 +216,7 @@ def test_random_resized_crops_have_the_areas_and_ratios_asked(monkeypatch: pytes
         boxes.append(box)
         return crop(self, box)
 
-    image, result = (
-        picture(200, 240),
-        transform("random_resized_crop", 24, scale=[0.2, 0.5], ratio=[0.8, 1.25]),
-    )
+    image, result = picture(200, 240), transform("random_resized_crop", 24, scale=[0.2, 0.5], ratio=[0.8, 1.25])
     shares, places = [], set()
     for number in range(100):
         with monkeypatch.context() as patch:
@@ -319,16 +316,7 @@ def test_operations_of_rand_augment() -> None:
     def run(name: str, strength: float, inputs: Image.Image = image) -> np.ndarray:
         return np.asarray(OPERATIONS[name](inputs, strength, BICUBIC)).astype(int)
 
-    for name in (
-        "rotate",
-        "shear_x",
-        "shear_y",
-        "translate_x",
-        "translate_y",
-        "color",
-        "contrast",
-        "brightness",
-    ):
+    for name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y", "color", "contrast", "brightness"):
         np.testing.assert_array_equal(run(name, 0.0), pixels, name)
         assert (run(name, 0.7) != run(name, -0.7)).any()
     np.testing.assert_array_equal(run("identity", 1.0), pixels)

@@ -243,12 +243,7 @@ def test_a_damaged_image_is_named_and_quarantined(tmp_path: Path) -> None:
 
 def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = True) -> Corpus:
     with ShardWriter(
-        folder,
-        tokenizer_hash="none",
-        token_dtype="uint16",
-        frame_bytes=2**13,
-        shard_bytes=2**15,
-        compress=compress,
+        folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13, shard_bytes=2**15, compress=compress
     ) as writer:
         for number, (height, width) in enumerate(shapes):
             exif, out = Image.Exif(), io.BytesIO()

@@ -144,7 +144,6 @@ def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list
 
 
 def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
-    """Also behind a sample in quarantine."""
     rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
     count = 0
     for position in range(len(rows)):  # type: ignore[arg-type]
@@ -157,7 +156,6 @@ def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
 
 
 def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
-    """With augmentation, in which the images of a sample differ; over two epochs."""
     flips = objective(transforms=["random_resized_crop", "color_jitter"])
     expected = batches(rows_of(corpus, flips), 1, 4)
     for ranks in (2, 3):
@@ -210,10 +208,7 @@ def test_too_many_images_are_refused_by_sample(tmp_path: Path) -> None:
     special = SpecialTokens(bos=BOS, eos=EOS, pad=0, vocab_size=VOCABULARY)
     config = ImageToTextObjective(image_placement="in_text")
     for lengths, message in {
-        (
-            16,
-            40,
-        ): "sample 0 .* has 4 images of 5 tokens, and their row has 16: choose data.sequence_length=20",
+        (16, 40): "sample 0 .* has 4 images of 5 tokens, and their row has 16: choose data.sequence_length=20",
         (24, 18): "sample 0 .* has 1[0-9] tokens before its last image of 4 patches, and a row has 18",
     }.items():
         short = build_objective(config, ModelConfig.from_dotted(LLAVA), special, lengths, section)
@@ -263,10 +258,7 @@ def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
-        (
-            {"a.png": png(0), "a.1.png": png(1)},
-            r"has \.png and \.1\.png, not one image, or several with numbers",
-        ),
+        ({"a.png": png(0), "a.1.png": png(1)}, r"has \.png and \.1\.png, not one image, or several with numbers"),
         ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
         ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
         ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),

@@ -117,20 +117,13 @@ def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [Vectors, Images])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, workers: int) -> None:
-    """By workers, on two ranks, in a mixture with itself, and row by row."""
 
     def rows() -> PackedDataset:
         return PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
 
     def read(source: Any, rank: int = 0, ranks: int = 1) -> list[dict[str, np.ndarray]]:
         with DataLoader(
-            source,
-            global_batch=4,
-            micro_batch=2,
-            data_rank=rank,
-            data_ranks=ranks,
-            end_position=7,
-            workers=workers,
+            source, global_batch=4, micro_batch=2, data_rank=rank, data_ranks=ranks, end_position=7, workers=workers
         ) as loader:
             return [batch for step in loader for batch in step]
 
@@ -186,14 +179,10 @@ def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
 
     for broken, message in (
         (dataset_with(build_example=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
-        (
-            dataset_with(build_example=short),
-            r"with fields \['vectors'\], but its `fields` are \['marks', 'order', 'vectors'\]",
-        ),
-        (
-            dataset_with(fields={"labels": Field(per="row")}, max_tokens=None),
-            "can't be cut at row ends: give it max_tokens",
-        ),
-    ):
+        (dataset_with(build_example=short),
+         r"with fields \['vectors'\], but its `fields` are \['marks', 'order', 'vectors'\]"),
+        (dataset_with(fields={"labels": Field(per="row")}, max_tokens=None),
+         "can't be cut at row ends: give it max_tokens"),
+    ):  # fmt: skip
         with pytest.raises(MegatfmError, match=message):
             broken()

@@ -91,10 +91,7 @@ def test_ranks_and_micro_batches_only_divide_the_order(rows: PackedDataset, data
         np.testing.assert_array_equal(np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8))
 
 
-def test_a_resume_has_the_batches_of_the_run_never_stopped(
-    rows: PackedDataset,
-) -> None:
-    """A resume may come at any position and on another number of ranks."""
+def test_a_resume_has_the_batches_of_the_run_never_stopped(rows: PackedDataset) -> None:
     n = len(rows) // 8 + 5
     full = steps(rows, n)
     for stop in (0, 1, 7, n - 3):
@@ -156,8 +153,7 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "ranks", "nearest"),
-    [(10, 4, 2, 8), (13, 4, 2, 16), (1, 4, 2, 8), (0, 4, 1, 4), (7, 1, 3, 6)],
+    ("batch", "micro", "ranks", "nearest"), [(10, 4, 2, 8), (13, 4, 2, 16), (1, 4, 2, 8), (0, 4, 1, 4), (7, 1, 3, 6)]
 )
 def test_a_batch_that_does_not_divide_names_the_nearest(
     rows: PackedDataset, batch: int, micro: int, ranks: int, nearest: int

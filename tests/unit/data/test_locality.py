@@ -52,11 +52,7 @@ def read_by_all(
     for rank in range(ranks):
         corpus = Corpus.open(folder)
         size = sum(shard.bytes for shard in corpus.manifest.shards)
-        options: Any = {
-            "sequence_length": 64,
-            "seed": 1,
-            "streams": streams if mixed else choose_interleave(batch),
-        }
+        options: Any = {"sequence_length": 64, "seed": 1, "streams": streams if mixed else choose_interleave(batch)}
         if mixed:
             sources = {
                 name: PackedDataset(Corpus.open(folder), causal_type(), **options | {"seed": seed})

@@ -47,7 +47,6 @@ def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
 
 
 def test_sources_of_many_rows_are_those_of_each(make_mixture: Any) -> None:
-    """Over two changes of phase and many blocks, in any order."""
     mixture, names = make_mixture(), ["a", "b", "c"]
     positions = np.random.default_rng(1).permutation(400)
     expected = [names.index(mixture.find_source(int(position))[0]) for position in positions]
@@ -96,7 +95,6 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
 
 
 def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) -> None:
-    """Over the change of weights, too; a stream lags behind another only within its blocks."""
     mixture = make_mixture()
     read: dict[str, list[int]] = {name: [] for name in WEIGHTS}
     for position in range(2000):
@@ -187,8 +185,7 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
     sources: Any = dict([("a", FixedRows()), ("b", other)][::order])
     mixture = Mixture(sources, [Phase(0, {"a": 1, "b": 1})], seed=0, streams=2, block=4)
     with pytest.raises(
-        UsageError,
-        match=r"data\.mixture\.[ab]: its rows have fields {.*: give all sources the same objective",
+        UsageError, match=r"data\.mixture\.[ab]: its rows have fields {.*: give all sources the same objective"
     ):
         mixture.read_rows(range(8))
     with pytest.raises(UsageError, match=r"data\.mixture: its rows have fields {"):  # of two workers, or readers

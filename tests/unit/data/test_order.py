@@ -58,14 +58,7 @@ blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size
     shuffle=st.booleans(),
 )
 def test_every_epoch_has_every_row_and_every_token_once(
-    memory_corpus: Any,
-    causal_type: Any,
-    blocks: Any,
-    length: int,
-    streams: int,
-    seed: int,
-    epoch: int,
-    shuffle: bool,
+    memory_corpus: Any, causal_type: Any, blocks: Any, length: int, streams: int, seed: int, epoch: int, shuffle: bool
 ) -> None:
     corpus, causal = memory_corpus(blocks), causal_type()
     total = sum(n + 1 for block in blocks for n in block)
@@ -209,7 +202,6 @@ def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any)
 
 
 def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) -> None:
-    """Against the list that the docstring describes, written down as a whole."""
     counts = [7, 1, 0, 12, 3]
     corpus = memory_corpus([[8 * n - 1] if n else [0, 0] for n in counts])
     causal.sequence_lengths = lambda n_tokens, keys: n_tokens + (n_tokens > 0)
@@ -264,12 +256,7 @@ def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
     padding = {name: values[0] for name, values in rows.read_rows([None]).items()}
     assert set(padding) == set(rows.read_row(0))
-    for name, value in {
-        "tokens": 3,
-        "targets": IGNORE_INDEX,
-        "documents": PAD_DOCUMENT_ID,
-        "positions": 0,
-    }.items():
+    for name, value in {"tokens": 3, "targets": IGNORE_INDEX, "documents": PAD_DOCUMENT_ID, "positions": 0}.items():
         assert padding[name].tolist() == [value] * 16
 
 

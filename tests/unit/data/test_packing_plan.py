@@ -84,12 +84,9 @@ def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) ->
     (path,) = (folder / ".plans").iterdir()
     data = bytearray(path.read_bytes())
     data[-4] ^= 1
-    changed = {
-        "cut": data[:-4],
-        "flipped": data,
-        "empty": b"",
-        "other": b'{"key": "0", "notes": [], "blake3": ""}\n',
-    }[damage]
+    changed = {"cut": data[:-4], "flipped": data, "empty": b"", "other": b'{"key": "0", "notes": [], "blake3": ""}\n'}[
+        damage
+    ]
     path.write_bytes(changed)
     assert places(open_rows(folder, causal)) == expected
     data[-4] ^= 1
@@ -211,7 +208,6 @@ def test_ids_over_31_bits_are_refused() -> None:
 @pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("length", [5, 37, 700])
 def test_many_short_documents_are_numbered_as_few_are(few: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against numbers and positions counted token by token."""
     monkeypatch.setattr("megatfm.data.row_store.LOOP_LIMIT", few)
     lengths = np.random.default_rng(0).integers(0, 9, 150)
     packed = pack_in_memory([np.zeros(n, np.uint16) for n in lengths], PackingConfig(Causal(SPECIAL), (length,), 0))
@@ -292,7 +288,6 @@ def plain(tmp_path: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_samples_of_verified_plain_tars_are_read_alone(
     plain: Corpus, make_documents: Any, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples are read by themselves once their frames were verified."""
     texts, samples = make_documents(100), ShuffledDocuments(plain, seed=3, streams=streams)
     frames, frame_bytes = list[int](), Corpus.read_frame
     monkeypatch.setattr(Corpus, "read_frame", lambda self, n: frames.append(n) or frame_bytes(self, n))

@@ -116,7 +116,6 @@ def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any
 
 
 def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
-    """The message says what to put in quarantine."""
     path = corpus.folder / SHARD
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[1].offsets[2]) + 100] ^= 4

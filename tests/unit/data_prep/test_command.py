@@ -14,12 +14,7 @@ import pytest
 
 from megatfm import data_prep, tokenizers
 from megatfm.config import load_section, to_toml
-from megatfm.config.key_migrations import (
-    RENAMED_PREP_KEYS,
-    RENAMED_PREP_VALUES,
-    find_renamed_prep_words,
-    migrate_prep,
-)
+from megatfm.config.key_migrations import RENAMED_PREP_KEYS, RENAMED_PREP_VALUES, find_renamed_prep_words, migrate_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
@@ -101,23 +96,18 @@ USAGE = {
     "empty folder": (["read.folder=empty"], "empty: no text files here"),
     "only blank files": (["read.folder=blank"], "no document is left: 2 dropped: empty"),
     "one word": (["read.folder=word"], "too little text to hold 10 % of it out"),
-    "large vocabulary": (
-        ["tokenizer.vocab_size=900000"],
-        "too large for this little text, which gives at most",
-    ),
+    "large vocabulary": (["tokenizer.vocab_size=900000"], "too large for this little text, which gives at most"),
     "small vocabulary": (["tokenizer.vocab_size=200"], "too small for the characters"),
     "a folder of an unknown kind": (["read.folder=nonsense://texts"], "nonsense://texts: can't be opened"),
     "an out on the web": (["out=https://example.org/out"], "nothing can be written over HTTP"),
     "a scratch that is a URL": (["scratch=gs://bucket/x"], "is a URL: choose a folder of this machine"),
-    "no code of a language": (
-        ["steps=[{name='language',languages=['english']}]"],
-        "languages = 'english' is no code of a language (did you mean 'en'?); the codes are",
-    ),
+    "no code of a language": (["steps=[{name='language',languages=['english']}]"],
+                              "languages = 'english' is no code of a language (did you mean 'en'?); the codes are"),
     "unknown key": (["read.foldr=x"], "read.foldr: unknown key"),
     "wrong range": (["split.validation=0.9"], "split.validation = 0.9"),
     "wrong choice": (["read.on_error=ignore"], "read.on_error = 'ignore'"),
     "out in the corpus": (["out=corpus/out"], "lies inside read.folder"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USAGE)
@@ -341,17 +331,14 @@ def test_every_old_word_is_translated_once() -> None:
     PrepConfig.model_validate(NEW)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[[duplicates]]\nname = 'near'\nbands = 3", "duplicates is dedup now, dedup.bands is dedup.num_buckets now, "
-         "dedup.name = 'near' is 'minhash' now"),
-        ("[[steps]]\nname = 'where'\nfield = 'n'\nat_least = 1", "steps.at_least is steps.min now, "
-         "steps.name = 'where' is 'metadata_filter' now"),
-        ("plain_tars = true", r"plain_tars is compress now \(which says the opposite\)"),
-        ("", r"read.on_bad is read.on_error now: write these"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("[[duplicates]]\nname = 'near'\nbands = 3", "duplicates is dedup now, dedup.bands is dedup.num_buckets now, "
+     "dedup.name = 'near' is 'minhash' now"),
+    ("[[steps]]\nname = 'where'\nfield = 'n'\nat_least = 1", "steps.at_least is steps.min now, "
+     "steps.name = 'where' is 'metadata_filter' now"),
+    ("plain_tars = true", r"plain_tars is compress now \(which says the opposite\)"),
+    ("", r"read.on_bad is read.on_error now: write these"),
+])  # fmt: skip
 def test_a_file_with_old_words_is_refused_with_the_new_ones(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(f"out = 'x'\n{text}\n[read]\nfolder = 'y'\n")

@@ -96,7 +96,6 @@ def is_vowel_sign(character: str) -> bool:
 @given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from(_ODD)), max_size=9))
 @settings(max_examples=200)
 def test_lines_are_compared_by_definition(lines: list[str]) -> None:
-    """All at once, as one by one."""
     text = "\n".join(lines)
     dedup = LineDedup(RepeatedLinesConfig(name="lines", min_characters=2))
 
@@ -131,7 +130,6 @@ def test_paragraphs_without_normalization_match_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", CUTS)
 @pytest.mark.parametrize("memory", [MANY, 20_000])
 def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
-    """Against a dictionary of all runs of bytes."""
     rng = random.Random(0)
     stock = ["".join(rng.choices("abcdeé ü\n", k=60)) for _ in range(12)] + ["é" * 70, "a" * 45, "ab" * 40]
     texts = []
@@ -233,7 +231,6 @@ def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
 
 
 def test_minhash_finds_duplicates_in_large_buckets(tmp_path: Path) -> None:
-    """Hundreds of documents that all agree in some band: copies of a few texts."""
     rng = random.Random(1)
     stock = [" ".join(rng.choices(WORDS, k=40)) for _ in range(3)]
     texts = [rng.choice(stock) for _ in range(300)]
@@ -242,7 +239,6 @@ def test_minhash_finds_duplicates_in_large_buckets(tmp_path: Path) -> None:
 
 
 def test_similarities_are_estimated_without_bias() -> None:
-    """Signatures of 2,048 hashes have a standard error of at most 0.011."""
     rng = random.Random(0)
     words = [f"w{number}" for number in range(3000)]
     base = rng.choices(words, k=300)
@@ -252,7 +248,7 @@ def test_similarities_are_estimated_without_bias() -> None:
             other[at] = f"x{at}"
         a, b = compute_signatures([" ".join(base), " ".join(other)], 5, 2048)
         x, y = ({tuple(item[at : at + 5]) for at in range(296)} for item in (base, other))
-        assert abs((a == b).mean() - len(x & y) / len(x | y)) < 0.05
+        assert abs((a == b).mean() - len(x & y) / len(x | y)) < 0.05  # the standard error is at most 0.011
 
 
 def test_a_text_alone_and_among_others_has_one_signature() -> None:

@@ -49,11 +49,7 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.tar"
     path.parent.mkdir()
     with tarfile.open(path, "w") as archive:
-        for name, kind in (
-            ("../out.txt", tarfile.SYMTYPE),
-            ("dev.txt", tarfile.CHRTYPE),
-            ("dir", tarfile.DIRTYPE),
-        ):
+        for name, kind in (("../out.txt", tarfile.SYMTYPE), ("dev.txt", tarfile.CHRTYPE), ("dir", tarfile.DIRTYPE)):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
@@ -109,10 +105,8 @@ FORGED = {
     "an image of 2⁶² bytes": (forged("a.jpg", 2**62) + DATA, "a member's size leads past the end of the file"),
     "a text": (forged("a.txt", 2**62) + DATA, "a member's size leads past the end of the file"),
     "of no known type": (forged("a.txt", 2**62, b"Z") + DATA, "a member's size leads past the end of the file"),
-    "by its extension": (
-        extended(b"28 size=4611686018427387904\n", forged("a.jpg", 3) + DATA),
-        "a member's size leads past the end of the file",
-    ),
+    "by its extension": (extended(b"28 size=4611686018427387904\n", forged("a.jpg", 3) + DATA),
+                         "a member's size leads past the end of the file"),
     "a negative one": (forged("a.jpg", -(2**60)) + DATA, "seeking backwards"),
     "a sparse file": (forged("a.txt", 3, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "a sparse file: 'a.txt'"),
     "a length of 5,000 digits": (extended(b"9" * 5000 + b" size=3\n", forged("a.jpg", 3) + DATA), "no whole tar"),
@@ -153,7 +147,6 @@ def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_bytes_bring_a_reader_down(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, at: int
 ) -> None:
-    """Rubbish in the place of a part of a good file: records, or an error that is meant."""
     path = tmp_path_factory.mktemp("fuzz") / name
     full = FILES[name]()
     cut = at % (len(full) + 1)
@@ -238,7 +231,6 @@ def test_a_bomb_is_refused_in_little_memory_and_the_rest_is_used(
 
 @pytest.mark.parametrize("suffix", [".zst", ".xz"])
 def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path: Path) -> None:
-    """Frames of every kind one after the other, whole, and cut at every byte."""
     lines = [b"x" * 1000 + b"\n", b"\n", b"%d\n" * 20_000, b"", b"no end"]
     if suffix == ".zst":
         compressors = (
@@ -261,8 +253,5 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
     for end in {*range(0, len(full), 7), *(end - 1 for end in ends if end)}:
         path.write_bytes(full[:end])
         is_between = end in ends or (suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0"))
-        with (
-            contextlib.nullcontext() if is_between else pytest.raises(BadFileError),
-            open_decompressed(path) as file,
-        ):
+        with contextlib.nullcontext() if is_between else pytest.raises(BadFileError), open_decompressed(path) as file:
             assert b"".join(lines).startswith(file.read())

@@ -198,7 +198,6 @@ class StoppedError(BaseException):
 def test_stopped_and_resumed_with_another_config(
     tmp_path: Path, settings: dict[str, Any], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prep goes on with the other config, or with the first again; nothing of one reaches the corpus of the other."""
     as_folder(tmp_path / "in", samples())
     commit = Workspace.commit
 

@@ -144,7 +144,6 @@ def alike_by_definition(signs: NDArray[Any], bands: int, similarity: float, smal
 @pytest.mark.parametrize("memory", [MANY, 20_000])
 @pytest.mark.parametrize("kinds", [3, 60, 300])
 def test_rows_that_are_alike(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int) -> None:
-    """Buckets of all sizes, also some far larger than the memory; chains through others."""
     rng = np.random.default_rng(kinds)
     stock = rng.integers(0, 2**32, (kinds, 12)).astype("<u4")
     signs = stock[rng.integers(0, kinds, 600)]
@@ -285,7 +284,6 @@ def split(text: str) -> list[str]:
 
 
 def test_words_and_runs_by_definition() -> None:
-    """Equal hashes for equal words and runs, and only for those; texts apart from one another."""
     rng = random.Random(0)
     alphabet = [
         *"aZ9_ .,-\n\tßſﬁＡ²", "é", "e\u0301", "Ж", "東", "ッ", "ー", "—", "’", "İ", "😀", "x" * 9, "y" * 17, " ",

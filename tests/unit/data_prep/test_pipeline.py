@@ -15,14 +15,7 @@ from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import (
-    KILLED,
-    count_moments,
-    file_hashes,
-    run_killed_at,
-    shard_texts,
-    write_file,
-)
+from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, shard_texts, write_file
 
 Make = Callable[..., PrepConfig]
 
@@ -253,8 +246,7 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
     ]
     rows += [{"text": f"from a bad place {number}", "url": "http://bad.com/x"} for number in range(3)]
     write_file(
-        corpus / "rows.jsonl.gz",
-        gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0),
+        corpus / "rows.jsonl.gz", gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0)
     )
     secret = " ".join(f"word{number}" for number in range(20))
     write_file(corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())

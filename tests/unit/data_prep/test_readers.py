@@ -19,16 +19,7 @@ from megatfm.data_prep.readers import FORMATS, get_reader
 from megatfm.data_prep.readers.record import BadRecord
 from megatfm.data_prep.readers.web import strip_wikitext
 from megatfm.errors import MegatfmError
-from tests.support.text_files import (
-    FILES,
-    TEXTS,
-    URLS,
-    WITHOUT_URL,
-    arrow,
-    formatted,
-    read_documents,
-    zstd_frames,
-)
+from tests.support.text_files import FILES, TEXTS, URLS, WITHOUT_URL, arrow, formatted, read_documents, zstd_frames
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -108,10 +99,7 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)
     result, read = read_documents(path, on_error="skip")
-    assert [(document.id, document.text) for document in result] == [
-        ("a.jsonl#1", "good"),
-        ("a.jsonl#8", "\ufffd!"),
-    ]
+    assert [(document.id, document.text) for document in result] == [("a.jsonl#1", "good"), ("a.jsonl#8", "\ufffd!")]
     assert {reason: dropped.documents for reason, dropped in read.counts.dropped.items()} == {
         "not_json": 2,
         "int_not_text_as_field_text": 1,
@@ -205,12 +193,7 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
 def test_formats_by_name(tmp_path: Path) -> None:
     config = ReadConfig(folder=str(tmp_path))
     (tmp_path / "page.xml").write_text("<html/>")
-    for name, format_ in {
-        "A.JSONL": "jsonl",
-        "x.py": "text",
-        "page.xml": "text",
-        "b.tgz": "webdataset",
-    }.items():
+    for name, format_ in {"A.JSONL": "jsonl", "x.py": "text", "page.xml": "text", "b.tgz": "webdataset"}.items():
         assert formatted(tmp_path / name, config) == format_
     assert formatted(tmp_path / "x.py", ReadConfig(folder=str(tmp_path), format="jsonl")) == "jsonl"
     (tmp_path / "array.json").write_text('\ufeff [\n {"text": "x"}]')

@@ -161,7 +161,6 @@ def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeyp
 def test_several_machines_share_the_work_by_a_folder_that_all_see(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three hosts, here threads, begin at the same time."""
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
     errors = list[BaseException]()

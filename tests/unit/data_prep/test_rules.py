@@ -51,16 +51,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[s
         lambda count: (re.sub(r"(?<!\S)[•-](?!\S)", "•the", text) for text in blank_free(count)),
         {"min_doc_words": 20},
     ),
-    "fineweb": (
-        lambda: their_fineweb.FineWebQualityFilter(None, char_duplicates_ratio=0.1),
-        random_pages,
-        {},
-    ),
-    "c4": (
-        lambda: their_c4.C4QualityFilter(min_num_sentences=3, min_words_per_line=5),
-        about_cookies,
-        {},
-    ),
+    "fineweb": (lambda: their_fineweb.FineWebQualityFilter(None, char_duplicates_ratio=0.1), random_pages, {}),
+    "c4": (lambda: their_c4.C4QualityFilter(min_num_sentences=3, min_words_per_line=5), about_cookies, {}),
 }
 
 
@@ -94,10 +86,7 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     [
         ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
         ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
-        (
-            "Enable Javascript { here } and now.\nOne two three four five. A. B.",
-            "One two three four five. A. B.",
-        ),
+        ("Enable Javascript { here } and now.\nOne two three four five. A. B.", "One two three four five. A. B."),
         ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
         ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
         ("One two three {four} five. A. B.", None),
@@ -130,16 +119,10 @@ DROPPED = {
         ("gopher_below_alpha_threshold", "the and with 1234 5678 " * 20),
         ("gopher_enough_stop_words", "cats like their warm milk " * 20),
         ("gopher_too_many_bullets", "• the and with that have\n" * 20),
-        (
-            "gopher_too_many_end_ellipsis",
-            "the and with that have been here all along for a very long time...\n" * 20,
-        ),
+        ("gopher_too_many_end_ellipsis", "the and with that have been here all along for a very long time...\n" * 20),
     ],
     "fineweb": [
-        (
-            "line_punct_ratio",
-            "some words that are long enough to be a line here\n" * 10,
-        ),
+        ("line_punct_ratio", "some words that are long enough to be a line here\n" * 10),
         ("short_line_ratio", "".join(f"short {n}.\n" for n in range(9))),
         ("list_ratio", "".join(f"{n:x>40}.\n" for n in range(9))),
     ],
@@ -210,13 +193,7 @@ def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
     step = lambda **settings: build_step("c4_badwords", file=str(path), **settings)  # noqa: E731
-    for text, result in {
-        "Darn!": True,
-        "darned": False,
-        "a FOO BAR": True,
-        "foobar": False,
-        "in C++.": True,
-    }.items():
+    for text, result in {"Darn!": True, "darned": False, "a FOO BAR": True, "foobar": False, "in C++.": True}.items():
         assert (apply_step(step(), text)[0] is None) == result, text
     assert apply_step(step(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
@@ -227,7 +204,6 @@ def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
 
 
 def test_decontamination_by_definition(tmp_path: Path) -> None:
-    """Against sets of tuples of words."""
     rng = random.Random(0)
     sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
     (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
@@ -241,11 +217,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
         if rng.random() < 0.5:
             piece = rng.choice(sentences).upper().split()
             cut = rng.randrange(len(piece))
-            words = [
-                *rng.choices(WORDS, k=9),
-                *piece[cut : cut + rng.randrange(1, 14)],
-                *rng.choices(WORDS, k=9),
-            ]
+            words = [*rng.choices(WORDS, k=9), *piece[cut : cut + rng.randrange(1, 14)], *rng.choices(WORDS, k=9)]
         else:
             words = rng.choices(WORDS, k=30)
         text = " — ".join(words)
@@ -294,13 +266,8 @@ def test_samples_are_fixed_and_grow() -> None:
 def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("cat sat on mat with that have\n")
     for name in set(list_filter_names()) - {
-        "metadata_filter",
-        "linear_classifier",
-        "fasttext",
-        "presidio",
-        "perplexity",
-        "classifier",
-    }:
+        "metadata_filter", "linear_classifier", "fasttext", "presidio", "perplexity", "classifier",
+    }:  # fmt: skip
         listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}
         against = {"files": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
         step = build_step(name, **listed, **against)

@@ -97,9 +97,7 @@ def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
 
 def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run = write_trained_run(
-        tmp_path / "run",
-        request.getfixturevalue("tokenizer_model"),
-        random_model(padded_decoder(), torch.float32),
+        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(padded_decoder(), torch.float32)
     )
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
@@ -206,11 +204,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     same, other = (
         identify_config(PrepConfig.model_validate(values))["steps"]
         for values in (
-            {
-                "out": "x",
-                "read": {"builtin": "python-stdlib"},
-                "steps": [{"name": "classifier", "folder": str(folder)}],
-            }
+            {"out": "x", "read": {"builtin": "python-stdlib"}, "steps": [{"name": "classifier", "folder": str(folder)}]}
             for folder in (tmp_path / "1", tmp_path / "3")
         )
     )
@@ -246,15 +240,12 @@ def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
         apply(good, **{**how, "label": "x"})
 
 
-@pytest.mark.parametrize(
-    ("library", "values", "out"),
-    [
-        ("fasttext", {"name": "fasttext", "file": "x", "label": "y"}, "pip install fasttext-wheel, or fit"),
-        ("presidio_analyzer", {"name": "presidio", "entities": ["US_SSN"]}, "pip install presidio-analyzer, or use"),
-        ("transformers", {"name": "classifier", "folder": "x"}, "pip install transformers, or fit"),
-        ("spacy", {"name": "fineweb", "word_tokenizer": "spacy"}, "pip install spacy, or leave it out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("library", "values", "out"), [
+    ("fasttext", {"name": "fasttext", "file": "x", "label": "y"}, "pip install fasttext-wheel, or fit"),
+    ("presidio_analyzer", {"name": "presidio", "entities": ["US_SSN"]}, "pip install presidio-analyzer, or use"),
+    ("transformers", {"name": "classifier", "folder": "x"}, "pip install transformers, or fit"),
+    ("spacy", {"name": "fineweb", "word_tokenizer": "spacy"}, "pip install spacy, or leave it out"),
+])  # fmt: skip
 def test_a_missing_library_is_named(
     library: str, values: dict[str, Any], out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,12 +20,7 @@ from megatfm.config.prep import NearDuplicatesConfig, PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.split import (
-    ValidationNearDuplicates,
-    choose_held_out,
-    plan_by_documents,
-    plan_by_files,
-)
+from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_by_documents, plan_by_files
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import write_file
 
@@ -84,10 +79,7 @@ def test_packages_stay_together() -> None:
 
 def guarded(folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any) -> StepStats:
     """Outcome of the texts, given what is held out."""
-    near, counts = (
-        ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder),
-        StepStats("split"),
-    )
+    near, counts = ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder), StepStats("split")
     # In two parts, and one that has none.
     for part, selected in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
         near.scan(part, documents(selected))

@@ -136,10 +136,7 @@ def test_html_becomes_its_text() -> None:
     assert "Home" in (apply_step(build_step("html", main_content=False), page)[0] or "")
     for plain in ("a < b and c > d", "#include <stdio.h>\nint x;", "List<String> a"):
         assert apply_step(build_step("html"), plain)[0] == plain
-    assert apply_step(build_step("html"), "<html><head></head><body><p></p></body></html>") == (
-        None,
-        "no_content",
-    )
+    assert apply_step(build_step("html"), "<html><head></head><body><p></p></body></html>") == (None, "no_content")
 
 
 def test_language_filter_keeps_its_languages() -> None:

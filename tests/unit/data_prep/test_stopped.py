@@ -19,15 +19,7 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
-from tests.support.prep_files import (
-    KILLED,
-    NEVER,
-    SIGNAL_SCRIPT,
-    count_moments,
-    file_hashes,
-    run_killed_at,
-    write_file,
-)
+from tests.support.prep_files import KILLED, NEVER, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -150,14 +142,8 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES],
 )
 def test_leftovers_of_other_settings_reach_no_corpus(
-    make: Callable[..., PrepConfig],
-    other: str,
-    stage: str,
-    then: str,
-    tasks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped with one config and again with another, it goes on with that or back to the first."""
     settings: dict[str, Any] = OTHERS[other]
     stop(make("out"), stage, tasks, monkeypatch)
     stop(make("out", **settings), stage, 3 - tasks, monkeypatch)
@@ -167,8 +153,7 @@ def test_leftovers_of_other_settings_reach_no_corpus(
 
 
 @pytest.mark.parametrize(
-    ("other", "name"),
-    [("memory", "dedup_memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")],
+    ("other", "name"), [("memory", "dedup_memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")]
 )
 def test_a_task_with_another_config_is_refused_by_name(
     make: Callable[..., PrepConfig], other: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +185,6 @@ def test_a_task_with_another_config_is_refused_by_name(
 def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
     make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sleeps while the other does the last part, joins all and removes what nobody needs any more."""
     monkeypatch.setattr("megatfm.data_prep.execution.executors.POLL_SECONDS", 1.0)
     encoded = list[str]()
     encode = FastEncoder.encode_batch
@@ -222,16 +206,9 @@ def test_files_that_no_later_stage_needs_are_removed(
     stop(config, "finish", 1, monkeypatch)
     work = Path(config.out, ".work")
     for needless in (
-        "clean.*.zst",
-        "dedup-0-lines.*.zst",
-        "*.tokens",
-        "rows-*",
-        "digests.*",
-        "identity.*",
-        "marks.*",
-        "exact_dedup.*.zst",
-        "dedup-1-minhash.*.zst",
-    ):
+        "clean.*.zst", "dedup-0-lines.*.zst", "*.tokens", "rows-*", "digests.*", "identity.*", "marks.*",
+        "exact_dedup.*.zst", "dedup-1-minhash.*.zst",
+    ):  # fmt: skip
         assert not list(work.rglob(needless)), needless
     assert list(work.rglob("train.*.zst"))
 
@@ -276,11 +253,8 @@ def test_finished_stages_are_not_repeated(config: Make, monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
     for done in (
-        "clean.DocumentReader",
-        "split.plan_by_files",
-        "split.plan_by_documents",
-        "tokenize.make_tokenizer_files",
-    ):
+        "clean.DocumentReader", "split.plan_by_files", "split.plan_by_documents", "tokenize.make_tokenizer_files",
+    ):  # fmt: skip
         monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()

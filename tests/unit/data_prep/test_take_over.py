@@ -79,19 +79,13 @@ def taken(out: Path) -> dict[str, list[int]]:
     return actual
 
 
-@pytest.mark.parametrize(
-    ("format_", "write"),
-    [
-        ("megatron", megatron),
-        ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
-        ("megatron", lambda path, documents: by_datatrove(path, documents, 2)),
-        ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
-        (
-            "tokens",
-            lambda path, documents: path.write_bytes(np.array([i for d in documents for i in (*d, END)], "<u2")),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format_", "write"), [
+    ("megatron", megatron),
+    ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
+    ("megatron", lambda path, documents: by_datatrove(path, documents, 2)),
+    ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
+    ("tokens", lambda path, documents: path.write_bytes(np.array([i for d in documents for i in (*d, END)], "<u2"))),
+])  # fmt: skip
 def test_ids_are_taken_over(
     tmp_path: Path, model: Path, documents: list[list[int]], format_: str, write: Callable[..., Any]
 ) -> None:
@@ -125,10 +119,7 @@ def with_pointer(data: bytes, pointer: int) -> bytes:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no index": (lambda path: index(path).unlink(), r"has no a\.idx beside it"),
     "rubbish": (lambda path: index(path).write_bytes(b"x" * 99), r"a\.idx is no index of Megatron-LM"),
-    "cut index": (
-        lambda path: index(path).write_bytes(index(path).read_bytes()[:-3]),
-        "is cut off or damaged",
-    ),
+    "cut index": (lambda path: index(path).write_bytes(index(path).read_bytes()[:-3]), "is cut off or damaged"),
     "cut data": (lambda path: path.write_bytes(path.read_bytes()[:-3]), "a sequence lies outside"),
     "huge count": (
         lambda path: index(path).write_bytes(
@@ -140,10 +131,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: index(path).write_bytes(with_pointer(index(path).read_bytes(), 2**63 - 2)),
         "a sequence lies outside",
     ),
-    "type": (
-        lambda path: index(path).write_bytes(index(path).read_bytes()[:17] + b"\x06" + bytes(90)),
-        "of type 6",
-    ),
+    "type": (lambda path: index(path).write_bytes(index(path).read_bytes()[:17] + b"\x06" + bytes(90)), "of type 6"),
 }
 
 

@@ -22,13 +22,7 @@ from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.cli import cli
 from megatfm.data_prep.execution.dask import _DaskPreparation, connect_dask_workers
-from megatfm.data_prep.execution.executors import (
-    LockExecutor,
-    get_mpi_rank,
-    get_mpi_world,
-    parse_task,
-    supports_flock,
-)
+from megatfm.data_prep.execution.executors import LockExecutor, get_mpi_rank, get_mpi_world, parse_task, supports_flock
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes
@@ -101,11 +95,7 @@ def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The command that starts two ranks, whoever runs the tests and however few cores there are."""
     if not shutil.which("mpirun"):
         pytest.skip("needs MPI: run `make system-deps`")
-    for name in (
-        "OMPI_ALLOW_RUN_AS_ROOT",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-        "OMPI_MCA_rmaps_base_oversubscribe",
-    ):
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setenv(name, "1")
     return ("mpirun", "-n", "2")
 
@@ -152,7 +142,6 @@ def test_ranks_are_known_from_the_environment(begin: str) -> None:
 
 
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
-    """Threads in the place of tasks: every part once, and none returns before all are done."""
     done: list[int] = []
     parts: list[int] = []
 

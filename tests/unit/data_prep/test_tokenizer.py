@@ -37,7 +37,6 @@ FILES = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
-    """Corpus, file, hash and facts belong together; the texts come back where the kind is lossless."""
     summary = data_prep.run(config(tokenizer={"kind": kind}))
     result = {path.name for path in summary.out.iterdir()}
     assert result == {*FILES[kind], "train", "validation", "prep.json", "report.html"}
@@ -94,7 +93,6 @@ def test_options_reach_the_training(config: Make) -> None:
 
 
 def test_a_tokenizer_can_be_brought_along(config: Make, tmp_path: Path) -> None:
-    """Named by its file, its folder, or from another place: the same corpus. Nothing is trained."""
     first = data_prep.run(config(tokenizer={"kind": "byte-bpe"})).out
     (tmp_path / "elsewhere").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -164,17 +162,12 @@ def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
     assert values["tokenizer"]["lowercase"] is False
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["tokenizer.file=x", "tokenizer.vocab_size=900"],
-         "is used as it is: leave out tokenizer.vocab_size, or file"),
-        (["tokenizer.pretokenizer=llama3"],
-         "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'"),
-        (["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"], "lowercase is an option of kind = 'wordpiece'"),
-        (["tokenizer.kind=bpe"], "tokenizer.kind = 'bpe': input should be 'sentencepiece-bpe', "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["tokenizer.file=x", "tokenizer.vocab_size=900"], "is used as it is: leave out tokenizer.vocab_size, or file"),
+    (["tokenizer.pretokenizer=llama3"], "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'"),
+    (["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"], "lowercase is an option of kind = 'wordpiece'"),
+    (["tokenizer.kind=bpe"], "tokenizer.kind = 'bpe': input should be 'sentencepiece-bpe', "),
+])  # fmt: skip
 def test_settings_that_do_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_section(PrepConfig, "quickstart-data", overrides)
@@ -303,9 +296,7 @@ def test_a_difference_is_found(
     assert fast._fast is not None
     right = type(fast._fast).__call__
     monkeypatch.setattr(
-        type(fast._fast),
-        "__call__",
-        lambda self, texts, threads: [ids[:-1] for ids in right(self, texts, threads)],
+        type(fast._fast), "__call__", lambda self, texts, threads: [ids[:-1] for ids in right(self, texts, threads)]
     )
     name = "gigatoken" if isinstance(fast._fast, _Gigatoken) else "the cache of words"
     with pytest.raises(MegatfmError, match=f"^{name} gave other ids than the tokenizer"):

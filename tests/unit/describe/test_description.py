@@ -225,9 +225,7 @@ def state_bytes(actual: Description) -> int:
     return n_bytes
 
 
-def test_an_optimizer_is_probed_once_for_each_number_of_dims(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_is_probed_once_for_each_number_of_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW has two groups, with weight decay and without; each training run describes its model at its start."""
     probed: list[int] = []
     genuine = description._get_state_shapes
@@ -250,11 +248,8 @@ def test_describe_prints_sizes_and_counts(capsys: pytest.CaptureFixture[str]) ->
     assert describe_command(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0
     printed = capsys.readouterr().out
     for text in (
-        "32 heads of 128, 8 key-value heads",
-        "8,030,261,248",
-        "theta 500,000",
-        "8,388,608,000 in 2,000 steps",
-    ):
+        "32 heads of 128, 8 key-value heads", "8,030,261,248", "theta 500,000", "8,388,608,000 in 2,000 steps",
+    ):  # fmt: skip
         assert text in printed
 
 

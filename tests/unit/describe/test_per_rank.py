@@ -72,11 +72,9 @@ def test_counted_state_equals_that_of_the_engine(workers: Workers, parallel: Par
 def test_the_fullest_pipeline_stage_is_counted() -> None:
     """Embedding and three blocks, against a block, the norm and the head."""
     words = [
-        "model.vocab_size=64",
-        "parallel.pp=2",
-        "parallel.pp_split_points=['decoder.layers.3']",
+        "model.vocab_size=64", "parallel.pp=2", "parallel.pp_split_points=['decoder.layers.3']",
         "optimizer={name='adamw',lr=1e-3}",
-    ]
+    ]  # fmt: skip
     config = load_config("quickstart", words)
     sizes = {name: math.prod(shape) for name, shape in describe(config).shapes.items()}
     first = sum(size for name, size in sizes.items() if name.startswith(("decoder.emb", *FIRST_BLOCKS)))

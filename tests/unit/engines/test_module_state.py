@@ -243,10 +243,7 @@ def modules_that_no_pass_reached() -> dict[str, Any]:
 
 
 def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:
-    assert workers.run(modules_that_no_pass_reached, 2)[0] == {
-        "idle": {},
-        "both": {"1": {"load": [2.0, 2.0]}},
-    }
+    assert workers.run(modules_that_no_pass_reached, 2)[0] == {"idle": {}, "both": {"1": {"load": [2.0, 2.0]}}}
 
 
 # ---------------------------------------------------------------------------------------- statistics by layer
@@ -299,11 +296,7 @@ def compare_statistics(config: ModelConfig, make: Callable[..., NativeEngine], l
             for layer, kinds in statistics.items():
                 assert set(kinds) == set(expected_statistics[layer]) - (set() if watches else {"activation"})
                 for kind, value in kinds.items():
-                    assert value == pytest.approx(expected_statistics[layer][kind], rel=1e-9), (
-                        parallel,
-                        layer,
-                        kind,
-                    )
+                    assert value == pytest.approx(expected_statistics[layer][kind], rel=1e-9), (parallel, layer, kind)
 
 
 def test_norms_are_those_of_one_device(workers: Workers) -> None:

@@ -87,7 +87,6 @@ ELEMENTWISE = ("adamw", "lamb", "lion")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name in ELEMENTWISE)) for name in OPTIMIZERS])
 def test_state_goes_through_the_store_and_training_goes_on(workers: Workers, tmp_path: Path, name: str) -> None:
-    """From two ranks to one bit for bit, and on two as if there had been no load."""
     optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]

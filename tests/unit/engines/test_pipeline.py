@@ -57,13 +57,7 @@ def groups_by_direction(parallel: ParallelConfig) -> None:
         for name, ahead in (("isend", 1), ("irecv", -1)):
 
             def seen(
-                tensor: Any,
-                group: Any,
-                *,
-                group_dst: int = 0,
-                group_src: int = 0,
-                ahead: int = ahead,
-                name: str = name,
+                tensor: Any, group: Any, *, group_dst: int = 0, group_src: int = 0, ahead: int = ahead, name: str = name
             ) -> Any:
                 other = group_dst if name == "isend" else group_src
                 actual["forward" if other - stage == ahead else "back"].add(str(group.group_name))

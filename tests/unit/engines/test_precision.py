@@ -85,7 +85,6 @@ def test_a_reduction_in_bfloat16_is_seen(workers: Workers) -> None:
 
 
 def test_the_rule_is_torch_s() -> None:
-    """GradScaler's own update, over a series with overflows."""
     loss_scale, expected = LossScale(initial=8.0, growth_interval=3), torch.full((), 8.0)
     growth = torch.zeros((), dtype=torch.int32)
     for overflow in [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]:
@@ -99,10 +98,7 @@ def test_the_rule_is_torch_s() -> None:
 
 def compute_worst_error(parallel: ParallelConfig) -> float:
     """The worst error of a gradient in float16, relative to its norm (or a thousandth of all gradients')."""
-    engine, reference = (
-        build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"),
-        one_device(UNTIED_MODEL),
-    )
+    engine, reference = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"), one_device(UNTIED_MODEL)
     batch = global_batch(seed=3)
     _, expected = one_device_gradients(reference, batch)
     assert engine.loss_scale is not None
@@ -138,11 +134,7 @@ def check(layouts: list[ParallelConfig]) -> list[float]:
 
 
 def test_overflows_are_agreed_and_gradients_unscaled_before_clipping(workers: Workers) -> None:
-    layouts = [
-        ParallelConfig(dp_shard=2, zero=0),
-        ParallelConfig(dp_shard=2, zero=1),
-        ParallelConfig(dp_shard=2),
-    ]
+    layouts = [ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2)]
     for errors in workers.run(check, 2, [*layouts, ParallelConfig(tp=2)]):
         assert max(errors) < 2e-2
 

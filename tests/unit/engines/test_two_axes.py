@@ -118,9 +118,7 @@ STYLES.register("experts on two axes")(ParallelStyle("experts on two axes", shar
 
 
 LAYOUTS = {
-    4: {
-        **{f"zero {z}": ParallelConfig(dp_replicate=2, dp_shard=1, tp=2, zero=z) for z in (0, 1, 3)},
-    },
+    4: {**{f"zero {z}": ParallelConfig(dp_replicate=2, dp_shard=1, tp=2, zero=z) for z in (0, 1, 3)}},
     8: {f"zero {z}": ParallelConfig(dp_replicate=2, dp_shard=2, tp=2, zero=z) for z in range(4)},
 }
 
@@ -176,10 +174,7 @@ def compare(world: int, folder: Path) -> None:
     for layout, parallel in LAYOUTS[world].items():
         engine, model = make_engine(parallel), one_device()
         for name, parameter in model.named_parameters():
-            assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), (
-                layout,
-                name,
-            )
+            assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), (layout, name)
         loss = model(rows()).square().sum() / ROWS
         loss.backward()
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -236,7 +231,6 @@ def flipped(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["experts.up", "dense.weight"])
 def test_copies_are_compared_with_copies(workers: Workers, kind: str) -> None:
-    """Two ranks hold the same experts: that they differ is seen, not who is right."""
     messages: list[Any] = workers.run(flipped, 4, kind)
     for rank in (2, 3) if kind == "experts.up" else (3,):
         assert f"rank {rank} on " in messages[0], messages[0]

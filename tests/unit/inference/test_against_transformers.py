@@ -165,8 +165,7 @@ def test_prompts_that_a_model_cannot_continue_are_refused() -> None:
     with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
         generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
     with pytest.raises(
-        UsageError,
-        match=r"of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$",
+        UsageError, match=r"of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$"
     ):
         generate(gpt2, Prompts([token.repeat(64)]), max_tokens=2)
     with pytest.raises(UsageError, match=r"a prompt of 69 tokens .* = 64: shorten it by 5$"):

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    BertTokenizer,
-    RobertaConfig,
-    RobertaModel,
-    XLNetConfig,
-    XLNetModel,
-)
+from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, RobertaModel, XLNetConfig, XLNetModel
 
 import megatfm
 from megatfm.errors import UsageError

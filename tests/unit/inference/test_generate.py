@@ -63,7 +63,6 @@ def test_rows_stop_at_the_stop_token(model: Decoder) -> None:
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(model: Decoder) -> None:
-    """Row 0 of three samples is the one sample; other rows differ."""
     options = {"max_tokens": 25, "temperature": 1.0, "seed": 3}
     three = generate(model, PROMPT[:1].expand(3, -1), **options)
     assert torch.equal(three[:1], generate(model, PROMPT[:1], **options))
@@ -197,8 +196,7 @@ def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}],
+    "values", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
 )
 def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(values))):
@@ -288,7 +286,6 @@ def test_a_sample_ends_where_any_stop_token_does_however_long_the_others_are(run
 
 
 def test_generate_prints_the_likeliest_beam(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The likeliest text of three beams, which is not the greedy one, printed and kept."""
     run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--temperature", "0")
     run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--num-beams", "3", "--length-penalty", "0")
     greedy, best = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]

@@ -25,13 +25,7 @@ from tests.support.hf_folders import perturb_parameters, write_gpt2
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 ROWS = [
-    {
-        "ask": f"textwrap {number} {'import ' * (number % 4)}",
-        "a": "größer",
-        "b": "if",
-        "c": "東京",
-        "key": number % 3,
-    }
+    {"ask": f"textwrap {number} {'import ' * (number % 4)}", "a": "größer", "b": "if", "c": "東京", "key": number % 3}
     for number in range(11)
 ]
 HARNESS_TASK = """
@@ -98,10 +92,7 @@ def test_the_interface_of_the_harness(
         assert is_greedy == expected.is_greedy
     assert "1 of 3 contexts are cut at their start to 24 tokens" in caplog.text
 
-    prompts = [
-        ("import", {"until": "\n", "max_gen_toks": 6}),
-        ("def " * 30, {"until": [], "max_gen_toks": 4}),
-    ]
+    prompts = [("import", {"until": "\n", "max_gen_toks": 6}), ("def " * 30, {"until": [], "max_gen_toks": 4})]
     texts = model.generate_until(instances(prompts))
     assert texts[0] == generate_texts(loaded, [TextRequest("import", 6, ("\n",))])[0]
     assert "1 of 2 prompts are cut at their start, for positions end at 24" in caplog.text

@@ -66,7 +66,6 @@ def test_several_images_stand_as_in_training(placement: str, tmp_path: Path, tok
 
 
 def test_every_image_is_seen(tmp_path: Path, tokenizer_model: bytes) -> None:
-    """The text changes with each of the images, and beam search of one beam makes the likeliest tokens."""
     loaded, images = make_text_model(tokenizer_model, "before_text"), write_images(tmp_path)
     greedy = Sampling(0.0, 0, 1.0, 0, vocab_size=400)
     texts = {

@@ -89,7 +89,6 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
 def test_rollout_of_two_images_of_a_row(pool: str) -> None:
-    """Captions with names and probability; a model whose keys are all zero looks everywhere alike."""
     names, images = ["grün", "猫"], [draw_pixels(8, 8, seed=1), draw_pixels(12, 4, seed=2)]
     config = ModelConfig.from_dotted(CLASSIFIER | {"extra_heads.classifier.pool": pool})
     model = build(config).double().eval()
@@ -122,10 +121,7 @@ def test_files_and_index(tmp_path: Path) -> None:
     assert count == 2
     index = json.loads((tmp_path / "pictures.json").read_text())
     assert index["step"] == 3
-    assert [entry["file"] for entry in index["galleries"][0]["pictures"]] == [
-        "pictures/a-00.png",
-        "pictures/a-01.png",
-    ]
+    assert [entry["file"] for entry in index["galleries"][0]["pictures"]] == ["pictures/a-00.png", "pictures/a-01.png"]
     with Image.open(tmp_path / "pictures/a-01.png") as picture:
         assert picture.size == (3 * 23 + 4 + 112, 224)
     with Image.open(io.BytesIO(join_panels(panels[:1]))) as picture:

@@ -18,13 +18,7 @@ from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluate import measure_compressors
 from megatfm.inference.evaluation_tasks import evaluate_questions
-from megatfm.inference.likelihood import (
-    Continuation,
-    encode_continuation,
-    group_by_shape,
-    round_up_length,
-    score,
-)
+from megatfm.inference.likelihood import Continuation, encode_continuation, group_by_shape, round_up_length, score
 from megatfm.inference.prompts import PromptOptions
 from megatfm.inference.text import generate_text, open_text_model
 from megatfm.models import build
@@ -69,9 +63,7 @@ def by_hand(model: nn.Module, continuation: Continuation) -> Likelihood:
         logs = model(tokens, **inputs).logits[0].double().log_softmax(-1)[len(continuation.context) - 1 :]
     targets = torch.tensor(continuation.targets)
     return Likelihood(
-        float(logs[range(len(targets)), targets].sum()),
-        len(targets),
-        bool((logs.argmax(-1) == targets).all()),
+        float(logs[range(len(targets)), targets].sum()), len(targets), bool((logs.argmax(-1) == targets).all())
     )
 
 
@@ -281,8 +273,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "shots"),
-    [(kind, shots) for kind in KINDS for shots in (0, 2) if (kind, shots) != ("retrieval", 2)],
+    ("kind", "shots"), [(kind, shots) for kind in KINDS for shots in (0, 2) if (kind, shots) != ("retrieval", 2)]
 )
 def test_ranks_and_batches_change_no_decision(
     workers: Workers, tmp_path: Path, tokenizer_model: bytes, kind: str, shots: int

@@ -268,11 +268,7 @@ def test_prompts_of_span_corruption_are_its_inputs(
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
 @pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_a_prompt_of_a_converted_model_is_read_as_it_is(
-    config: ModelConfig,
-    sentinel: str,
-    tmp_path: Path,
-    tokenizer_model: bytes,
-    caplog: pytest.LogCaptureFixture,
+    config: ModelConfig, sentinel: str, tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody knows what it was trained for: T5's tasks have no sentinel. A run's own objective is known."""
     run = opened(tmp_path, tokenizer_model, config, "span_corruption")
@@ -316,10 +312,7 @@ def test_prompts_of_a_prefix_objective_are_its_prefix(
         check(build_prompts(loaded, TEXT), make_seq2seq_example(inputs, np.array([9]), special))
     else:
         first = special.bos if mode is None else mode
-        check(
-            build_prompts(loaded, TEXT),
-            make_prefix_lm_example(np.append(first, tokens), np.array([9]), special),
-        )
+        check(build_prompts(loaded, TEXT), make_prefix_lm_example(np.append(first, tokens), np.array([9]), special))
 
 
 def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model: bytes) -> None:

@@ -165,20 +165,15 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
     assert logged["arguments"][-1] == "2/2"
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--nproc", "2", "train.step=1"], r"train\.step: unknown key"),
-        (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),
-        (["--mpi", "2", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
-        (["--nproc", "2", "data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
-        (
-            ["--nproc", "2", "parallel.engine=deepspeed", "optimizer.name=adamw", "deepspeed.json_file=gone.json"],
-            "deepspeed.json_file = '.*/gone.json' can't be read: .*No such file",
-        ),
-        (["--nproc", "2", "data.tokenizer=x"], "data.tokenizer = '.*/x': there is no such file or folder"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "reason"), [
+    (["--nproc", "2", "train.step=1"], r"train\.step: unknown key"),
+    (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),
+    (["--mpi", "2", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
+    (["--nproc", "2", "data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
+    (["--nproc", "2", "parallel.engine=deepspeed", "optimizer.name=adamw", "deepspeed.json_file=gone.json"],
+     "deepspeed.json_file = '.*/gone.json' can't be read: .*No such file"),
+    (["--nproc", "2", "data.tokenizer=x"], "data.tokenizer = '.*/x': there is no such file or folder"),
+])  # fmt: skip
 def test_impossible_launches_start_nothing(folder: Path, words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_launch(*words)
@@ -265,10 +260,7 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
         ([], "say where to run"),
         (["--nproc", "2", "--mpi", "3"], "choose one: --nproc 2 without mpirun, --mpi 3 with it"),
         (["--slurm", "--mpi", "2"], "by srun: --slurm --nproc 2 for 2 on each node"),
-        (
-            ["--nproc", "2", "--nodes", "2", "--gpus-per-node", "1"],
-            "--nodes, --gpus-per-node: only with --slurm",
-        ),
+        (["--nproc", "2", "--nodes", "2", "--gpus-per-node", "1"], "--nodes, --gpus-per-node: only with --slurm"),
         (["--nproc", "0"], "number of processes is 0"),
         (["--slurm", "--nodes", "-1"], "number of nodes is -1"),
         (["--slurm", "--nproc", "2", "--gpus-per-node", "8"], "2 processes on 8 GPUs"),

@@ -68,7 +68,6 @@ def test_following_shows_what_comes_and_who_gets_into_trouble(make: MakeRun) -> 
 def test_the_last_lines_are_those_of_the_whole_file(
     make: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Read in pieces from the end, and to the last word of who was killed in mid-line."""
     log = make() / "logs" / "rank-0.log"
     log.write_bytes(text.encode())
     monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
@@ -165,10 +164,7 @@ def test_a_local_run_is_told_to_save_and_stop(make: MakeRun, capsys: pytest.Capt
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
     make(launcher="local", host=socket.gethostname(), pid=process.pid, started=started)
-    assert run_megatfm("cancel", "runs/mine", capsys=capsys) == (
-        0,
-        f"told process {process.pid} to save and stop\n",
-    )
+    assert run_megatfm("cancel", "runs/mine", capsys=capsys) == (0, f"told process {process.pid} to save and stop\n")
     assert process.wait(10) == -signal.SIGTERM
     code, output = run_megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, output.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")

@@ -28,33 +28,23 @@ def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.Captur
     assert output.out == "3 n1 n1,n2,n3\n", "what the script reads"
     assert output.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
     (attempt,) = AttemptLog(run).attempts
-    assert (attempt.job, attempt.submission, attempt.nodes, attempt.ended) == (
-        "7",
-        "7",
-        ["n1", "n2", "n3"],
-        None,
-    )
+    assert (attempt.job, attempt.submission, attempt.nodes, attempt.ended) == ("7", "7", ["n1", "n2", "n3"], None)
 
 
-def test_with_fewer_nodes_the_layout_that_fits(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("least", "code", "nodes", "message"), [
+    (2, None, "4 n1 n1,n2,n3,n4\n", "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of"),
+    (5, 2, "", "fits on none of 5 to 5 nodes: on 5, train.global_batch = 24"),
+])  # fmt: skip
+def test_a_run_gets_as_many_nodes_as_its_layout_fits(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: int, code: int | None,
+    nodes: str, message: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
-    assert run_prolog(run, least=2) == 0
+    assert run_prolog(run, least=least) == (code or 0)
     output = capsys.readouterr()
-    assert output.out == "4 n1 n1,n2,n3,n4\n"
-    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in output.err
-
-
-def test_a_layout_that_fits_nowhere_is_a_usage_error(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
-    assert run_prolog(run, least=5) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert "fits on none of 5 to 5 nodes: on 5, train.global_batch = 24" in output.err
-    assert AttemptLog(run).attempts[-1].code == 2
+    assert output.out == nodes
+    assert message in output.err
+    assert AttemptLog(run).attempts[-1].code == code
 
 
 def test_a_finished_run_is_not_started(run: Path, checkpoint: Commit, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,20 +57,18 @@ def test_a_finished_run_is_not_started(run: Path, checkpoint: Commit, capsys: py
     assert AttemptLog(run).attempts == []
 
 
-def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("least", "nodes", "message"), [
+    (1, "2 n2 n2,n3\n", "n1: not used, since the run failed there before"),
+    (3, "3 n1 n1,n2,n3\n", "failed before but used again: too few other nodes are left"),
+])  # fmt: skip
+def test_a_host_that_failed_twice_is_used_only_where_it_must_be(
+    run: Path, capsys: pytest.CaptureFixture[str], least: int, nodes: str, message: str
+) -> None:
     write_failures(run, 2, host="n1")
-    assert run_prolog(run) == 0
+    assert run_prolog(run, least=least) == 0
     output = capsys.readouterr()
-    assert output.out == "2 n2 n2,n3\n"
-    assert "n1: not used, since the run failed there before" in output.err
-
-
-def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_failures(run, 2, host="n1")
-    assert run_prolog(run, least=3) == 0
-    output = capsys.readouterr()
-    assert output.out == "3 n1 n1,n2,n3\n"
-    assert "failed before but used again: too few other nodes are left" in output.err
+    assert output.out == nodes
+    assert message in output.err
 
 
 def test_attempts_that_were_lost_with_their_script_are_counted_too(
@@ -230,10 +218,7 @@ def test_a_host_that_failed_twice_is_excluded(
         run_prolog(run)
         write_event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
         run_epilog(run, 1)
-    assert fake_slurm.calls[-2:] == [
-        "sinfo -h -N -p main -o %N\\ %t",
-        "scontrol update JobId=7 ExcNodeList=n2",
-    ]
+    assert fake_slurm.calls[-2:] == ["sinfo -h -N -p main -o %N\\ %t", "scontrol update JobId=7 ExcNodeList=n2"]
     assert fake_slurm.calls.count("scontrol update JobId=7 ExcNodeList=n2") == 1, "the first time may be chance"
     assert "n2: failed twice, so excluded from now on" in capsys.readouterr().err
     last = AttemptLog(run).attempts[-1]

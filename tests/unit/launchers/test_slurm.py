@@ -23,13 +23,9 @@ def test_the_dry_run_prints_the_script_and_the_config(capsys: pytest.CaptureFixt
     assert run_launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
     output = capsys.readouterr()
     for line in (
-        "--job-name=big-run",
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--time=24:00:00",
+        "--job-name=big-run", "--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00",
         "--partition=gpu",
-    ):
+    ):  # fmt: skip
         assert f"#SBATCH {line}\n" in output.out
     assert "\nsteps = 77\n" in output.out
     assert output.err == ""
@@ -100,13 +96,10 @@ def test_a_single_job_is_warned_about_where_nothing_is_requeued(
     assert "note" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        *("PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "STOPPED", "POWER_UP_NODE", "EXPEDITING", "UPDATE_DB"),
-        *("LAUNCH_FAILED", "RECONFIG_FAIL", "A_WORD_OF_TOMORROW"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("state", [
+    *("PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "STOPPED", "POWER_UP_NODE", "EXPEDITING", "UPDATE_DB"),
+    *("LAUNCH_FAILED", "RECONFIG_FAIL", "A_WORD_OF_TOMORROW"),
+])  # fmt: skip
 def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake_slurm: FakeSlurm, state: str) -> None:
     """The record knows one submission: status and cancel would forget the first."""
     fake_slurm.answer("sbatch", "12\n")

@@ -46,13 +46,10 @@ def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize(
-    "field",
-    [
-        "partition = {}", "account = {}", "qos = {}", "constraint = {}", "exclude = {}", "memory = {}",
-        "interface = {}", "modules = [{}]", "sbatch = [{}]", "srun = [{}]", "environment = {{ {} = 'x' }}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("field", [
+    "partition = {}", "account = {}", "qos = {}", "constraint = {}", "exclude = {}", "memory = {}",
+    "interface = {}", "modules = [{}]", "sbatch = [{}]", "srun = [{}]", "environment = {{ {} = 'x' }}",
+])  # fmt: skip
 def test_hostile_sites_are_refused(field: str, text: str, folder: Path) -> None:
     (folder / "site.toml").write_text(field.format(json.dumps(text)))
     with pytest.raises(UsageError) as error:
@@ -96,17 +93,11 @@ def partition(fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "
 
 
 REFUSED = {
-    "above the partition's limit": (
-        {"longest": "12:00:00"},
-        ["--time", "24:00:00"],
-        "--time 24:00:00 is above the limit of partition gpu, 720 min",
-    ),
+    "above the partition's limit": ({"longest": "12:00:00"}, ["--time", "24:00:00"],
+                                    "--time 24:00:00 is above the limit of partition gpu, 720 min"),
     "no time to work": ({}, ["--time", "5"], "--time 5 leaves no time to work: the job is told to save 300 s ahead"),
-    "nor by default": (
-        {"usual": "00:04:00"},
-        [],
-        "the time limit of partition gpu for jobs without --time, 4 min, leaves no time to work",
-    ),
+    "nor by default": ({"usual": "00:04:00"}, [],
+                       "the time limit of partition gpu for jobs without --time, 4 min, leaves no time to work"),
     "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
     "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
     "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': not a corpus of .*manifest"),

@@ -113,11 +113,7 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
     script = (
         SlurmLauncher(Site()).render(make_job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
     )
-    environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SEEN": str(folder / "seen"),
-        "SLURM_JOB_ID": "7",
-    }
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7"}
     completed = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
     return completed.returncode, (folder / "seen").read_text().splitlines()
 

@@ -91,10 +91,7 @@ def test_after_the_job_has_left_the_queue(
     [
         ("JobHeldUser", "it is held: `scontrol release 7` releases it"),
         ("launch failed requeued held", "a node could not start it, so SLURM holds it: `scontrol release 7`"),
-        (
-            "PartitionTimeLimit",
-            "its time limit is above the partition's: cancel it, and",
-        ),
+        ("PartitionTimeLimit", "its time limit is above the partition's: cancel it, and"),
         ("PartitionDown", "the partition is closed"),
         ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
     ],
@@ -114,10 +111,7 @@ def test_a_death_by_the_stop_signal_counts_as_stopped(make: MakeRun, fake_slurm:
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
     (run / "restarts.json").write_text(dump_attempts([result]))
-    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == (
-        "STOPPED",
-        "job 7: stopped by USR1",
-    )
+    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
 def test_status_shows_the_progress_of_an_array(

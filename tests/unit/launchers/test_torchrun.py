@@ -109,9 +109,7 @@ def test_the_code_of_the_workers_comes_through(
     assert not list(tmp_path.glob("megatfm-agent-*")), "no litter"
 
 
-def test_a_signal_to_all_of_the_step_lets_the_workers_save(
-    agent: Callable[[int], subprocess.Popen[str]],
-) -> None:
+def test_a_signal_to_all_of_the_step_lets_the_workers_save(agent: Callable[[int], subprocess.Popen[str]]) -> None:
     """SLURM signals every process of a step: what stands for torchrun must not die of it."""
     process = agent(-1)
     (displayed,) = psutil.Process(process.pid).children()
@@ -258,9 +256,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["prep", "--help"], ["launch", "quickstart", "--slurm", "--dry-run"]],
-    ids=lambda words: words[0],
+    "words", [["prep", "--help"], ["launch", "quickstart", "--slurm", "--dry-run"]], ids=lambda words: words[0]
 )
 def test_folders_of_the_user_are_not_imported(folder: Path, words: list[str]) -> None:
     assert run([sys.executable, "-m", "megatfm", *words], folder)
@@ -283,9 +279,7 @@ def test_ranks_find_a_checkout_that_nobody_installed(directory: Path, paths: lis
     path = os.pathsep.join(map(str, [*paths, packages]))
     python = os.path.realpath(sys.executable)
     output = run(
-        [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"],
-        directory,
-        PYTHONPATH=path,
+        [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"], directory, PYTHONPATH=path
     )
     assert (
         output.count("PYTHONPATH=") == output.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ") == bool(expected)

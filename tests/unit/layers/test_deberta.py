@@ -56,11 +56,7 @@ def delta(i: int, j: int) -> int:
 
 
 def by_pairs(
-    attention: torch.nn.Module,
-    x_TD: Tensor,
-    table_RD: Tensor,
-    documents: list[int],
-    delta: Callable[[int, int], int],
+    attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documents: list[int], delta: Callable[[int, int], int]
 ) -> Tensor:
     """He et al. 2021, equation 4, for one row and head by head; only tokens of one document see one another.
 
@@ -97,10 +93,7 @@ def bucket(i: int, j: int) -> int:
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
 def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     distances = torch.arange(1 - 2 * farthest, 2 * farthest)
-    actual, reference = (
-        assign_log_buckets(distances, n, farthest),
-        make_log_bucket_position(distances, n, farthest),
-    )
+    actual, reference = assign_log_buckets(distances, n, farthest), make_log_bucket_position(distances, n, farthest)
     assert torch.equal(actual, reference.long())
     assert actual.dtype == torch.int64
     assert actual[distances.abs() < farthest].abs().max() < n
@@ -157,8 +150,7 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}],
+    "change", [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}]
 )
 def test_deberta_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta' and family = 'encoder'"):
@@ -236,7 +228,6 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
 @pytest.mark.parametrize("shifted", [False, True], ids=["", "shifted"])
 @pytest.mark.parametrize("name", MAPS)
 def test_windows_are_cells(name: str, shifted: bool) -> None:
-    """Values and gradients, of two rows of three images each."""
     (height, width), window = MAPS[name]
     module = make(window, shifted)
     x = torch.randn(2, 3 * height * width, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -248,9 +239,7 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     direction = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     inputs = [x, *module.parameters()]
     for first, second in zip(
-        torch.autograd.grad(actual, inputs, direction),
-        torch.autograd.grad(expected, inputs, direction),
-        strict=True,
+        torch.autograd.grad(actual, inputs, direction), torch.autograd.grad(expected, inputs, direction), strict=True
     ):
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
 

@@ -113,7 +113,6 @@ def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
 
 
 def test_tied_tables_get_both_gradients() -> None:
-    """Gradients of the lookup and of the output matrix."""
     config = ModelConfig.from_dotted(**SMALL)
     tied, apart = moved(build(config)), build(config.with_changes({"embedding.tied": False})).double()
     apart.load_state_dict(tied.state_dict())

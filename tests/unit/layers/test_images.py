@@ -55,7 +55,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_packed_images_are_each_image_alone(name: str) -> None:
-    """Logits, and every gradient of the summed loss; images of a row see nothing of one another."""
     model = make_model(VARIANTS[name])
     n_special = model.config.embedding.n_special_tokens
     images = [draw_pixels(*size, seed=number) for number, size in enumerate(SIZES)]
@@ -100,15 +99,12 @@ def test_special_tokens_and_raw_pixels() -> None:
     torch.testing.assert_close(actual[3:], patches, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"embedding.name": "tokens", "vocab_size": 9}, "position.name = 'learned_2d' is for patches"),
-        ({"embedding.n_class_tokens": 0}, "choose pool = 'mean'"),
-        ({"embedding.channels": 1}, r"give one for each, e.g. mean = \[0.5\]"),
-        ({"position.name": "rope_2d", "position.grid": None, "attention.n_heads": 4}, "choose attention.head_dim = 8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"embedding.name": "tokens", "vocab_size": 9}, "position.name = 'learned_2d' is for patches"),
+    ({"embedding.n_class_tokens": 0}, "choose pool = 'mean'"),
+    ({"embedding.channels": 1}, r"give one for each, e.g. mean = \[0.5\]"),
+    ({"position.name": "rope_2d", "position.grid": None, "attention.n_heads": 4}, "choose attention.head_dim = 8"),
+])  # fmt: skip
 def test_parts_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_model({**({"embedding.patch_size": None, "embedding.mean": None, "embedding.std": None}

@@ -157,7 +157,6 @@ def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_more_rows_leave_the_others_as_they_are() -> None:
-    """A larger vocabulary starts from the same rows."""
     assert torch.equal(draw_full_tensor((300, 4))[:200], draw_full_tensor((200, 4)))
 
 

@@ -96,31 +96,21 @@ def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture, monkey
 
 
 @pytest.mark.parametrize(
-    ("share", "more"),
-    [("headwise", 1_572_864), ("key_value", 786_432), ("layerwise", 65_536), ("none", 18_874_368)],
+    ("share", "more"), [("headwise", 1_572_864), ("key_value", 786_432), ("layerwise", 65_536), ("none", 18_874_368)]
 )
 def test_counts_on_roberta(share: str, more: int) -> None:
-    options = [
-        "model.attention.name=linformer",
-        "model.attention.max_length=512",
-        f"model.attention.share={share}",
-    ]
+    options = ["model.attention.name=linformer", "model.attention.max_length=512", f"model.attention.share={share}"]
     with torch.device("meta"):
         model = build(load_config("roberta-base", options).model)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_697_433 + more
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "decoder"}, "it would leak the future in family = 'decoder'"),
-        ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
-        (
-            {"attention.pattern": {"name": "window", "width": 3}},
-            "'linformer' supports full attention only: leave the pattern",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"family": "decoder"}, "it would leak the future in family = 'decoder'"),
+    ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
+    ({"attention.pattern": {"name": "window", "width": 3}},
+     "'linformer' supports full attention only: leave the pattern"),
+])  # fmt: skip
 def test_models_that_linformer_can_not_serve_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(config_of("none", **changes))

@@ -99,10 +99,7 @@ def test_visible_pairs_of_compressed_attention_are_counted() -> None:
         ({"family": "encoder_decoder"}, "does not work in family = 'encoder_decoder'"),
         ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
         ({"position.name": "alibi"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
-        (
-            {"attention.pattern": {"name": "window", "width": 3}},
-            "supports full attention only: leave the pattern out",
-        ),
+        ({"attention.pattern": {"name": "window", "width": 3}}, "supports full attention only: leave the pattern out"),
     ],
 )
 def test_models_that_compressed_attention_can_not_serve_are_refused(changes: dict[str, object], message: str) -> None:

@@ -22,18 +22,7 @@ from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from tests.support.models import (
-    F_,
-    ROUTER_LOSSES,
-    B,
-    D,
-    E,
-    T,
-    build_moe,
-    moe_config,
-    moe_inputs,
-    moe_sequence,
-)
+from tests.support.models import F_, ROUTER_LOSSES, B, D, E, T, build_moe, moe_config, moe_inputs, moe_sequence
 from tests.support.reference_gradients import TOLERANCE, cast_to_float64, dtype_fixture
 
 MODULES = (
@@ -72,10 +61,7 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
     router = {
         "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
     }  # fmt: skip
-    return reference, {
-        "n_shared_experts": shared,
-        "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES},
-    }
+    return reference, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
 
 
 LAYERS = {
@@ -149,10 +135,7 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     pairs = [(x.grad, other.grad), (actual.router.weight.grad, reference.router.classifier.weight.grad)]
     for e in range(E):
         of_theirs = reference.experts[f"expert_{e}"]
-        for grad, layer in (
-            (actual.experts.w_up.grad, of_theirs.wi),
-            (actual.experts.w_down.grad, of_theirs.wo),
-        ):
+        for grad, layer in ((actual.experts.w_up.grad, of_theirs.wi), (actual.experts.w_down.grad, of_theirs.wo)):
             hf_gradient = layer.weight.grad
             pairs.append((grad[e], torch.zeros_like(grad[e]) if hf_gradient is None else hf_gradient))
     for ours_, hf_gradients in pairs:
@@ -246,7 +229,6 @@ def test_equal_scores_choose_the_first_experts_at_any_size() -> None:
 
 
 def test_gradients_of_idle_and_overfull_experts() -> None:
-    """An expert that nobody chooses has a gradient of zeros, and one that all choose is right."""
     for d_ff in (F_, 5):  # in float32 by the grouped product, and by the loop
         module, x = build_moe(torch.float32, top_k=1, d_ff=d_ff), moe_inputs(torch.float32).detach().abs()
         module.router.weight.data.fill_(-1.0)
@@ -287,7 +269,6 @@ def test_state_follows_the_counts_of_a_step() -> None:
 
 
 def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
-    """Then the next step's terms are finite."""
     router = {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1, "aux_loss_coef": 0.1}
     module, nothing = build_moe(router=router), torch.full((B, T), -1)
     module.accumulate_counts(module(moe_inputs(), moe_sequence()).counts)
@@ -331,10 +312,7 @@ def test_a_balanced_start() -> None:
 @pytest.mark.parametrize(
     ("keys", "output"),
     [
-        (
-            {"drop_policy": "position"},
-            "drop_policy = 'position' has no meaning where experts take all tokens",
-        ),
+        ({"drop_policy": "position"}, "drop_policy = 'position' has no meaning where experts take all tokens"),
         ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
         ({"capacity_factor": 0.0}, "greater than 0"),
         ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),

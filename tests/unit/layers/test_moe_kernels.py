@@ -199,11 +199,7 @@ def test_a_capacity_that_shows_the_future_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())
-    for keys in (
-        {},
-        {"capacity_factor": 1.0, "drop_policy": "position"},
-        {"capacity_factor": 1.0, "top_k": 1},
-    ):
+    for keys in ({}, {"capacity_factor": 1.0, "drop_policy": "position"}, {"capacity_factor": 1.0, "top_k": 1}):
         build_moe(**keys)
     assert not caplog.messages
     for _ in range(2):

@@ -161,12 +161,7 @@ class TestFrequencies:
     @pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0)])
     @pytest.mark.parametrize("attention_factor", [None, 1.3])
     def test_yarn_scaling_equals_transformers(
-        self,
-        width: int,
-        theta: float,
-        factor: float,
-        betas: tuple[float, float],
-        attention_factor: float | None,
+        self, width: int, theta: float, factor: float, betas: tuple[float, float], attention_factor: float | None
     ) -> None:
         more = {} if attention_factor is None else {"attention_factor": attention_factor}
         scaling = YarnScaling(
@@ -247,10 +242,7 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
 
 
 def test_a_row_is_dropped_alike_in_any_batch() -> None:
-    dropout, x = (
-        Dropout(0.4, "here"),
-        torch.randn(ROWS, N_TOKENS, D, generator=torch.Generator().manual_seed(1)),
-    )
+    dropout, x = Dropout(0.4, "here"), torch.randn(ROWS, N_TOKENS, D, generator=torch.Generator().manual_seed(1))
     full = dropout(x, layout_of(keys()))
     assert torch.equal(full, dropout(x, layout_of(keys()))), "and once more"
     parts = [dropout(x[i : i + 8], layout_of(keys()[i : i + 8])) for i in range(0, ROWS, 8)]

@@ -135,25 +135,21 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
                 assert torch.equal(actual.setdefault((n, j - i), part), part)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "causal", "rows"),
-    [
-        ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
-        ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
-        ({"name": "window", "width": 2, "dilation": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
-        ({"name": "window", "width": 2, "initial_tokens": 1}, True, ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
-        ({"name": "chunked", "size": 3}, True, ["x....", "xx...", "xxx..", "...x.", "...xx"]),
-        ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
-        ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
-        ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
-        ({"name": "longformer", "width": 2, "global_tokens": [0]}, False,
-         ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"]),
-        ({"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 1}, True,
-         ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
-        ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
-        ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pattern", "causal", "rows"), [
+    ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
+    ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
+    ({"name": "window", "width": 2, "dilation": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
+    ({"name": "window", "width": 2, "initial_tokens": 1}, True, ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
+    ({"name": "chunked", "size": 3}, True, ["x....", "xx...", "xxx..", "...x.", "...xx"]),
+    ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
+    ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
+    ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
+    ({"name": "longformer", "width": 2, "global_tokens": [0]}, False, ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"]),
+    ({"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 1}, True,
+     ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
+    ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
+    ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
+])  # fmt: skip
 def test_a_pattern_s_mask_is_what_its_config_asks_for(
     pattern: dict[str, object], causal: bool, rows: list[str]
 ) -> None:
@@ -166,17 +162,14 @@ def test_a_pattern_s_mask_is_what_its_config_asks_for(
     assert ["".join("x" if visible else "." for visible in row) for row in mask[0, 0]] == rows
 
 
-@pytest.mark.parametrize(
-    ("pattern", "causal", "message"),
-    [
-        ({"name": "window", "width": 4, "initial_tokens": 2}, False,
-         "pattern.initial_tokens = 2: in an encoder, initial tokens"),
-        ({"name": "longformer", "width": 4}, True, "'longformer' has global tokens, which see later tokens"),
-        ({"name": "bigbird", "n_random_blocks": 65}, False, "n_random_blocks = 65: more than 64 random blocks"),
-        ({"name": "fixed", "stride": 4, "n_summary_tokens": 4}, True,
-         "n_summary_tokens = 4 with stride = 4 is full attention"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pattern", "causal", "message"), [
+    ({"name": "window", "width": 4, "initial_tokens": 2}, False,
+     "pattern.initial_tokens = 2: in an encoder, initial tokens"),
+    ({"name": "longformer", "width": 4}, True, "'longformer' has global tokens, which see later tokens"),
+    ({"name": "bigbird", "n_random_blocks": 65}, False, "n_random_blocks = 65: more than 64 random blocks"),
+    ({"name": "fixed", "stride": 4, "n_summary_tokens": 4}, True,
+     "n_summary_tokens = 4 with stride = 4 is full attention"),
+])  # fmt: skip
 def test_contradictory_options_of_patterns_are_refused(pattern: dict[str, object], causal: bool, message: str) -> None:
     config = ModelConfig(
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
@@ -185,13 +178,10 @@ def test_contradictory_options_of_patterns_are_refused(pattern: dict[str, object
         PATTERNS.get(config.attention.pattern.name)(config, causal)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention.n_kv_heads": 1}, {"attention.qk_norm": True}, {"attention.sinks": True},
-        {"attention.key_bias": False}, {"attention.output_bias": True}, {"position.name": "rope"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"attention.n_kv_heads": 1}, {"attention.qk_norm": True}, {"attention.sinks": True},
+    {"attention.key_bias": False}, {"attention.output_bias": True}, {"position.name": "rope"},
+])  # fmt: skip
 def test_longformer_refuses_what_its_global_projections_lack(changes: dict[str, object]) -> None:
     config = ModelConfig.from_dotted(
         {"family": "encoder", "vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,

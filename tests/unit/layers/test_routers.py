@@ -197,9 +197,7 @@ def test_expert_choice_router_equals_loops() -> None:
             for e in range(E):
                 for t in sorted(real, key=lambda t: -gates[t][e].item())[: math.ceil(2 * T / E)]:
                     y = y.index_put(
-                        (torch.tensor(b), torch.tensor(t)),
-                        gates[t][e] * expert(module, e, x[b, t]),
-                        accumulate=True,
+                        (torch.tensor(b), torch.tensor(t)), gates[t][e] * expert(module, e, x[b, t]), accumulate=True
                     )
                     uses[t] += 1
             numbers.extend(uses.values())
@@ -226,27 +224,17 @@ def test_soft_mixtures_are_by_document() -> None:
     compare(module, written_out)
 
 
-@pytest.mark.parametrize(
-    ("family", "ffn", "message"),
-    [
-        ("decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
-        ("encoder_decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
-        ("decoder", {"name": "soft_moe"}, "'soft_moe' leaks the future in a causal model"),
-        (
-            "encoder",
-            {"router": {"name": "expert_choice"}, "capacity_factor": 1.0},
-            "capacity_factor = 1.0 has no meaning with",
-        ),
-        (
-            "encoder",
-            {"router": {"name": "hash", "aux_loss_coef": 0.1}},
-            "aux_loss_coef = 0.1 has no meaning with router",
-        ),
-        ("encoder", {"router": {"name": "gshard"}, "top_k": 1}, "chooses two: set top_k = 2"),
-        ("encoder", {"router": {"name": "noisy_top_k"}, "top_k": E}, "set top_k = 3 or less"),
-        ("encoder", {"name": "soft_moe", "capacity_factor": 2.0}, "capacity_factor has no meaning"),
-    ],
-)
+@pytest.mark.parametrize(("family", "ffn", "message"), [
+    ("decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
+    ("encoder_decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
+    ("decoder", {"name": "soft_moe"}, "'soft_moe' leaks the future in a causal model"),
+    ("encoder", {"router": {"name": "expert_choice"}, "capacity_factor": 1.0},
+     "capacity_factor = 1.0 has no meaning with"),
+    ("encoder", {"router": {"name": "hash", "aux_loss_coef": 0.1}}, "aux_loss_coef = 0.1 has no meaning with router"),
+    ("encoder", {"router": {"name": "gshard"}, "top_k": 1}, "chooses two: set top_k = 2"),
+    ("encoder", {"router": {"name": "noisy_top_k"}, "top_k": E}, "set top_k = 3 or less"),
+    ("encoder", {"name": "soft_moe", "capacity_factor": 2.0}, "capacity_factor has no meaning"),
+])  # fmt: skip
 def test_contradictory_options_of_routers_are_refused(family: str, ffn: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config_of(family, **ffn)

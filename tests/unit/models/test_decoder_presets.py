@@ -109,7 +109,6 @@ ACTIVE = {
 
 @pytest.mark.parametrize("preset", ACTIVE)
 def test_parameters_that_a_token_meets(preset: str) -> None:
-    """All but those of experts that it does not choose, as the headers and docs/guide/models.md say."""
     config, model = loaded(preset)
     unchosen = 0
     stacks = 2 if config.model.family == "encoder_decoder" else 1

@@ -56,7 +56,6 @@ def inputs_of(family: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", WITH_HEADS)
 def test_targets_of_additional_heads_alone_give_their_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one process as in a pipeline, whose last stage has both heads."""
     monkeypatch.setitem(HEADS._parts, "classes", SentenceHead)
     heads = {name: {"name": "classes", "classes": 2} for name in ("topic", "other")}
     model, inputs = model_of(family, extra_heads=heads), inputs_of(family)

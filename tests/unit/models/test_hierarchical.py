@@ -101,9 +101,7 @@ def hide_padding(patch: pytest.MonkeyPatch) -> None:
     right = MapWindows.pad_and_roll
     far = 1e4  # keys that no query likes
     patch.setattr(
-        MapWindows,
-        "pad_and_roll",
-        lambda windows, x: right(windows, x).masked_fill(right(windows, x) == 0, far),
+        MapWindows, "pad_and_roll", lambda windows, x: right(windows, x).masked_fill(right(windows, x) == 0, far)
     )
 
 
@@ -119,7 +117,6 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["v1", "v2"])
 def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
-    """Logits and every gradient, with padding at the end of a row and nothing that says where images begin."""
     actual, images = build_model(options), [draw_pixels(36, 28, seed=number) for number in range(5)]
     for number, parameter in enumerate(actual.parameters()):
         generator = torch.Generator().manual_seed(number)
@@ -260,10 +257,7 @@ def logits(image_CHW: Tensor, model: nn.Module, p: Weights) -> Tensor:
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "even": ({"stages.grid": (8, 8)}, (32, 32)),
     "odd": ({"stages.grid": (5, 7)}, (20, 28)),
-    "widened by the network": (
-        {"attention.widening": "ffn", "stages.heads": (2, 4), "stages.grid": (6, 8)},
-        (24, 32),
-    ),
+    "widened by the network": ({"attention.widening": "ffn", "stages.heads": (2, 4), "stages.grid": (6, 8)}, (24, 32)),
     "larger than trained": ({"stages.grid": (4, 6)}, (28, 20)),
 }
 

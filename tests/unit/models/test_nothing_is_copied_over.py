@@ -96,9 +96,7 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
     moved: list[bool] = []
     real = Tensor.to
     monkeypatch.setattr(
-        Tensor,
-        "to",
-        lambda self, *a, non_blocking=False, **k: (moved.append(non_blocking), real(self, *a, **k))[1],
+        Tensor, "to", lambda self, *a, non_blocking=False, **k: (moved.append(non_blocking), real(self, *a, **k))[1]
     )
     batch = {"tokens": np.zeros((2, 3), np.int64), "keys": np.zeros(2, np.int64)}
     assert to_device(batch, torch.device("meta"))["tokens"].device.type == "meta"
@@ -155,11 +153,7 @@ def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:
     return of_row + 2 * -(-most // STEP)
 
 
-KINDS = {
-    "shaw": "Full(causal=True) with Shaw's positions",
-    "deberta": "disentangled",
-    "xlnet": "two-stream",
-}
+KINDS = {"shaw": "Full(causal=True) with Shaw's positions", "deberta": "disentangled", "xlnet": "two-stream"}
 
 
 @pytest.mark.parametrize("name", KINDS)

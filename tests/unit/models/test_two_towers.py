@@ -52,7 +52,6 @@ def test_packed_is_each_pair_alone(name: str) -> None:
 
 
 def test_the_factor_has_a_bound() -> None:
-    """And no gradient beyond it."""
     for scale, expected in ((9.0, 9.0), (11.0, 10.0)):
         model = build(ModelConfig.from_dotted(TOWERS | {"contrastive": {"scale": scale, "max_scale": 10.0}}))
         initialise(model, 0)
@@ -85,10 +84,7 @@ def test_a_row_with_an_image_too_many_is_named() -> None:
         ({"embedding.n_class_tokens": 0}, "image_pool = 'class' reads a class token"),
         ({"contrastive.project_image": False}, "choose width = 24"),
         ({"distinct_layers": 1}, "distinct_layers has no meaning"),
-        (
-            {"ffn.name": "moe", "ffn.n_experts": 2, "ffn.top_k": 1},
-            "has no meaning with family = 'two_towers'",
-        ),
+        ({"ffn.name": "moe", "ffn.n_experts": 2, "ffn.top_k": 1}, "has no meaning with family = 'two_towers'"),
         ({"family": "encoder"}, "text_tower has no meaning with family = 'encoder'"),
         ({"extra_heads.classifier.n_classes": 3}, "which compares images and captions"),
     ],

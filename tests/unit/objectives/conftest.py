@@ -33,13 +33,7 @@ PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
 
 
 def model(family: str, **options: Any) -> ModelConfig:
-    options = {
-        "d_model": 8,
-        "n_layers": 1,
-        "attention.n_heads": 2,
-        "ffn.d_ff": 8,
-        "vocab_size": VOCABULARY,
-    } | options
+    options = {"d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8, "vocab_size": VOCABULARY} | options
     return ModelConfig.from_dotted(family=family, **(PARTS.get(family, {}) | options))
 
 
@@ -65,12 +59,7 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 
 def built(
-    objective: Objective,
-    tokens: np.ndarray,
-    sample: int = 0,
-    epoch: int = 0,
-    partners: Any = None,
-    **options: Any,
+    objective: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None, **options: Any
 ) -> Example:
     """A sequence, after checking that it has the planned lengths. options: of the chunk."""
     key = ChunkKey(7, epoch, sample, 0)

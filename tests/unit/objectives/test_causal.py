@@ -50,10 +50,7 @@ def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: A
 def test_tokens_further_ahead_are_counted_in_their_documents(make_objective: Any, make_model: Any) -> None:
     ahead = make_objective("causal", model_config=make_model("decoder", n_mtp_heads=2), mtp_loss_weight=0.3)
     assert dict(ahead.loss_weights) == {"causal": 1.0, "future_1": 0.3, "future_2": 0.3}
-    batch = {
-        "targets": torch.tensor([[7, 8, 2, 9, 2, -100]]),
-        "documents": torch.tensor([[0, 0, 0, 1, 1, -1]]),
-    }
+    batch = {"targets": torch.tensor([[7, 8, 2, 9, 2, -100]]), "documents": torch.tensor([[0, 0, 0, 1, 1, -1]])}
     assert {name: int(n) for name, n in ahead.target_counts(batch).items()} == {
         "causal": 5,
         "future_1": 3,
@@ -63,11 +60,7 @@ def test_tokens_further_ahead_are_counted_in_their_documents(make_objective: Any
 
 def test_an_encoder_decoder_models_the_text_alone(make_objective: Any, build_one: Any) -> None:
     result = make_objective("causal", family="encoder_decoder", rows=(64, 32))
-    assert (result.max_tokens, result.likelihood_term, dict(result.loss_weights)) == (
-        31,
-        "span",
-        {"span": 1.0},
-    )
+    assert (result.max_tokens, result.likelihood_term, dict(result.loss_weights)) == (31, "span", {"span": 1.0})
     fields = {name: field.tolist() for name, field in build_one(result, np.array([7, 8, 9])).items()}
     assert fields == {"encoder_tokens": [2], "tokens": [0, 7, 8, 9], "targets": [7, 8, 9, 2]}
 

@@ -56,10 +56,7 @@ def test_the_image_stands_before_the_text_or_where_the_text_says() -> None:
 def test_a_prompt_has_no_loss() -> None:
     """Nor has the token that ends it; the first token of the answer is predicted from there."""
     image, none, end = [IMG] * 4, [NONE] * 4, 9
-    assert build([7, end, 8], prompt_end_token_id=end) == (
-        [BOS, *image, 7, end, 8],
-        [*none, NONE, NONE, 8, EOS],
-    )
+    assert build([7, end, 8], prompt_end_token_id=end) == ([BOS, *image, 7, end, 8], [*none, NONE, NONE, 8, EOS])
     in_text = {"image_placement": "in_text", "prompt_end_token_id": end}
     assert build([7, IMG, end, 8], **in_text) == ([BOS, 7, *image, end, 8], [NONE, *none, NONE, 8, EOS])
     assert build([IMG, 7, end], **in_text) == ([BOS, *image, 7, end], [*none, NONE, NONE, EOS])
@@ -80,7 +77,6 @@ def test_a_prompt_end_that_is_another_token_is_refused() -> None:
 
 
 def test_an_image_token_that_pads_begins_or_ends_is_refused() -> None:
-    """Padding would count as patches."""
     for special in ({"bos": IMG}, {"eos": IMG}, {"pad": IMG}):
         roles = SpecialTokens(**({"bos": BOS, "eos": EOS, "pad": PAD, "vocab_size": VOCABULARY} | special))
         with pytest.raises(UsageError, match=f"image_token_id = {IMG} is the tokenizer's begin, end or padding token"):
@@ -126,11 +122,7 @@ def test_rows_hold_samples_side_by_side() -> None:
         ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
         ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
         ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
-        (
-            [7] * 9 + [IMG],
-            {"image_placement": "in_text", "lengths": (10, 12)},
-            "has 9 tokens before its image of 4",
-        ),
+        ([7] * 9 + [IMG], {"image_placement": "in_text", "lengths": (10, 12)}, "has 9 tokens before its image of 4"),
     ],
 )
 def test_samples_are_refused(text: list[int], options: dict[str, Any], message: str) -> None:
@@ -138,30 +130,24 @@ def test_samples_are_refused(text: list[int], options: dict[str, Any], message: 
         build(text, **options)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "images", "message"),
-    [
-        ((10, 5), {}, r"data\.target_length = 5 is too short for an image, which takes 4 tokens"),
-        ((4, 30), {}, r"data\.sequence_length = 4 is too short for an image"),
-        ((10, 30), {"mixup": 0.5}, "a mixed image has no text"),
-        ((10, 30), {"size": 9}, r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lengths", "images", "message"), [
+    ((10, 5), {}, r"data\.target_length = 5 is too short for an image, which takes 4 tokens"),
+    ((4, 30), {}, r"data\.sequence_length = 4 is too short for an image"),
+    ((10, 30), {"mixup": 0.5}, "a mixed image has no text"),
+    ((10, 30), {"size": 9}, r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4"),
+])  # fmt: skip
 def test_rows_and_images_are_refused(lengths: tuple[int, int], images: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         objective(lengths=lengths, images=images)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"connector": None}, "needs the sections vision_tower and connector"),
-        ({"vision_tower": None}, "needs the sections vision_tower and connector"),
-        ({"connector.image_token_id": 60}, "image_token_id = 60 is outside the vocabulary of vocab_size = 60"),
-        ({"vision_tower.n_heads": 5}, r"vision_tower\.n_heads = 5 does not divide vision_tower\.d_model = 12"),
-        ({"family": "decoder"}, "vision_tower has no meaning with family = 'decoder'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"connector": None}, "needs the sections vision_tower and connector"),
+    ({"vision_tower": None}, "needs the sections vision_tower and connector"),
+    ({"connector.image_token_id": 60}, "image_token_id = 60 is outside the vocabulary of vocab_size = 60"),
+    ({"vision_tower.n_heads": 5}, r"vision_tower\.n_heads = 5 does not divide vision_tower\.d_model = 12"),
+    ({"family": "decoder"}, "vision_tower has no meaning with family = 'decoder'"),
+])  # fmt: skip
 def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dotted(LLAVA).with_changes(changes)

@@ -121,7 +121,6 @@ def test_random_chunks_are_pictures() -> None:
 
 
 def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
-    """Against a sort in NumPy; in training there is the loss alone."""
     torch.manual_seed(0)
     network = build(model(**{"extra_heads.classifier": {"n_classes": 7}}))
     for parameter in network.parameters():
@@ -199,7 +198,6 @@ def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
 
 
 def test_masks_follow_from_the_key() -> None:
-    """Another epoch or sample masks other squares; the same one the same."""
     chosen = simmim_objective()
     keys = [ChunkKey(0, 0, 0, 0), ChunkKey(0, 1, 0, 0), ChunkKey(0, 0, 7, 0), ChunkKey(3, 0, 0, 0)]
     masks = [chosen.build_example(chunk(), key)["masked"] for key in keys]
@@ -299,10 +297,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
-    for objective, terms in (
-        (trained, {"contrastive"}),
-        (trained.for_evaluation(), {"contrastive", "top1", "top5"}),
-    ):
+    for objective, terms in ((trained, {"contrastive"}), (trained.for_evaluation(), {"contrastive", "top1", "top5"})):
         rows = pack_in_memory(captions, PackingConfig(objective, (10, 14), 0), members=members)
         batch = {
             name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)])) for name in rows.build_row(0)

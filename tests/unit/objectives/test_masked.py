@@ -28,11 +28,7 @@ def masked_texts(make_objective: Any, make_text: Any, build_one: Any) -> tuple[n
     fields = [build_one(result, tokens, sample=i) for i, tokens in enumerate(texts)]
     for name, ends in (("tokens", (CLS, SEP)), ("targets", (IGNORE, IGNORE))):
         assert {(int(f[name][0]), int(f[name][-1])) for f in fields} == {ends}
-    return (
-        texts,
-        np.stack([f["tokens"][1:-1] for f in fields]),
-        np.stack([f["targets"][1:-1] for f in fields]),
-    )
+    return (texts, np.stack([f["tokens"][1:-1] for f in fields]), np.stack([f["targets"][1:-1] for f in fields]))
 
 
 def test_mask_and_replacement_rates_over_a_million_tokens(masked_texts: Any, special: SpecialTokens) -> None:
@@ -145,10 +141,7 @@ def test_replaced_token_masks_85_percent_of_chosen_tokens(make_objective: Any, m
 def test_replaced_token_counts_its_terms(make_objective: Any) -> None:
     result = make_objective("replaced_token")
     assert dict(result.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
-    batch = {
-        "targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]),
-        "documents": torch.tensor([[0, 0, 0, -1]]),
-    }
+    batch = {"targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]), "documents": torch.tensor([[0, 0, 0, -1]])}
     assert {name: int(count) for name, count in result.target_counts(batch).items()} == {
         "generator": 1,
         "discriminator": 3,

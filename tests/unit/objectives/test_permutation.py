@@ -82,7 +82,6 @@ def test_a_context_has_one_span(chosen: np.ndarray) -> None:
 
 
 def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    """All six orders of three targets are as frequent."""
     result, orders = make_objective("permutation"), Counter[tuple[int, ...]]()
     for sample in range(6000):
         order = build_one(result, make_text(18), sample=sample)["order"]

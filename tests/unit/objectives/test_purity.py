@@ -87,7 +87,6 @@ def test_examples_of_each_objective_are_pinned(make_objective: Any, make_text: A
 
 @EACH_OBJECTIVE
 def test_examples_depend_on_the_key_alone(make_objective: Any, make_text: Any, name: str, family: str) -> None:
-    """Neither the order of building, nor what was built before, nor the instance; and inputs stay as they are."""
     keys = [ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)]
     other_documents = OtherDocuments([make_text(50, 1), make_text(9, 2)])
     first, second = (build_objective(make_objective, name, family) for _ in range(2))
@@ -109,22 +108,10 @@ def test_examples_depend_on_the_key_alone(make_objective: Any, make_text: Any, n
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    share=st.floats(0, 1),
-    seed=st.integers(0, 2**63),
-    sample=st.integers(0, 2**40),
-    partner=st.integers(1, 200),
-)
+@given(share=st.floats(0, 1), seed=st.integers(0, 2**63), sample=st.integers(0, 2**40), partner=st.integers(1, 200))
 @EACH_OBJECTIVE
 def test_examples_have_the_planned_lengths(
-    make_objective: Any,
-    make_text: Any,
-    name: str,
-    family: str,
-    share: float,
-    seed: int,
-    sample: int,
-    partner: int,
+    make_objective: Any, make_text: Any, name: str, family: str, share: float, seed: int, sample: int, partner: int
 ) -> None:
     objective = build_objective(make_objective, name, family)
     n = round(share * (objective.max_tokens or 200))

@@ -186,7 +186,6 @@ def test_weights_choose_among_them(make_objective: Any, build_one: Any) -> None:
 def test_all_lengths_fit_and_are_kept(
     make_objective: Any, build_one: Any, special: Any, family: str, with_modes: bool
 ) -> None:
-    """Including the longest chunks, of which each denoiser must fit."""
     tokenizer = special if with_modes else replace(special, modes={})
     rows = (128, 80)[: 2 if family == "encoder_decoder" else 1]
     result = make_objective("ul2", family=family, rows=rows, special=tokenizer)

@@ -61,9 +61,7 @@ def test_parts_are_packed_as_documents_of_their_own() -> None:
     objective = build_objective(MultipleChoiceObjective(), config, SPECIAL, (32,))
     chunks = [chunk(10, CHOICES), chunk(4, {"at": [3], "labels": [0]}, 50), chunk(10, CHOICES, 30)]
     packed = pack_in_memory(
-        [chunk.tokens for chunk in chunks],
-        PackingConfig(objective, (32,), 0),
-        members=[p.files for p in chunks],
+        [chunk.tokens for chunk in chunks], PackingConfig(objective, (32,), 0), members=[p.files for p in chunks]
     )
     row = packed.build_row(0)
     assert packed.n_rows == 1
@@ -97,18 +95,12 @@ def test_an_answer_span_is_marked_at_both_ends() -> None:
 
 def test_an_encoder_decoder_reads_prompts_and_predicts_answers() -> None:
     objective = build_objective(AnswersObjective(), model("encoder_decoder", None), SPECIAL, (8, 6))
-    chunks = [
-        chunk(7, {"trained": [[4, 7]]}),
-        chunk(3, {"trained": [[1, 3]]}, 40),
-        chunk(9, {"trained": [[7, 9]]}),
-    ]
+    chunks = [chunk(7, {"trained": [[4, 7]]}), chunk(3, {"trained": [[1, 3]]}, 40), chunk(9, {"trained": [[7, 9]]})]
     assert build_fields(objective, chunks[0]) == {
         "encoder_tokens": [10, 11, 12, 13, 2], "tokens": [0, 14, 15, 16], "targets": [14, 15, 16, 2],
     }  # fmt: skip
     packed = pack_in_memory(
-        [chunk.tokens for chunk in chunks],
-        PackingConfig(objective, (8, 6), 0),
-        members=[p.files for p in chunks],
+        [chunk.tokens for chunk in chunks], PackingConfig(objective, (8, 6), 0), members=[p.files for p in chunks]
     )
     rows = [packed.build_row(number) for number in range(packed.n_rows)]
     assert packed.n_rows == 3, "7 + 2 tokens fill two rows of the decoder's six"
@@ -145,8 +137,6 @@ def test_random_chunks_fit(name: str) -> None:
     random = np.random.default_rng(1)
     chunks = [objective.random_chunk(random) for _ in range(200)]
     packed = pack_in_memory(
-        [chunk.tokens for chunk in chunks],
-        PackingConfig(objective, (32,), 0),
-        members=[p.files for p in chunks],
+        [chunk.tokens for chunk in chunks], PackingConfig(objective, (32,), 0), members=[p.files for p in chunks]
     )
     assert sum((packed.build_row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200

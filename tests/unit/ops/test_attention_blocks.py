@@ -201,7 +201,6 @@ def test_dense_masks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_close_to_the_reference(dtype: torch.dtype) -> None:
-    """At most twice as far from float64 as the reference is in that precision."""
     pattern_mask, tensors = PatternMask(Window(30), next(iter_layouts())), draw_inputs(2, dtype=dtype)
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in tensors]
@@ -284,10 +283,7 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
     pattern_mask = PatternMask(pattern, layout, 0, N)
     assert compare(draw_inputs(2), pattern_mask) < 1e-13
     assert pattern_mask.bands(fused=True)
-    for sides, documents in (
-        (replace(pattern.band, **wrong), layout.document_spans()),
-        (pattern.band, [(None, 0, T)]),
-    ):
+    for sides, documents in ((replace(pattern.band, **wrong), layout.document_spans()), (pattern.band, [(None, 0, T)])):
         broken = PatternMask(pattern, copy_layout(layout), 0, N)
         broken_bands = bands.make_bands(sides, documents, torch.device("cpu"), fused=True)
         monkeypatch.setattr(broken, "bands", lambda *, fused, result=broken_bands: result)

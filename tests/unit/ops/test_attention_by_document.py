@@ -92,13 +92,10 @@ def test_many_short_documents_use_the_reference(monkeypatch: pytest.MonkeyPatch)
     assert is_faster(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "documents"), ({"has_dropout": False}, "fused"), ({"sinks": True}, "products"),
-        ({"bias": torch.zeros(N, T, T)}, "products"), ({"options": AttentionOptions(softcap=2.0)}, "products"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "name"), [
+    ({}, "documents"), ({"has_dropout": False}, "fused"), ({"sinks": True}, "products"),
+    ({"bias": torch.zeros(N, T, T)}, "products"), ({"options": AttentionOptions(softcap=2.0)}, "products"),
+])  # fmt: skip
 def test_dropout_in_packed_rows_chooses_the_kernel_by_document(changes: dict[str, Any], name: str) -> None:
     q, k, _ = draw_inputs(2)
     request = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}

@@ -145,9 +145,7 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(
-            varlen,
-            "list_parameters",
-            lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
+            varlen, "list_parameters", lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed}
         )
         assert choose_kernel(make_request(PatternMask(causal, packed))).name == "flex"
 
@@ -231,17 +229,13 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
 
     monkeypatch.setattr(sdpa, "_allow_only", only)
     monkeypatch.setattr(
-        sdpa,
-        "choose_backends",
-        lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
+        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
     )
     pattern_mask, inputs = PatternMask(Full(causal=True), make_metadata()), draw_heads()
     calls: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda *a, enable_gqa, **k: (calls.append(enable_gqa), real(*a, **k))[1],
+        F, "scaled_dot_product_attention", lambda *a, enable_gqa, **k: (calls.append(enable_gqa), real(*a, **k))[1]
     )
     fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
     torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
@@ -266,9 +260,7 @@ def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
     calls: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
-        sdpa,
-        "choose_backends",
-        lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
+        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
     )
     monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
 

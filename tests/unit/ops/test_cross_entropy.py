@@ -16,12 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.ops import cross_entropy as module
-from megatfm.ops.contrastive import (
-    LossOptions,
-    compute_retrieval_ranks,
-    contrastive_loss,
-    contrastive_loss_reference,
-)
+from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss, contrastive_loss_reference
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from tests.support.documentation import load_script
 

@@ -61,12 +61,7 @@ def draw_all(keys_B: Tensor) -> list[Tensor]:
     keys_BT = keyed_random.make_token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
     masks = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])
-    return [
-        keys_BT,
-        keyed_random.fold_in(keys_B[:, None], heads),
-        keyed_random.draw_uniform(keys_B, WIDTHS[2]),
-        *masks,
-    ]
+    return [keys_BT, keyed_random.fold_in(keys_B[:, None], heads), keyed_random.draw_uniform(keys_B, WIDTHS[2]), *masks]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -241,10 +236,7 @@ def test_an_fp8_output_does_not_depend_on_other_tokens() -> None:
 
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_fp8_of_no_tokens_is_empty_and_has_zero_gradients(rowwise: bool) -> None:
-    x, weight = (
-        torch.empty(2, 0, K).bfloat16().requires_grad_(),
-        draw_scaled(N, K).bfloat16().requires_grad_(),
-    )
+    x, weight = torch.empty(2, 0, K).bfloat16().requires_grad_(), draw_scaled(N, K).bfloat16().requires_grad_()
     result = fp8_linear(x, weight, rowwise=rowwise)
     assert result.shape == (2, 0, N)
     result.sum().backward()

@@ -86,9 +86,6 @@ def test_attention_reads_no_unwritten_memory(
 @pytest.mark.parametrize("width", [48, 50])
 def test_grouped_linear_reads_no_unwritten_memory(width: int, dtype: torch.dtype) -> None:
     ends = torch.tensor([33, 33, 40, 74, 75], dtype=torch.int32)
-    x, weight = (
-        draw(75, width, dtype=dtype).requires_grad_(),
-        draw(5, 37, width, dtype=dtype).requires_grad_(),
-    )
+    x, weight = draw(75, width, dtype=dtype).requires_grad_(), draw(5, 37, width, dtype=dtype).requires_grad_()
     assert_finite(grouped_linear(x, weight, ends), [x, weight])
     assert choose_grouped_kernel(x, weight) in KERNELS

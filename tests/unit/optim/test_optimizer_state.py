@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import (
-    AdamWConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerSection,
-    ParallelConfig,
-    ScheduleFreeConfig,
-)
+from megatfm.config import AdamWConfig, LionConfig, MuonConfig, OptimizerSection, ParallelConfig, ScheduleFreeConfig
 from megatfm.engines.interface import ShardLocation
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import UsageError
@@ -202,9 +195,7 @@ def compare_averages(parallel: ParallelConfig) -> tuple[set[str], float]:
 
 
 @pytest.mark.parametrize(
-    "parallel",
-    [ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, zero=1)],
-    ids=str,
+    "parallel", [ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, zero=1)], ids=str
 )
 def test_layouts_save_the_weight_averages_of_one_device(workers: Workers, parallel: ParallelConfig) -> None:
     for names, worst in workers.run(compare_averages, 2, parallel):

@@ -11,14 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from megatfm.config import (
-    AdamWConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    OptimizerSection,
-    load_config,
-)
+from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, OptimizerSection, load_config
 from megatfm.describe import describe
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import MegatfmError, UsageError
@@ -161,8 +154,7 @@ def test_mup_and_layer_decay_multiply() -> None:
         assert ratio == plain[name] * (0.25 if hidden else 1.0), name
     assert group.lr_ratios["decoder.layers.1.attn.wq.weight"] == 0.25 * 0.25
     with pytest.raises(
-        MegatfmError,
-        match=r"there is a learning rate factor for 'nothing', but the model has no such parameter",
+        MegatfmError, match=r"there is a learning rate factor for 'nothing', but the model has no such parameter"
     ):
         describe_parameters(model(), ADAMW, {"nothing": 0.5})
 

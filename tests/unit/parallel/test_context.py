@@ -18,12 +18,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask, find_global_quer
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context_parallel import (
-    ContextParallel,
-    compute_token_indices,
-    make_zigzag_predicate,
-    split_batch,
-)
+from megatfm.parallel.context_parallel import ContextParallel, compute_token_indices, make_zigzag_predicate, split_batch
 from megatfm.parallel.parallelize import check_context_plans
 from megatfm.verify.shrink import draw_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
@@ -92,9 +87,7 @@ def test_hierarchical_models_need_whole_images(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_name", "refused", "reason"),
-    [
-        ("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches"),
-    ],
+    [("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches")],
 )
 def test_image_models_that_need_full_rows_are_refused_with_the_reason(
     model_name: str, refused: str, reason: str
@@ -224,12 +217,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
             model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
-        assert [make_zigzag_predicate(model)(length) for length in (32, 256, 257, 512)] == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        assert [make_zigzag_predicate(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = make_zigzag_predicate(model)
         for ranks in (2, 3, 5, 8):
             pairs = {int((indices + 1).sum()) for indices in compute_token_indices(240, ranks, is_folded_at(240))}
@@ -243,14 +231,10 @@ def test_a_row_that_is_too_short_is_refused() -> None:
         compute_token_indices(3, 2, is_zigzag=True)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Window(31, 31), Chunked(24, causal=True), BigBird(8, 2, 0, 2), BigBird(8, 1, 5, 2),
-        BigBird(8, 2, 0, 2, causal=True), Longformer(16, (0, 3)),
-    ],
-    ids=repr,
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", [
+    Window(31, 31), Chunked(24, causal=True), BigBird(8, 2, 0, 2), BigBird(8, 1, 5, 2),
+    BigBird(8, 2, 0, 2, causal=True), Longformer(16, (0, 3)),
+], ids=repr)  # fmt: skip
 def test_fetched_keys_do_not_grow_with_the_row(pattern: AttentionPattern) -> None:
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
@@ -302,7 +286,6 @@ def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> st
 
 @pytest.mark.parametrize("name", PATTERN_MODELS)
 def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
-    """Each pair is carried, or one line says the way out."""
     model_config = ModelConfig.from_dotted(PATTERN_MODELS[name])
     with torch.device("meta"):
         model = build(model_config)

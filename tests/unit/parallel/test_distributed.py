@@ -173,9 +173,7 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "POLL_INTERVAL", timedelta(seconds=0.1))
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     counts, errors = Counter[str](), []
@@ -329,18 +327,14 @@ def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...
     assert tuple(compute_axis_sizes(config, world).values()) == sizes
 
 
-@pytest.mark.parametrize(
-    ("config", "world", "message"),
-    [
-        (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
-        (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
-        (ParallelConfig(dp_shard=2, tp=2), 8,
-         "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
-        (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
-        (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
-        (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "world", "message"), [
+    (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
+    (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
+    (ParallelConfig(dp_shard=2, tp=2), 8, "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
+    (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
+    (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
+    (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
+])  # fmt: skip
 def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         compute_axis_sizes(config, world)

@@ -37,8 +37,7 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
         covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
-            full.chunk(3, dim)[part],
-            full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
+            full.chunk(3, dim)[part], full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         )
     assert (covered == 1).all()
 
@@ -78,8 +77,7 @@ def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int
 
 def test_a_dim_that_does_not_divide() -> None:
     with pytest.raises(
-        UsageError,
-        match=r"^parallel\.tp = 4 does not divide dim 0 of w \[31, 16\]: the next size that fits is 32$",
+        UsageError, match=r"^parallel\.tp = 4 does not divide dim 0 of w \[31, 16\]: the next size that fits is 32$"
     ):
         make_sharded_layout((31, 16), 0, 0, 4)
     with pytest.raises(UsageError, match=r"the next size that fits is 4$"):
@@ -90,8 +88,7 @@ def test_parts_of_unlike_size() -> None:
     rows = [make_sharded_layout((10, 2), 0, part, 4, uneven=True).region for part in range(4)]
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
-        UsageError,
-        match=r"^parallel\.tp = 4 leaves ranks without a shard of w \[9, 2\]: the nearest tp that fits is 3",
+        UsageError, match=r"^parallel\.tp = 4 leaves ranks without a shard of w \[9, 2\]: the nearest tp that fits is 3"
     ):
         make_sharded_layout((9, 2), 0, 3, 4, uneven=True)
 
@@ -100,12 +97,7 @@ def test_parts_of_unlike_size() -> None:
 
 
 class Block(nn.Module):
-    tp_plan = (
-        ("up", "colwise"),
-        ("down", "rowwise"),
-        ("norm", "sequence_parallel"),
-        ("elsewhere.*", "replicated"),
-    )
+    tp_plan = (("up", "colwise"), ("down", "rowwise"), ("norm", "sequence_parallel"), ("elsewhere.*", "replicated"))
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +117,6 @@ class Around(nn.Module):
 
 
 def test_a_plan_is_what_the_parts_say() -> None:
-    """Rows are relative to their module, and one that matches nothing is for another model."""
     assert match_styles(Block()) == {"up": COLWISE, "down": ROWWISE, "norm": SEQUENCE_PARALLEL}
     expected = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down", "norm")]
     assert list(match_styles(Around(Block(), Block()))) == expected
@@ -318,10 +309,7 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
             "decoder.layers.0.ffn.w_down.weight": (1, rank),
         }
         partial = {name for name, placement in layout.items() if placement.partial_axes == ("tp",)}
-        norms = {
-            "decoder.norm.weight",
-            *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn")),
-        }
+        norms = {"decoder.norm.weight", *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn"))}
         assert partial == (norms if sequence_parallel else set())
         assert "mesh  dp_replicate 1 × dp_shard 1 × tp 2" in table
         assert "[10, 8] → [5, 8]" in table

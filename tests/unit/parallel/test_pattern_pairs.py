@@ -43,21 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
     for family, base, kinds_of in (
         ("decoder", DECODER, DECODER_PATTERNS),
         ("encoder", ENCODER, OF_ENCODERS),
-        (
-            "latent",
-            LATENT_MODEL,
-            {name: DECODER_PATTERNS[name] for name in ("window", "bigbird")},
-        ),
-        (
-            "alibi",
-            {**DECODER, "position.name": "alibi"},
-            {"window": BIASED_PATTERNS["window"]},
-        ),
-        (
-            "t5 positions",
-            {**DECODER, "position.name": "t5"},
-            {"full": BIASED_PATTERNS["full"]},
-        ),
+        ("latent", LATENT_MODEL, {name: DECODER_PATTERNS[name] for name in ("window", "bigbird")}),
+        ("alibi", {**DECODER, "position.name": "alibi"}, {"window": BIASED_PATTERNS["window"]}),
+        ("t5 positions", {**DECODER, "position.name": "t5"}, {"full": BIASED_PATTERNS["full"]}),
     )
     for name, kind in kinds_of.items()
 }
@@ -69,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 REFUSED = {
     "compiled": r"pattern\.name = 'bigbird' draws random blocks .*: leave train\.compile out, or set "
-    r".*n_random_blocks = 0",
+    r".*n_random_blocks = 0"
 }
 AXES = {"zero": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp", "cp by heads": "cp", "ep": "ep"}
 

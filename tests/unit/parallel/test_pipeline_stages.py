@@ -148,11 +148,9 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
 
 
 KINDS = (
-    schedules.ScheduleInterleaved1F1B,
-    schedules.ScheduleInterleavedZeroBubble,
-    schedules.ScheduleZBVZeroBubble,
+    schedules.ScheduleInterleaved1F1B, schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleZBVZeroBubble,
     schedules.ScheduleDualPipeV,
-)
+)  # fmt: skip
 PLACE = {field.name for field in fields(FakeStage)}
 
 
@@ -262,9 +260,7 @@ def test_the_bubble_of_whole_backward_passes(schedule: str, ranks: int) -> None:
     virtual = SCHEDULES[schedule]
     for microbatches in (ranks, 2 * ranks, 4 * ranks):
         times = simulate_schedule(
-            build_schedule(schedule, ranks, virtual, microbatches),
-            stage_to_rank(schedule, ranks, virtual),
-            TIMES,
+            build_schedule(schedule, ranks, virtual, microbatches), stage_to_rank(schedule, ranks, virtual), TIMES
         )
         assert bubble_fraction(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 

@@ -17,11 +17,7 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.distributed import restart_store
-from megatfm.parallel.process_environment import (
-    ProcessEnvironment,
-    count_local_ranks,
-    read_process_environment,
-)
+from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.startup_watch import StartupWatch
 from tests.support.rank_processes import free_port
 
@@ -79,10 +75,7 @@ def test_launchers_are_told_apart(environment: dict[str, str], place: ProcessEnv
         ({"MASTER_PORT": "0"}, "ports are 1 to 65535"),
         ({"RANK": "9" * 5000}, "RANK='9999"),
         ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"},
-            "LOCAL_RANK='x' in the environment is not a number",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment is not a number"),
     ],
 )
 def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None:

@@ -186,9 +186,7 @@ def test_layouts_that_do_not_fit_are_refused_with_ones_that_do(
     words = [item.format(*match.groups()).replace(" = ", "=").replace("'", '"') for item in mended]
     removed = {word.partition("=")[0] for word in words}
     accept(
-        base,
-        [*(override for override in overrides if override.partition("=")[0] not in removed), *words],
-        processes,
+        base, [*(override for override in overrides if override.partition("=")[0] not in removed), *words], processes
     )
 
 

@@ -164,10 +164,7 @@ def with_loads(layers: int, loads: list[float]) -> list[dict[str, object]]:
             "step": step,
             "loss": 3.0,
             "norms": {
-                f"decoder.layers.{i}": {
-                    "load": [1 + (load - 1) * step / 40 for load in loads],
-                    "load_max": 2.0,
-                }
+                f"decoder.layers.{i}": {"load": [1 + (load - 1) * step / 40 for load in loads], "load_max": 2.0}
                 for i in range(layers)
             },
         }
@@ -176,7 +173,6 @@ def with_loads(layers: int, loads: list[float]) -> list[dict[str, object]]:
 
 
 def test_expert_loads_are_heat_maps(run: Path) -> None:
-    """Each pixel is the load of an expert at a step; the words name the extremes."""
     loads = [0.0, 1.0, 2.5, 0.5]
     replace_metrics(run, with_loads(3, loads))
     page = report_page(run)
@@ -193,11 +189,7 @@ def test_expert_loads_are_heat_maps(run: Path) -> None:
 
 def test_heat_maps_have_few_columns_and_layers(run: Path) -> None:
     lines = [
-        {
-            "step": step,
-            "loss": 3.0,
-            "norms": {f"decoder.layers.{i}": {"load": [step % 2 * 2.0]} for i in range(30)},
-        }
+        {"step": step, "loss": 3.0, "norms": {f"decoder.layers.{i}": {"load": [step % 2 * 2.0]} for i in range(30)}}
         for step in range(1, 321)
     ]
     replace_metrics(run, [*lines, {"step": 321, "loss": 3.0, "norms": {"decoder.layers.0": {"load": ["NaN"]}}}])

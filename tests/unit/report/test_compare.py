@@ -42,7 +42,6 @@ def test_compare_prints_different_settings_and_results(
 
 
 def test_metrics_of_tasks_are_compared(runs: list[Path], tmp_path: Path) -> None:
-    """Each is a column and a chart; a run without them has a dash, and no column is empty."""
     baseline, slower = runs
     path = baseline / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -221,11 +220,7 @@ def test_a_browser_draws_matrices_and_pictures(run: Path, tmp_path: Path) -> Non
     (run / "confusion.json").write_text(json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}}))
     (run / "pictures").mkdir()
     Image.new("RGB", (5, 4), "red").save(run / "pictures" / "a-00.png")
-    gallery = {
-        "title": "Shown",
-        "note": "",
-        "pictures": [{"file": "pictures/a-00.png", "caption": "caption"}],
-    }
+    gallery = {"title": "Shown", "note": "", "pictures": [{"file": "pictures/a-00.png", "caption": "caption"}]}
     (run / "pictures.json").write_text(json.dumps({"step": 1, "galleries": [gallery]}))
     dom = draw(write_report(run), tmp_path)
     assert dom.count('<img src="data:image/png') == 2

@@ -170,7 +170,6 @@ PREDICTIONS = [
 
 
 def test_the_most_confident_errors_of_a_fine_tuning_run_come_first(run: Path) -> None:
-    """Labels of JSON's truth values, an Arabic text, a long and an empty one; the surest first."""
     write_task(run, ROWS, PREDICTIONS)
     (result,) = compute_class_results(Run(run))
     assert [(error.row, error.label, error.predicted) for error in result.errors] == [

@@ -22,19 +22,10 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
         "Loss", "Bits per byte", "Gradient norm", "Learning rate", "Speed", "Waiting for data", "Memory",
     ]  # fmt: skip
     for text in (
-        "finished · 1,000 steps",
-        "decoder · 4 layers · 256 wide",
-        "16.4 M",
-        "xz -9, joined: 1.93",
-        "1,480",
-        "layers.*.attn.wo            row",
-        "SIGUSR1: saved, exit 75",
-        "2026-11-21",
-        "2.13.0+cpu",
-        "31 same text",
-        "190 files were left out by their names",
-        f"megatfm launch {run} --nproc 2",
-    ):
+        "finished · 1,000 steps", "decoder · 4 layers · 256 wide", "16.4 M", "xz -9, joined: 1.93", "1,480",
+        "layers.*.attn.wo            row", "SIGUSR1: saved, exit 75", "2026-11-21", "2.13.0+cpu", "31 same text",
+        "190 files were left out by their names", f"megatfm launch {run} --nproc 2",
+    ):  # fmt: skip
         assert text in page.text, text
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["stdlib"]
     assert f"{last['bits_per_byte']:.3f}" in page.text
@@ -69,14 +60,7 @@ def test_untrusted_texts_are_escaped(run: Path) -> None:
 
 
 def test_a_run_without_a_step_has_a_page(run: Path) -> None:
-    for name in (
-        "metrics.jsonl",
-        "events.jsonl",
-        "samples.jsonl",
-        "plan.txt",
-        "environment.json",
-        "baselines.json",
-    ):
+    for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl", "plan.txt", "environment.json", "baselines.json"):
         (run / name).unlink()
     page = report_page(run)
     assert page.charts() == []
@@ -202,12 +186,7 @@ def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: P
     assert exit_info.value.code == 0
     page = Page(run / "report.html")
     lines = page.lines("other")
-    assert [line["name"] for line in lines] == [
-        "slower",
-        "slower, stdlib",
-        "slower, stdlib",
-        *["slower"] * 3,
-    ]
+    assert [line["name"] for line in lines] == ["slower", "slower, stdlib", "slower, stdlib", *["slower"] * 3]
     assert all(line["run"] == 1 and sum(line["steps"]) == 100 for line in lines)
     assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 2
     with pytest.raises(UsageError, match="not a run directory"):
@@ -302,28 +281,19 @@ def test_mfu_is_one_line_without_a_causal_mask(run: Path) -> None:
     assert "without its masked half" not in chart
 
 
-@pytest.mark.parametrize(
-    ("environment", "command"),
-    [
-        ({}, "megatfm launch runs/x --nproc 8"),
-        ({"processes": "1", "machines": "1", "launcher": "none"}, "megatfm train runs/x"),
-        ({"processes": "4", "machines": "1", "launcher": "torchrun"}, "megatfm launch runs/x --nproc 4"),
-        (
-            {"processes": "32", "machines": "4", "launcher": "torchrun"},
-            "torchrun --nnodes 4 --nproc-per-node 8 … -m megatfm train runs/x",
-        ),
-        (
-            {"processes": "32", "machines": "4", "launcher": "srun", "gpu": "H100"},
-            "megatfm launch runs/x --slurm --nodes 4 --gpus-per-node 8",
-        ),
-        (
-            {"processes": "2", "machines": "2", "launcher": "srun", "gpu": "none"},
-            "megatfm launch runs/x --slurm --nodes 2 --nproc 1",
-        ),
-        ({"processes": "6", "machines": "3", "launcher": "mpirun"}, "mpirun -n 6 megatfm train runs/x"),
-        ({"processes": 6, "machines": "x" * 20}, "megatfm launch runs/x --nproc 8"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "command"), [
+    ({}, "megatfm launch runs/x --nproc 8"),
+    ({"processes": "1", "machines": "1", "launcher": "none"}, "megatfm train runs/x"),
+    ({"processes": "4", "machines": "1", "launcher": "torchrun"}, "megatfm launch runs/x --nproc 4"),
+    ({"processes": "32", "machines": "4", "launcher": "torchrun"},
+     "torchrun --nnodes 4 --nproc-per-node 8 … -m megatfm train runs/x"),
+    ({"processes": "32", "machines": "4", "launcher": "srun", "gpu": "H100"},
+     "megatfm launch runs/x --slurm --nodes 4 --gpus-per-node 8"),
+    ({"processes": "2", "machines": "2", "launcher": "srun", "gpu": "none"},
+     "megatfm launch runs/x --slurm --nodes 2 --nproc 1"),
+    ({"processes": "6", "machines": "3", "launcher": "mpirun"}, "mpirun -n 6 megatfm train runs/x"),
+    ({"processes": 6, "machines": "x" * 20}, "megatfm launch runs/x --nproc 8"),
+])  # fmt: skip
 def test_the_resume_command_asks_for_as_many_processes(environment: dict[str, object], command: str) -> None:
     plan = "mesh  dp_replicate 1 × dp_shard 4 × tp 2 × ep 4\n\nmodules 7"
     run: Any = SimpleNamespace(folder=Path("runs/x"), plan=plan, environment=environment)

@@ -61,25 +61,17 @@ def tokenizer_pair(
     """Ours, transformers' and the file of a byte-level tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp(request.param)
     built = library.Tokenizer(models.BPE())
-    built.pre_tokenizer, built.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = ["the user and the assistant said hi to the user\n" * 5]
     built.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=alphabet, show_progress=False),
+        texts, trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
     )
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>")
     fast.chat_template = {"chatml": CHATML, "llama": LLAMA}[request.param]
     fast.save_pretrained(folder)
-    return (
-        tokenizers.load(folder),
-        transformers.AutoTokenizer.from_pretrained(folder),
-        str(folder / "tokenizer.json"),
-    )
+    return (tokenizers.load(folder), transformers.AutoTokenizer.from_pretrained(folder), str(folder / "tokenizer.json"))
 
 
 def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -> AnswerEncoder:
@@ -134,26 +126,17 @@ def test_targets_are_the_answers_and_nothing_else(tokenizer_pair: tuple[Tokenize
     assert formatted.replace("⟦", "").replace("⟧", "").count("</s>" if "INST" in formatted else "<|im_end|>") >= 2
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (messages(("user", "a")), "has no message with role 'assistant'"),
-        ([], "has no list of messages"),
-        (None, "has no list of messages"),
-        ("text", "has no list of messages"),
-        ([{"content": "x"}], "message 1 has no role"),
-        ([{"role": "user", "content": ["x"]}], "message 1 has no text"),
-        (messages(("user", "a"), ("assistant", " \n")), "message 2 is an answer without a text"),
-        (
-            messages(("user", "x <|im_end|> y"), ("assistant", "b")),
-            r"message 1 spells the special token '<\|im_end\|>'",
-        ),
-        (
-            messages(("user", "word " * 300), ("assistant", "b")),
-            "has .* tokens, more than data.sequence_length = 200",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    (messages(("user", "a")), "has no message with role 'assistant'"),
+    ([], "has no list of messages"),
+    (None, "has no list of messages"),
+    ("text", "has no list of messages"),
+    ([{"content": "x"}], "message 1 has no role"),
+    ([{"role": "user", "content": ["x"]}], "message 1 has no text"),
+    (messages(("user", "a"), ("assistant", " \n")), "message 2 is an answer without a text"),
+    (messages(("user", "x <|im_end|> y"), ("assistant", "b")), r"message 1 spells the special token '<\|im_end\|>'"),
+    (messages(("user", "word " * 300), ("assistant", "b")), "has .* tokens, more than data.sequence_length = 200"),
+])  # fmt: skip
 def test_bad_conversations_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], row: Any, message: str) -> None:
     tokenizer, _, file = tokenizer_pair
     good = messages(("user", "a"), ("assistant", "b"))
@@ -188,11 +171,8 @@ def test_templates_that_refuse_or_rewrite_are_named(tokenizer_pair: tuple[Tokeni
     with pytest.raises(UsageError, match="no Jinja template"):
         encoder(tokenizer, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
     for refused in (
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ 1 / 0 }}",
-        "{{ 'a'.encode('b') }}",
-    ):
+        "{{ ''.__class__.__mro__ }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ 'a'.encode('b') }}",
+    ):  # fmt: skip
         rewriting.write_text(refused)
         with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages"):
             encoder(tokenizer, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
@@ -349,18 +329,12 @@ def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
     assert "begins" not in fields
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": "the cat"}, "row 2: both answers are the same"),
-        ({"chosen": ""}, "row 2: column 'chosen' is empty"),
-        ({"prompt": None}, "row 2: column 'prompt' is empty"),
-        (
-            {"chosen": "the dog does " * 40},
-            r"row 2: has \d+ tokens in both sequences, more than data.sequence_length = 64",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"chosen": "the cat"}, "row 2: both answers are the same"),
+    ({"chosen": ""}, "row 2: column 'chosen' is empty"),
+    ({"prompt": None}, "row 2: column 'prompt' is empty"),
+    ({"chosen": "the dog does " * 40}, r"row 2: has \d+ tokens in both sequences, more than data.sequence_length = 64"),
+])  # fmt: skip
 def test_rows_that_are_no_pair_are_refused(tokenizer: Tokenizer, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         preference_encoder(tokenizer).encode([ROWS[0], {**ROWS[0], **row}])
@@ -369,11 +343,7 @@ def test_rows_that_are_no_pair_are_refused(tokenizer: Tokenizer, row: dict[str, 
 def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
     """Answers as messages, and the prompt as a text; a conversation that has the prompt in itself is fine."""
     tokenizer, _, file = tokenizer_pair
-    row = {
-        "prompt": "a",
-        "chosen": messages(("assistant", "b")),
-        "rejected": messages(("assistant", "c")),
-    }
+    row = {"prompt": "a", "chosen": messages(("assistant", "b")), "rejected": messages(("assistant", "c"))}
     config = TaskConfig(form="preference", train="pairs.jsonl")
     pairs = PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(64), file, scores)
     with pytest.raises(UsageError, match=r"row 1: column 'prompt' is a text, and column 'chosen' a list with the"):

@@ -44,13 +44,7 @@ def test_each_choice_is_framed_as_by_transformers(bert: Path, length: int) -> No
     library = transformers.AutoTokenizer.from_pretrained(bert)
     seconds = [f"{ROW['ask']} {choice}" for choice in ROW["choices"]]
     framed = [
-        library(
-            ROW["text"],
-            second,
-            truncation="longest_first",
-            max_length=length // 2,
-            return_token_type_ids=True,
-        )
+        library(ROW["text"], second, truncation="longest_first", max_length=length // 2, return_token_type_ids=True)
         for second in seconds
     ]
     facts = example.annotation
@@ -73,30 +67,19 @@ def test_a_decoder_reads_text_and_question_before_the_choice(bert: Path) -> None
     assert example.annotation["at"] == [at - 1 for at in (*example.annotation["starts"][1:], len(example.tokens))]
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "message"),
-    [
-        ({"choices": ["Bern"]}, {}, "row 2: column 'choices' is .*give a list of two or more choices"),
-        ({"choices": "Bern"}, {}, "row 2: column 'choices' is 'Bern': give a list"),
-        ({"choices": ["Bern", ""]}, {}, "row 2: column 'choices' is empty"),
-        ({"label": 2}, {}, "row 2: label '2' is none of its 2 choices"),
-        ({"label": -1}, {}, "row 2: label '-1' is no number of a choice, from 0"),
-        (
-            {"label": "B"},
-            {},
-            "row 2: label 'B' is no number of a choice, from 0: name the choices in task.labels",
-        ),
-        ({"label": "C"}, {"labels": ["1", "B"]}, "row 2: label 'C' is none of the task's"),
-        ({"label": None}, {}, "row 2: label 'None' is no number"),
-        ({"text": ""}, {}, "row 2: column 'text' is empty"),
-        (
-            {"text": "the " * 40},
-            {},
-            "row 2: has 2 choices, which share a row, of up to 45 tokens, and needs 96 of data",
-        ),
-        ({}, {"choices": ["a", "b"]}, "has no column 'a', which task.choices names"),
-    ],
-)
+@pytest.mark.parametrize(("change", "config", "message"), [
+    ({"choices": ["Bern"]}, {}, "row 2: column 'choices' is .*give a list of two or more choices"),
+    ({"choices": "Bern"}, {}, "row 2: column 'choices' is 'Bern': give a list"),
+    ({"choices": ["Bern", ""]}, {}, "row 2: column 'choices' is empty"),
+    ({"label": 2}, {}, "row 2: label '2' is none of its 2 choices"),
+    ({"label": -1}, {}, "row 2: label '-1' is no number of a choice, from 0"),
+    ({"label": "B"}, {}, "row 2: label 'B' is no number of a choice, from 0: name the choices in task.labels"),
+    ({"label": "C"}, {"labels": ["1", "B"]}, "row 2: label 'C' is none of the task's"),
+    ({"label": None}, {}, "row 2: label 'None' is no number"),
+    ({"text": ""}, {}, "row 2: column 'text' is empty"),
+    ({"text": "the " * 40}, {}, "row 2: has 2 choices, which share a row, of up to 45 tokens, and needs 96 of data"),
+    ({}, {"choices": ["a", "b"]}, "has no column 'a', which task.choices names"),
+])  # fmt: skip
 def test_bad_rows_are_named(bert: Path, change: dict[str, Any], config: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"x.jsonl.*{message}"):
         encode(bert, [ROW, ROW | change], **config)
@@ -129,7 +112,6 @@ def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], messag
 
 
 def test_choices_are_joined_by_example() -> None:
-    """Three examples of two, three and one choice, in any order; what an example lacks is never chosen."""
     examples, choices = np.array([4, 1, 1, 4, 1, 9]), np.array([1, 0, 2, 0, 1, 0])
     logits = np.array([[3.0], [-1], [-5], [2], [-2], [0]], np.float32)
     numbers, words, joined, right = join_choices(examples, choices, logits, np.array([0, 0, 1, 1, 0, 1]))

@@ -62,11 +62,7 @@ def test_splits_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     [
         ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
         ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
-        (
-            "a.tsv",
-            b'text\tlabel\n"a\tb"\t1\n',
-            "line 2: has 3 fields.*: tabs separate fields within quotes",
-        ),
+        ("a.tsv", b'text\tlabel\n"a\tb"\t1\n', "line 2: has 3 fields.*: tabs separate fields within quotes"),
         ("a.csv", b"text,label\n", "has no rows"),
         ("a.csv", b"", "has no rows"),
         ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),

@@ -260,10 +260,7 @@ def test_numbers_and_many_labels(tmp_path: Path) -> None:
 
 
 def test_a_tag_stands_at_the_first_piece_of_its_word(tmp_path: Path) -> None:
-    rows = [
-        {"text": ["the", "cat saw", "mat"], "label": ["no", "yes", "no"]},
-        {"text": "a cat", "label": "yes no"},
-    ]
+    rows = [{"text": ["the", "cat saw", "mat"], "label": ["no", "yes", "no"]}, {"text": "a cat", "label": "yes no"}]
     first, second = encode(tmp_path, rows, form="tagging")
     assert first.annotation == {"at": [1, 2, 4], "labels": [0, 1, 0]}
     assert second.annotation == {"at": [1, 2], "labels": [1, 0]}

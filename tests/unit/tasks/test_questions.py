@@ -142,11 +142,7 @@ def test_the_fingerprint_tells_tasks_apart_by_what_is_asked(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "row", "message"),
     [
-        (
-            CHOICE,
-            {"key": "C"},
-            r"rows.jsonl, row 1: column 'key' is 'C': give the text of one of the 2 answers",
-        ),
+        (CHOICE, {"key": "C"}, r"rows.jsonl, row 1: column 'key' is 'C': give the text of one of the 2 answers"),
         (CHOICE, {"key": 2}, "row 1: column 'key' is '2'"),
         (CHOICE + LABELS, {"key": None}, "row 1: column 'key' is ''.*called A, B"),
         (CHOICE, {"a": " "}, "row 1: answer 0 is empty"),
@@ -264,10 +260,7 @@ def test_ranks_give_scikit_learn_s_recall_and_mrr() -> None:
 
     random = np.random.default_rng(4)
     n_questions, n_answers = 40, 25
-    similarities, right = (
-        random.normal(size=(n_questions, n_answers)),
-        random.integers(0, n_answers, n_questions),
-    )
+    similarities, right = random.normal(size=(n_questions, n_answers)), random.integers(0, n_answers, n_questions)
     ranks = [1 + int((row > row[place]).sum()) for row, place in zip(similarities, right, strict=True)]
     results = [score_rank(Question(n, ""), rank) for n, rank in enumerate(ranks)]
     metrics = average_metrics("retrieval", results)

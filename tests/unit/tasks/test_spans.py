@@ -131,16 +131,8 @@ ROW = {
         ({"context": " "}, {}, "column 'context' is empty"),
         ({"question": None}, {}, "column 'question' is empty"),
         ({"id": "b"}, {}, "has id 'b', as row 1 has: give each question its own"),
-        (
-            {"question": "where " * 9},
-            {"max_question_tokens": 8},
-            "question has 9 tokens, more than task.max_question",
-        ),
-        (
-            {"question": "where " * 30},
-            {},
-            "sequence_length = 24 has no room for text beside the question's 30 tokens",
-        ),
+        ({"question": "where " * 9}, {"max_question_tokens": 8}, "question has 9 tokens, more than task.max_question"),
+        ({"question": "where " * 30}, {}, "sequence_length = 24 has no room for text beside the question's 30 tokens"),
         ({}, {"text": "asked"}, "has no column 'asked', which task.text names"),
         ({"is_impossible": True}, {}, "has no answer"),
     ],

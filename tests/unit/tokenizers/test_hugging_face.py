@@ -149,10 +149,7 @@ LOSES: dict[str, Callable[[File], None]] = {
     "normalises": lambda file: file.update(normalizer={"type": "NFC"}),
     "puts a space in front": lambda file: file["pre_tokenizer"].update(add_prefix_space=True),
     "drops spaces": lambda file: file.update(
-        pre_tokenizer={
-            "type": "Sequence",
-            "pretokenizers": [{"type": "WhitespaceSplit"}, file["pre_tokenizer"]],
-        }
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, file["pre_tokenizer"]]}
     ),
     "drops matches": lambda file: file.update(
         pre_tokenizer={
@@ -249,11 +246,7 @@ def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
         (b"{", None, "not a tokenizer.json of the tokenizers library"),
         (None, b"[]", "tokenizer_config.json beside it is not valid"),
         (None, b"{", "tokenizer_config.json beside it is not valid"),
-        (
-            None,
-            b'{"pad_token": "<nowhere>"}',
-            "has no '<nowhere>', which tokenizer_config.json beside it calls",
-        ),
+        (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
     ],
 )
 def test_broken_files_are_refused_in_one_line(

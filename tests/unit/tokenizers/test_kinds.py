@@ -301,9 +301,7 @@ def test_each_way_to_lose_text_is_noticed(foreign: Foreign, setting: str) -> Non
 def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign) -> None:
     """ALBERT's and XLNet's files name their tokens so; user-defined ones would be found in text."""
     model = foreign(
-        **T5_PIECES,
-        control_symbols=["[CLS]", "[SEP]"],
-        user_defined_symbols=["[MASK]", "<extra_id_1>", "<extra_id_0>"],
+        **T5_PIECES, control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]", "<extra_id_1>", "<extra_id_0>"]
     )
     tokenizer = SentencePieceTokenizer(model)
     pieces = {tokenizer.id_to_piece(token): token for token in range(tokenizer.vocab_size)}

@@ -37,8 +37,7 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
         assert isinstance(loaded, SentencePieceTokenizer)
         assert loaded.hash == tokenizer.hash
     with pytest.raises(
-        UsageError,
-        match=r"tokenizer.json: this is prep's description of a tokenizer, .*: give tokenizer.model",
+        UsageError, match=r"tokenizer.json: this is prep's description of a tokenizer, .*: give tokenizer.model"
     ):
         load(corpus / "tokenizer.json")
 
@@ -244,12 +243,7 @@ def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
 
 def test_special_tokens_of_the_file_go_before_usual_names() -> None:
     special_tokens = find_special_tokens(ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x")
-    assert (special_tokens.bos, special_tokens.eos, special_tokens.mask, special_tokens.unused) == (
-        0,
-        2,
-        3,
-        (1,),
-    )
+    assert (special_tokens.bos, special_tokens.eos, special_tokens.mask, special_tokens.unused) == (0, 2, 3, (1,))
 
 
 def test_a_token_that_ends_texts_is_not_unknown() -> None:

@@ -82,10 +82,7 @@ def test_differences_by_rank() -> None:
     mixed = {"kinds": [ONE, OTHER], "of_rank": [0, 1]}
     assert hardware.diff_hardware(same, mixed) == ["threads: 1 → 2 (on rank 1)"]
     turned = {"kinds": [OTHER, ONE], "of_rank": [0, 1]}
-    assert hardware.diff_hardware(mixed, turned) == [
-        "threads: 1 → 2 (on rank 0)",
-        "threads: 2 → 1 (on rank 1)",
-    ]
+    assert hardware.diff_hardware(mixed, turned) == ["threads: 1 → 2 (on rank 0)", "threads: 2 → 1 (on rank 1)"]
     more = {"kinds": [{**ONE, "MKL": "2024.2"}], "of_rank": [0, 0]}
     assert hardware.diff_hardware(same, more) == ["MKL: none → 2024.2"]
 

@@ -127,12 +127,7 @@ def test_events_are_kept_after_an_incomplete_line(tmp_path: Path) -> None:
         file.write(b'{"time":1')
     log_event(tmp_path, "resumed", "on 2 processes")
     first, torn, second = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert json.loads(first) | {"time": 0} == {
-        "time": 0,
-        "event": "stopped",
-        "detail": "by SIGTERM",
-        "step": 7,
-    }
+    assert json.loads(first) | {"time": 0} == {"time": 0, "event": "stopped", "detail": "by SIGTERM", "step": 7}
     assert torn == '{"time":1'
     assert json.loads(second)["event"] == "resumed"
 
@@ -164,12 +159,7 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
         {"train/tokens": 100, "train/loss": 3.0, "train/lr": pytest.approx(1e-3), "evaluation/code/loss": 1.5,
          "evaluation/code/load/0": 0.5, "evaluation/code/load/1": 2.0},
     )  # fmt: skip
-    assert [(step, values["train/loss"]) for step, values in scalars] == [
-        (1, 3.0),
-        (2, 2.0),
-        (2, 2.0),
-        (3, 3.0),
-    ]
+    assert [(step, values["train/loss"]) for step, values in scalars] == [(1, 3.0), (2, 2.0), (2, 2.0), (3, 3.0)]
     assert events[1].wall_time > 0
     starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
     assert starts == [0, 2]  # TensorBoard forgets what came before from that step on
@@ -236,11 +226,7 @@ def test_wandb_resumes_the_same_offline_run(tmp_path: Path) -> None:
     (first_id, first_half), (second_id, second_half) = (wandb_records(file) for file in files)
     assert first_id == second_id == (run / "wandb-id").read_text()
     assert [row["step"] for row in first_half] == ["1", "2", "3"]
-    assert [(row["step"], row["train/loss"]) for row in second_half] == [
-        ("3", "3"),
-        ("4", "4"),
-        ("5", "5"),
-    ]
+    assert [(row["step"], row["train/loss"]) for row in second_half] == [("3", "3"), ("4", "4"), ("5", "5")]
     assert second_half[0]["evaluation/code/loss"] == "0.5"
 
 

@@ -110,8 +110,7 @@ def test_a_run_refused_before_its_first_step_leaves_no_files(tmp_path: Path, wor
 
 
 @pytest.mark.parametrize(
-    ("error", "steps"),
-    [(UsageError("too late"), 1), (MegatfmError("a full disk"), 0), (ValueError("a bug"), 0)],
+    ("error", "steps"), [(UsageError("too late"), 1), (MegatfmError("a full disk"), 0), (ValueError("a bug"), 0)]
 )
 def test_a_run_that_failed_keeps_its_log(tmp_path: Path, error: Exception, steps: int) -> None:
     with pytest.raises(type(error)):
@@ -138,7 +137,6 @@ def test_a_refused_run_keeps_files_of_others(tmp_path: Path) -> None:
 def test_checkpoints_and_logs_may_be_links_to_another_disk(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Links are followed, and the log says so; a link to nowhere, or into another run, is refused."""
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)
@@ -268,10 +266,7 @@ def test_files_are_not_written_through_symbolic_links(
 @pytest.mark.parametrize("successor", [False, True])
 def test_a_moved_run_directory_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
     folder = tmp_path / "a"
-    with (
-        RunDirectory(folder, 0) as first,
-        nullcontext(first) if rank == 0 else RunDirectory(folder, rank) as run,
-    ):
+    with RunDirectory(folder, 0) as first, nullcontext(first) if rank == 0 else RunDirectory(folder, rank) as run:
         run.check_not_moved()
         shutil.rmtree(folder)
         if successor:
@@ -337,10 +332,7 @@ def test_a_log_line_has_mfu_and_time_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[2].endswith("grad norm 0.50")
 
 
-def test_the_logger_is_restored_after_a_run(
-    tmp_path: Path,
-) -> None:
-    """A run whose log cannot be written leaves it so, too."""
+def test_the_logger_is_restored_after_a_run(tmp_path: Path) -> None:
     log.setLevel(logging.WARNING)
     try:
         before = log.level, list(log.handlers)

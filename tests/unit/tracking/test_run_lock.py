@@ -58,7 +58,6 @@ def test_a_held_lock_names_its_holder_and_ends_with_it(tmp_path: Path, holder: F
 
 
 def test_a_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
-    """A refusal does not lose the lock."""
     first = RunLock(tmp_path / "lock")
     first.acquire()
     with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
@@ -96,7 +95,7 @@ def test_a_lock_file_removed_before_it_was_locked_is_opened_again(
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path: Path) -> None:
-    """A notebook, a plugin or a hook that opens and closes it: POSIX record locks would be gone."""
+    """As it would with POSIX record locks."""
     held = RunLock(tmp_path / "lock")
     held.acquire()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()

@@ -256,8 +256,7 @@ def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("batch", "few"),
-    [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)],
+    ("batch", "few"), [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)]
 )
 def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(folder: Path, batch: int, few: bool) -> None:
     result = config(folder)

@@ -113,9 +113,7 @@ def test_many_ranks_are_not_all_listed() -> None:
     assert "rank 7 on n at step 0, start and 12 more: has" in diagnosis.text
 
 
-def test_the_cause_of_a_failure_beats_its_victims(
-    detector: HangDetector,
-) -> None:
+def test_the_cause_of_a_failure_beats_its_victims(detector: HangDetector) -> None:
     """A failure is settled before it is told."""
     record_heartbeats(detector, 0.0)
     detector.record_failure(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
@@ -178,10 +176,7 @@ def test_the_relaying_rank_of_a_silent_node_is_blamed() -> None:
     detector = HangDetector(HOSTS, 10.0, 4.0, 0.0, relays=[0, 1, 2, 2])
     for second in range(11):
         record_heartbeats(
-            detector,
-            second,
-            r0=Heartbeat(7, "step", 8, second, True),
-            **({"r2": None, "r3": None} if second else {}),
+            detector, second, r0=Heartbeat(7, "step", 8, second, True), **({"r2": None, "r3": None} if second else {})
         )
     diagnosis = diagnose(detector, 10.1)
     assert (diagnosis.ranks, diagnosis.hosts) == ([2], ["n1"])
@@ -254,11 +249,7 @@ def test_nccl_s_records_are_read_from_its_own_recorder(monkeypatch: pytest.Monke
         requested.append(options)
         return b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
 
-    for name, value in (
-        ("is_initialized", True),
-        ("is_nccl_available", True),
-        ("get_backend_config", "cuda:nccl"),
-    ):
+    for name, value in (("is_initialized", True), ("is_nccl_available", True), ("get_backend_config", "cuda:nccl")):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     with (tmp_path / "log").open("wb") as file:

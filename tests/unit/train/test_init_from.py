@@ -55,20 +55,14 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
         match_weights(wider, STORED, [], SOURCE)
 
 
-@pytest.mark.parametrize(
-    ("expected", "only", "message"),
-    [
-        (
-            {**BODY, "topic.weight": (5, 8)},
-            [],
-            r"""no topic\.weight: name the .* 'train\.init_include=\["decoder\.\*"\]'$""",
-        ),
-        ({**BODY, "head.weight": (50, 8)}, [], r"head\.weight is \[40, 8\] there and \[50, 8\] here"),
-        ({**BODY, "topic.weight": (5, 8)}, ["topic.*"], r"it has no topic\.weight"),
-        (BODY, ["decoder.layer.*"], r"'decoder\.layer\.\*' matches none .*such as 'decoder\.\*'"),
-        ({"other.weight": (3,)}, [], r"it has no other\.weight: these are the weights of another"),
-    ],
-)
+@pytest.mark.parametrize(("expected", "only", "message"), [
+    ({**BODY, "topic.weight": (5, 8)}, [],
+     r"""no topic\.weight: name the .* 'train\.init_include=\["decoder\.\*"\]'$"""),
+    ({**BODY, "head.weight": (50, 8)}, [], r"head\.weight is \[40, 8\] there and \[50, 8\] here"),
+    ({**BODY, "topic.weight": (5, 8)}, ["topic.*"], r"it has no topic\.weight"),
+    (BODY, ["decoder.layer.*"], r"'decoder\.layer\.\*' matches none .*such as 'decoder\.\*'"),
+    ({"other.weight": (3,)}, [], r"it has no other\.weight: these are the weights of another"),
+])  # fmt: skip
 def test_weights_that_do_not_fit_are_named_with_a_way_out(expected: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         match_weights(expected, STORED, only, SOURCE)
@@ -148,11 +142,7 @@ def test_a_head_has_the_layers_of_transformers_s_class(preset: str, form: str, t
 
 def test_the_pooler_of_next_sentence_prediction_goes_on(tmp_path: Path) -> None:
     """Its tanh, too, in a model whose class in transformers has another pooler."""
-    words = [
-        *task_words(tmp_path, "classification"),
-        "data.sequence_length=16",
-        "model.extra_heads.sentence={}",
-    ]
+    words = [*task_words(tmp_path, "classification"), "data.sequence_length=16", "model.extra_heads.sentence={}"]
     config, _ = resolve_task(load_config("modernbert-base", words))
     (head,) = config.model.extra_heads.values()
     assert (head.name, head.pooler) == ("text_classifier", "tanh")

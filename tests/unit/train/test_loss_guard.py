@@ -126,16 +126,7 @@ def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> 
 
 def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
     loss_guard = guard(tmp_path, spike_window=16, spike_score=10.0)
-    for loss in [
-        1.0,
-        1.1,
-        0.9,
-        1.0,
-        1.1,
-        0.9,
-        1.0,
-        50.0,
-    ]:  # an outlier in the window doesn't hide the next one
+    for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 50.0]:  # an outlier in the window doesn't hide the next one
         loss_guard.observe(loss)
     loss_guard.observe(1.0)
     score = loss_guard.observe(6.0)

@@ -19,13 +19,7 @@ from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
 from megatfm.train.profiling import explain_out_of_memory, should_record_allocations
-from megatfm.train.startup_checks import (
-    check_local_disk,
-    check_space,
-    find_slow,
-    get_free_memory,
-    probe_disk,
-)
+from megatfm.train.startup_checks import check_local_disk, check_space, find_slow, get_free_memory, probe_disk
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
 
@@ -132,8 +126,7 @@ def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path) -> None
     """The allocator's own error, for an exabyte."""
     with (
         pytest.raises(
-            MegatfmError,
-            match=r"^rank 3 is out of memory: it held .* GiB and asked for 9\.31e\+08 GiB more\. Lower ",
+            MegatfmError, match=r"^rank 3 is out of memory: it held .* GiB and asked for 9\.31e\+08 GiB more\. Lower "
         ),
         explain_out_of_memory(tmp_path, 3, CPU),
     ):
@@ -141,16 +134,10 @@ def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path) -> None
 
 
 def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
-    with (
-        pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"),
-        explain_out_of_memory(tmp_path, 0, CPU),
-    ):
+    with pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"), explain_out_of_memory(tmp_path, 0, CPU):
         raise MemoryError
     output = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
-    with (
-        pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"),
-        explain_out_of_memory(tmp_path, 0, CPU),
-    ):
+    with pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"), explain_out_of_memory(tmp_path, 0, CPU):
         raise torch.OutOfMemoryError(output)
 
 
@@ -166,10 +153,7 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert place.read_bytes() == b"snapshot"
     (tmp_path / "memory").rename(tmp_path / "elsewhere")
     (tmp_path / "memory").write_text("a file where the folder should be")
-    with (
-        pytest.raises(MegatfmError, match="could not be written to"),
-        explain_out_of_memory(tmp_path, 2, GPU),
-    ):
+    with pytest.raises(MegatfmError, match="could not be written to"), explain_out_of_memory(tmp_path, 2, GPU):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
 

@@ -154,11 +154,7 @@ def test_a_relay_speaks_for_its_own_ranks_only(cluster: Cluster) -> None:
 
 
 def test_ranks_behind_a_relay_show_the_token_and_are_of_its_node(cluster: Cluster) -> None:
-    greetings: list[dict[str, Any]] = [
-        {"rank": 3, "token": "guess"},
-        {"rank": 1, "token": "secret"},
-        {"relayed": []},
-    ]
+    greetings: list[dict[str, Any]] = [{"rank": 3, "token": "guess"}, {"rank": 1, "token": "secret"}, {"relayed": []}]
     for hello in greetings:
         stranger = JsonConnection(connect(cluster.listeners[1]))
         stranger.send(hello)
@@ -255,21 +251,17 @@ def chained(error: BaseException) -> BaseException:
     return above
 
 
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer"), True),
-        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"), True),
-        (dist.DistNetworkError("recvValue failed"), True),
-        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error"), True),
-        (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.27"), False),
-        (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled system error"), False),
-        (RuntimeError("Connection refused by http://metrics.example"), False),
-        (RuntimeError("Timed out: the tokenizer service"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
-    ],
-    ids=range(9),
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "lost"), [
+    (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer"), True),
+    (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"), True),
+    (dist.DistNetworkError("recvValue failed"), True),
+    (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error"), True),
+    (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.27"), False),
+    (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled system error"), False),
+    (RuntimeError("Connection refused by http://metrics.example"), False),
+    (RuntimeError("Timed out: the tokenizer service"), False),
+    (ConnectionResetError("Connection reset by peer"), False),
+], ids=range(9))  # fmt: skip
 def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
     assert is_peer_loss(error) is lost
     assert is_peer_loss(chained(error)) is lost

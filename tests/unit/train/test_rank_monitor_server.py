@@ -99,9 +99,7 @@ def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect])
         assert rank.is_closed()
 
 
-def test_a_closed_connection_is_a_death_that_all_others_hear_of(
-    open_hub: Callable[..., Connect],
-) -> None:
+def test_a_closed_connection_is_a_death_that_all_others_hear_of(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(3)
     ranks = [connect(rank) for rank in range(3)]
     ranks[1].line.send({"heartbeat": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
@@ -126,15 +124,11 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
     assert diagnosis["ranks"] == [[1, 1]]
 
 
-@pytest.mark.parametrize(
-    "sent_bytes",
-    [
-        json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n", b'{"bye": true}\n', b"GET / HTTP/1.1\r\n\r\n",
-        b"[1]\n", b"x" * (LINE_BYTES + 1), b'{"token": "\\ud800"}\n', b'{"token": "secret", "rank": 1}\n',
-        b'{"token": "secret", "rank": "x"}\n', b'{"token": "secret"}\n',
-    ],
-    ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
-)  # fmt: skip
+@pytest.mark.parametrize("sent_bytes", [
+    json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n", b'{"bye": true}\n', b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\n", b"x" * (LINE_BYTES + 1), b'{"token": "\\ud800"}\n', b'{"token": "secret", "rank": 1}\n',
+    b'{"token": "secret", "rank": "x"}\n', b'{"token": "secret"}\n',
+], ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"])  # fmt: skip
 def test_strangers_are_shown_the_door_and_change_nothing(open_hub: Callable[..., Connect], sent_bytes: bytes) -> None:
     connect = open_hub(1)
     rank = connect(0)

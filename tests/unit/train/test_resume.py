@@ -62,9 +62,7 @@ def test_a_run_goes_on_with_the_same_config() -> None:
 
 def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
     word = change(
-        change(VALUES, "model.lm_head", {"scale": "d_model^-1/2"}),
-        "model.embedding",
-        {"scale": "d_model^1/2"},
+        change(VALUES, "model.lm_head", {"scale": "d_model^-1/2"}), "model.embedding", {"scale": "d_model^1/2"}
     )
     number = change(change(VALUES, "model.lm_head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
     second = change(number, "model.lm_head", {"scale": 0.5})
@@ -112,10 +110,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
     resume_point = resume.ResumePoint(PATH, state())
     for now, expected in (
         (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
-        (
-            state(change(VALUES, "optimizer.name", "lion")),
-            r"can't use: leave train\.branch_from out, and start",
-        ),
+        (state(change(VALUES, "optimizer.name", "lion")), r"can't use: leave train\.branch_from out, and start"),
     ):
         with pytest.raises(UsageError, match=expected) as caught:
             resume.check_compatible(resume_point, now, [], same_run=False)

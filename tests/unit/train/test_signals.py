@@ -23,13 +23,7 @@ from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
-from megatfm.train.startup_checks import (
-    ATTEMPTS,
-    adapt_layout,
-    check_progress,
-    fit_layout,
-    list_layout_changes,
-)
+from megatfm.train.startup_checks import ATTEMPTS, adapt_layout, check_progress, fit_layout, list_layout_changes
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -129,9 +123,7 @@ def test_handlers_are_given_back_after_an_error() -> None:
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
 
 
-def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """`megatfm.fit` in a thread of a notebook or a service."""
     before = [signal.getsignal(name) for name in STOP_SIGNALS]
     failed: list[BaseException] = []
@@ -197,7 +189,6 @@ def test_the_data_axes_and_the_micro_batch_give_way(
 
 
 def test_fewer_ranks_divide_experts() -> None:
-    """The experts of a rank are more, and what is computed the same."""
     experts = {"model.ffn.name": "moe", "model.ffn.n_experts": 8, "model.ffn.top_k": 2}
     after, output = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
     assert layout(after, 6)[0]["dp_shard"] == 6
@@ -205,14 +196,11 @@ def test_fewer_ranks_divide_experts() -> None:
     assert output == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
 
 
-@pytest.mark.parametrize(
-    ("settings", "world_size", "words"),
-    [
-        ({}, 5, "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8"),
-        ({"parallel.tp": 2}, 3, "allow 2, 4, 6, 8"),
-        ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "world_size", "words"), [
+    ({}, 5, "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8"),
+    ({"parallel.tp": 2}, 3, "allow 2, 4, 6, 8"),
+    ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
+])  # fmt: skip
 def test_a_layout_that_can_not_be_fitted_is_refused(settings: dict[str, object], world_size: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         fit_layout(config(**settings), world_size)
@@ -267,8 +255,7 @@ def test_without_an_agent_nothing_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"\x80\x04}.", b"{", b"[1]", b'{"agent": "none"}', b'{"agent": "none", "step": 0, "restarts": "x"}'],
+    "content", [b"\x80\x04}.", b"{", b"[1]", b'{"agent": "none"}', b'{"agent": "none", "step": 0, "restarts": "x"}']
 )
 def test_a_count_that_is_none_starts_again(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ATTEMPTS).write_bytes(content)
@@ -358,5 +345,4 @@ def shards_differ() -> None:
 
 
 def test_shards_are_no_copies(workers: Workers) -> None:
-    """Other blocks on every rank: not compared, and not taken for broken."""
     workers.run(shards_differ, 3)

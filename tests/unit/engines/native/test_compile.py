@@ -61,9 +61,7 @@ def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
 
 
 LEFT = {
-    "window with t5": {
-        "position.name": "t5", "attention.pattern": {"name": "window", "width": 5}
-    },
+    "window with t5": {"position.name": "t5", "attention.pattern": {"name": "window", "width": 5}},
     "compressed": {"position.name": "none", "attention.name": "compressed"},
 }  # fmt: skip
 

@@ -83,8 +83,7 @@ def test_the_host_waits_once_a_step(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "looks"),
-    [(1, ParallelConfig(), []), (2, ParallelConfig(dp_shard=2, ep=2), ["tolist"])],
+    ("ranks", "parallel", "looks"), [(1, ParallelConfig(), []), (2, ParallelConfig(dp_shard=2, ep=2), ["tolist"])]
 )
 def test_rows_of_experts_are_counted_on_the_device(
     workers: Workers, ranks: int, parallel: ParallelConfig, looks: list[str]

@@ -29,11 +29,7 @@ from tests.support.parity import (
 from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
 from tests.support.workers import Workers
 
-LAYOUTS = {
-    1: ParallelConfig(),
-    2: ParallelConfig(tp=2),
-    4: ParallelConfig(dp_replicate=2, tp=2),
-}
+LAYOUTS = {1: ParallelConfig(), 2: ParallelConfig(tp=2), 4: ParallelConfig(dp_replicate=2, tp=2)}
 
 
 def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
@@ -288,10 +284,7 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
     alone, sharded, cut = ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=2, zero=1)
     one = [(alone, ADAMW, "fp32"), (alone, SHORT, "bf16"), (alone, ADAMW, "fp16"), (alone, MUON, "fp32")]
     two = [(sharded, ADAMW, "fp32"), (cut, SHORT, "bf16"), (cut, MUON, "bf16")]
-    for early_ones in (
-        *workers.run(compare_all, 1, one, tmp_path),
-        *workers.run(compare_all, 2, two, tmp_path),
-    ):
+    for early_ones in (*workers.run(compare_all, 1, one, tmp_path), *workers.run(compare_all, 2, two, tmp_path)):
         assert set(early_ones) == {1}
 
 

@@ -54,9 +54,7 @@ def compare_overlapped() -> None:
             assert sent >= 3, "of the layers, while that of the embedding is not there yet"
             with pytest.MonkeyPatch.context() as late:
                 late.setattr(
-                    Replicated,
-                    "start_microbatch",
-                    lambda self, is_last: self.start_pipeline_step(keep_unsharded=False),
+                    Replicated, "start_microbatch", lambda self, is_last: self.start_pipeline_step(keep_unsharded=False)
                 )
                 afterwards, same_flows, none = one_step(parallel)
             assert (none, flows) == (0, same_flows)
@@ -153,9 +151,7 @@ def read_by_hand() -> None:
             assert torch.equal(early[name], moved[name]), name
 
 
-def test_parts_that_run_alone_have_the_weights_of_the_last_step(
-    workers: Workers,
-) -> None:
+def test_parts_that_run_alone_have_the_weights_of_the_last_step(workers: Workers) -> None:
     workers.run(read_by_hand, 2)
 
 

@@ -213,13 +213,10 @@ def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
     assert more - few == kept_more - n_bytes - weights == 3 * MICRO * LENGTH * UNTIED_MODEL.d_model * 8
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rank", "microbatches", "expected"),
-    [
-        ("gpipe", 0, 6, 6), ("gpipe", 3, 6, 6),
-        ("1f1b", 0, 6, 4), ("1f1b", 3, 6, 1), ("1f1b", 0, 2, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schedule", "rank", "microbatches", "expected"), [
+    ("gpipe", 0, 6, 6), ("gpipe", 3, 6, 6),
+    ("1f1b", 0, 6, 4), ("1f1b", 3, 6, 1), ("1f1b", 0, 2, 2),
+])  # fmt: skip
 def test_a_pipeline_rank_holds_several_microbatches(schedule: str, rank: int, microbatches: int, expected: int) -> None:
     pipeline = Pipeline(schedule, ranks=4, stages_per_rank=1, stages=(), parameter_ranks={})
     assert count_max_block_inputs(pipeline, rank, microbatches, n_blocks=3) == 3 * expected
