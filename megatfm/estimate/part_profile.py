@@ -11,10 +11,12 @@ SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Storage that a forward pass saves for its backward pass. number: see `OperatorRecorder.number`."""
+    """Storage that a forward pass saves for its backward pass. number: see `OperatorRecorder.number`; is_eager: by a
+    module that stays eager in compiled blocks."""
 
     number: int
     n_bytes: int
+    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,15 @@ class PartProfile:
         return self.compiled_bytes() if compiled else without_recompute
 
     def compiled_bytes(self) -> int:
-        """Return the bytes that a compiled block saves: it recomputes elementwise operators from their inputs."""
+        """Return the bytes that a compiled block saves.
+
+        torch's partitioner of forward and backward pass recomputes elementwise operators from their inputs, but not a
+        result that a matmul or attention of the backward pass reads (`ban_recompute_materialized_backward` of
+        torch/_functorch/config.py): it would be written to memory anyway. Experts stay eager.
+        """
         producers = {n: op for op in self.forward for n in op.writes}
+        materialized = {n for op in self.backward if op.kind != "pointwise" for n in op.reads}
+        materialized |= {tensor.number for tensor in self.saved if tensor.is_eager}
         kept: dict[int, int] = {}
         queue = [(tensor.number, tensor.n_bytes) for tensor in self.saved]
         visited: set[int] = set()
@@ -133,7 +142,8 @@ class PartProfile:
                 continue
             visited.add(number)
             producer = producers.get(number)
-            if producer is None or producer.kind != "pointwise" or n_bytes <= self.input_bytes // 64:
+            is_computed = producer is None or producer.kind != "pointwise"
+            if is_computed or number in materialized or n_bytes <= self.input_bytes // 64:
                 kept[number] = n_bytes
                 continue
             queue += [(n, size) for n, size in producer.reads.items() if n not in self.weight_numbers]

@@ -98,6 +98,7 @@ class LocalModel:
         self._exchanges_tokens = parallel.ep > 1
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
+        self._eager_depth = 0
         with quiet_fake_tensors():
             self._build(build_mesh(tp_only, dist.get_world_size(), "cpu"))
 
@@ -128,6 +129,9 @@ class LocalModel:
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
+                if not getattr(module, "is_compiled", True):
+                    module.register_forward_pre_hook(partial(self._count_eager, 1))
+                    module.register_forward_hook(partial(self._count_eager, -1))
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
                 elif isinstance(module, RMSNorm):
@@ -136,6 +140,9 @@ class LocalModel:
                     replace_forward(module, partial(self._cross_entropy, module))
                 elif isinstance(module, Experts) and self._exchanges_tokens:
                     exchange_tokens(module, reached_share, self._note_complete_experts)
+
+    def _count_eager(self, change: int, *_: Any) -> None:
+        self._eager_depth += change
 
     @property
     def _fraction(self) -> float:
@@ -188,9 +195,9 @@ class LocalModel:
         saved: dict[int, SavedTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            number = recorder.number(tensor)
-            if number not in weights:
-                saved.setdefault(number, SavedTensor(number, tensor.untyped_storage().nbytes()))
+            number, is_eager = recorder.number(tensor), self._eager_depth > 0
+            if number not in weights and (number not in saved or is_eager):
+                saved[number] = SavedTensor(number, tensor.untyped_storage().nbytes(), is_eager)
             return tensor
 
         with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -1,0 +1,96 @@
+"""Bytes that compiled blocks save between their passes: modelled, and by torch's own partitioner."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatfm.config import Config, load_config
+from megatfm.data.loader import without_documents
+from megatfm.engines.activation_checkpointing import measure_saved_bytes
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import estimator
+from megatfm.estimate.part_profile import PartProfile
+from megatfm.parallel.layout import iter_blocks, replace_forward
+from megatfm.train.build import build_model
+from megatfm.verify.shrink import draw_batch
+
+ROWS, TOKENS, WIDTH, HEAD, HIDDEN = 2, 64, 128, 64, 320
+SMALL = [
+    f"model.d_model={WIDTH}", "model.n_layers=2", "model.attention.n_heads=2", f"model.ffn.d_ff={HIDDEN}",
+    "model.dropout=0", "model.attention.dropout=0", "model.ffn.dropout=0", "train.precision=fp32",
+    f"train.micro_batch={ROWS}", f"train.global_batch={ROWS}", "parallel.dp_shard=1",
+]  # fmt: skip
+TEXT = [f"data.sequence_length={TOKENS}", "model.vocab_size=512", "data.train=d", "data.tokenizer=t"]
+
+
+def small(preset: str, *overrides: str) -> Config:
+    return load_config(preset, [*SMALL, *([] if preset.startswith("vit") else TEXT), *overrides])
+
+
+def profile_block(config: Config) -> PartProfile:
+    with estimator(config, load_cluster("h100", 1)) as opened:
+        return [part for part in opened.profile(opened.base).parts if part.is_block][-1]
+
+
+def measure_compiled(config: Config) -> int:
+    """Return the bytes that the last block saves, compiled without code generation."""
+    torch.manual_seed(0)
+    model = build_model(config).train()
+    *_, block = iter_blocks(model)
+    for module in block.modules():
+        if not getattr(module, "is_compiled", True):
+            replace_forward(module, torch.compiler.disable(module.forward))
+    compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition", dynamic=False)
+    saved = list[int]()
+
+    def forward(*args):
+        output, n_bytes = measure_saved_bytes(block, partial(compiled, *args))
+        saved.append(n_bytes)
+        return output
+
+    replace_forward(block, forward)
+    fields = without_documents(draw_batch(config, "one"))
+    model(**{name: torch.from_numpy(field) for name, field in fields.items()})
+    return saved[-1]
+
+
+# A block's backward pass reads the inputs of its matmuls, q, k and v, attention's result and residual sums: 8 vectors a
+# token. torch recomputes none of them, nor a hidden vector that a matmul reads, but what lies between.
+VECTORS = 8 * WIDTH
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own reading
+@pytest.mark.parametrize(
+    ("preset", "overrides", "elements", "elements_on_cpu"),
+    [
+        ("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0),
+        ("bert-base", [], VECTORS + 2 * HIDDEN, 0),
+        ("vit-ti16", [], VECTORS + 2 * HIDDEN, 0),
+        # q and k before their rotation are not read; SwiGLU has three hidden vectors. A CPU copies attention's result,
+        # and the tables of the rotation are saved with the first block.
+        ("llama3-8b", ["model.attention.n_kv_heads=2"], VECTORS + 3 * HIDDEN, WIDTH + HEAD),
+    ],
+)
+def test_a_compiled_block_saves_what_the_estimate_counts(
+    preset: str, overrides: list[str], elements: int, elements_on_cpu: int
+) -> None:
+    config = small(preset, *overrides)
+    block = profile_block(config)
+    tokens = block.input_bytes // (4 * WIDTH)
+    statistics = 4 * tokens * 8  # of norms and of attention: some floats a token
+    expected = 4 * tokens * elements
+    assert expected <= block.compiled_bytes() <= expected + statistics
+    on_cpu = measure_compiled(config) - 4 * tokens * elements_on_cpu
+    assert expected <= on_cpu <= expected + statistics
+
+
+def test_experts_stay_eager_in_a_compiled_block() -> None:
+    experts = ["model.ffn.n_experts=4", "model.ffn.top_k=2", "model.attention.n_kv_heads=2"]
+    block = profile_block(small("olmoe-1b-7b", *experts))
+    eager = sum(tensor.n_bytes for tensor in block.saved if tensor.is_eager)
+    tokens = block.input_bytes // (4 * WIDTH)
+    assert eager >= 4 * tokens * 2 * (3 * HIDDEN + WIDTH), "of two experts a token: input, and three hidden vectors"
+    assert block.compiled_bytes() >= eager + 4 * tokens * 6 * WIDTH
+    assert block.compiled_bytes() <= block.saved_bytes("none", compiled=False)
