@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatfm.config import Config, load_config
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
-from megatfm.imaginary.step import batches_of
+from megatfm.estimate.estimator import open_estimator
+from megatfm.imaginary.step import make_batches
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.shrink import objective_for
@@ -80,7 +80,7 @@ def measure_rank(rank: int, ranks: int, preset: str, layout: str, folder: str) -
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         mesh = build_mesh(config.parallel, ranks, "cpu")
         engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
-        drawn = batches_of(config, mesh.data_ranks, None)
+        drawn = make_batches(config, mesh.data_ranks, None)
         batches = [{name: torch.as_tensor(field).clone() for name, field in batch.items()} for batch in drawn]
         objective = objective_for(config)
         for step in range(2):
@@ -108,7 +108,7 @@ def measure(preset: str, ranks: int, layout: str) -> int:
 
 def model(preset: str, ranks: int, layout: str) -> int:
     """Modelled bytes of the fullest rank, without those that CUDA reserves."""
-    with estimator(make_config(preset, ranks, layout), load_cluster("h100", ranks)) as opened:
+    with open_estimator(make_config(preset, ranks, layout), load_cluster("h100", ranks)) as opened:
         worst = opened.estimate(opened.base).worst
     return worst.total - worst.reserved
 

@@ -61,7 +61,7 @@ def simulate(
         for rank, queue in enumerate(queues):
             while positions[rank] < len(queue):
                 action = queue[positions[rank]]
-                ready = _ready(action, ends, rank_of, transfer)
+                ready = _find_start(action, ends, rank_of, transfer)
                 if ready is None:
                     break
                 start, cost = max(free[rank], ready), seconds[action.kind][action.stage]
@@ -77,7 +77,7 @@ def simulate(
     return Timeline(passes, max(free), busy, count_in_flight(queues))
 
 
-def _ready(
+def _find_start(
     action: Action, ends: Mapping[tuple[int, str, int], float], rank_of: Sequence[int], transfer: float
 ) -> float | None:
     """Return when a pass can start, as the passes before it have ended; None while one of them has not run."""

@@ -11,21 +11,21 @@ from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.rank_flows import (
     add_context_flows,
     add_expert_flows,
-    parts_of,
-    rank_flows,
-    recomputed_operators,
+    compute_rank_flows,
+    list_rank_parts,
+    list_recomputed_operators,
 )
-from megatfm.estimate.roofline import Seconds, pass_seconds
+from megatfm.estimate.roofline import Seconds, estimate_pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.stalls import fullest_share
+from megatfm.estimate.stalls import estimate_fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
     axes_of,
-    axis_seconds,
     collective_seconds,
     count_all_gathers,
     data_leaves_node,
+    estimate_axis_seconds,
     join_axes,
     leaves_node,
 )
@@ -140,15 +140,17 @@ def step_time(
         times.append(cache[id(part)])
     busiest = max(
         range(parallel.pp),
-        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in parts_of(stages, rank_of, rank)),
+        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in list_rank_parts(stages, rank_of, rank)),
     )
-    indices = parts_of(stages, rank_of, busiest)
-    flows = [rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)]
+    indices = list_rank_parts(stages, rank_of, busiest)
+    flows = [
+        compute_rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)
+    ]
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
-    data = _exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
-    optimizer = optimizer_seconds(config, cluster, weights, indices)
+    data = _estimate_exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
+    optimizer = estimate_optimizer_seconds(config, cluster, weights, indices)
     exchanges = flows[busiest].select(flows[busiest].by_member)  # of whole tensors, which nothing hides
-    optimizer += axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
+    optimizer += estimate_axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sum_causes(times, indices, microbatches, sharded)
     if takes_two_passes(config, microbatches):
@@ -158,7 +160,7 @@ def step_time(
             reducing, plain = (sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False))
             data += max(0.0, reducing - plain)
         data += sum(times[i].exposed_first_gather for i in indices)
-        return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
+        return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
@@ -166,11 +168,11 @@ def step_time(
         parallel.stages_per_rank,
         microbatches,
         rank_of,
-        _stage_seconds(times, stages),
+        _sum_stage_seconds(times, stages),
         transfer,
     )
     bubble = timeline.seconds - sum(computed.values())
-    time = _step(computed, bubble, data, optimizer)
+    time = _make_step_time(computed, bubble, data, optimizer)
     return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
 
 
@@ -188,22 +190,22 @@ def part_time(
     parallel, device, node = config.parallel, cluster.device, cluster.node
     fp8 = config.train.precision.startswith("fp8") and part.is_block
     fused = compiled and part.is_block
-    forward = pass_seconds(device, part.forward, compiled=fused, fp8=fp8)
-    backward = pass_seconds(device, part.backward, compiled=fused, fp8=fp8)
+    forward = estimate_pass_seconds(device, part.forward, compiled=fused, fp8=fp8)
+    backward = estimate_pass_seconds(device, part.backward, compiled=fused, fp8=fp8)
     tp = axes[TENSOR]
-    sent_forward, sent_backward = (_sent_seconds(ops, tp, cluster) for ops in (part.forward, part.backward))
-    recompute, resent = _recompute_seconds(config, cluster, part, tp, compiled=fused, fp8=fp8)
+    sent_forward, sent_backward = (_estimate_sent_seconds(ops, tp, cluster) for ops in (part.forward, part.backward))
+    recompute, resent = _estimate_recompute_seconds(config, cluster, part, tp, compiled=fused, fp8=fp8)
     exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
     flows = Flows()
     add_context_flows(flows, config, part, axes[CONTEXT], 1)
     add_expert_flows(flows, config, part, axes[EXPERT], 1)
-    experts = axis_seconds(flows, axes, node, (EXPERT,))
-    context = axis_seconds(flows, axes, node, (CONTEXT,))
-    gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
+    experts = estimate_axis_seconds(flows, axes, node, (EXPERT,))
+    context = estimate_axis_seconds(flows, axes, node, (CONTEXT,))
+    gather, reduce = _estimate_zero_seconds(config, cluster, index, weights, axes)
     data_link = data_leaves_node(parallel.zero, axes, node)
     on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
     exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
-    weight_flops = _weight_gradient_flops(part)
+    weight_flops = _count_weight_gradient_flops(part)
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartTime(
         forward,
@@ -213,7 +215,7 @@ def part_time(
         sent_backward * exposed,
         context,
         experts,
-        _imbalance(config, cluster, part, experts, fp8=fp8),
+        _estimate_imbalance(config, cluster, part, experts, fp8=fp8),
         gather,
         reduce,
         weight_flops / total_flops if part.backward else WEIGHT_SHARE,
@@ -223,17 +225,17 @@ def part_time(
     )
 
 
-def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
+def _estimate_imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
     """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
     matmuls = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
     if config.parallel.ep == 1 or not matmuls:
         return 0.0
     tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
-    computed = pass_seconds(cluster.device, matmuls, compiled=False, fp8=fp8).matmul
-    return (fullest_share(config, tokens) - 1) * (computed + sent)
+    computed = estimate_pass_seconds(cluster.device, matmuls, compiled=False, fp8=fp8).matmul
+    return (estimate_fullest_share(config, tokens) - 1) * (computed + sent)
 
 
-def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
+def _estimate_sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
     return sum(
         collective_seconds(axis, cluster.node, op.collective, op.sent_bytes)
         for op in operators
@@ -241,22 +243,22 @@ def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -
     )
 
 
-def _recompute_seconds(
+def _estimate_recompute_seconds(
     config: Config, cluster: Cluster, part: PartProfile, tp: Axis, *, compiled: bool, fp8: bool
 ) -> tuple[float, float]:
     """Estimate the seconds of recomputation in the backward pass, and of its traffic."""
     mode = config.train.recompute
     if mode == "none" or not part.is_block or mode.endswith("%"):
         return 0.0, 0.0
-    operators = recomputed_operators(part, mode)
-    seconds = pass_seconds(cluster.device, operators, compiled=compiled, fp8=fp8).total
-    return seconds, _sent_seconds(operators, tp, cluster)
+    operators = list_recomputed_operators(part, mode)
+    seconds = estimate_pass_seconds(cluster.device, operators, compiled=compiled, fp8=fp8).total
+    return seconds, _estimate_sent_seconds(operators, tp, cluster)
 
 
-def _zero_seconds(
+def _estimate_zero_seconds(
     config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
-    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
+    """Estimate the seconds of one gather of a part's weights, and of one reduction of their gradients (ZeRO ≥ 2)."""
     parallel, node = config.parallel, cluster.node
     if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
         return 0.0, 0.0
@@ -276,14 +278,14 @@ def _zero_seconds(
     return gather, reduce
 
 
-def _weight_gradient_flops(part: PartProfile) -> float:
-    """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
+def _count_weight_gradient_flops(part: PartProfile) -> float:
+    """Return the FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
     return sum(
         op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
     ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)
 
 
-def _exposed_data(
+def _estimate_exposed_data(
     config: Config,
     cluster: Cluster,
     flows: Flows,
@@ -300,8 +302,8 @@ def _exposed_data(
         if parallel.pp == 1:
             return 0.0
         reductions = flows.select([key for key in hideable if key[1] != "all_gather"])
-        return axis_seconds(reductions, axes, cluster.node, data_axes)
-    seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
+        return estimate_axis_seconds(reductions, axes, cluster.node, data_axes)
+    seconds = estimate_axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
     if parallel.pp > 1:
         return seconds
     backward = sum(time.total(reduces=False)[1] - time.shared_backward for time in times)
@@ -345,7 +347,7 @@ def _sum_causes(
     return {cause: total * microbatches for cause, total in sums.items()}
 
 
-def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+def _sum_stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
     for stage in stages:
         forward = backward = weight = 0.0
@@ -358,13 +360,15 @@ def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -
     return seconds
 
 
-def _step(computed: Mapping[str, float], bubble: float, data: float, optimizer: float) -> StepTime:
+def _make_step_time(computed: Mapping[str, float], bubble: float, data: float, optimizer: float) -> StepTime:
     parts = dict(computed)
     parts["data_parallel"] += data
     return StepTime(**parts, bubble=bubble, optimizer=optimizer)
 
 
-def optimizer_seconds(config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]) -> float:
+def estimate_optimizer_seconds(
+    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
+) -> float:
     """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients."""
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
