@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import GIB, NODE
+from megatfm.estimate.devices import CALIBRATED_PRECISIONS, GIB, NODE
 from megatfm.tracking.hardware import describe_processor
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = dict(zip(CALIBRATED_PRECISIONS, (torch.bfloat16, torch.float32), strict=True))
 MATMUL_SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
 """Values of m, n and k of matmuls. All combinations that take less than `MAX_SECONDS` are measured."""
 MAX_SECONDS = {"cpu": 0.25, "cuda": 0.05}

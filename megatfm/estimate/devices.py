@@ -15,6 +15,8 @@ from megatfm.registry import did_you_mean
 GIB = 2**30
 NODE = "here"
 """Name of the calibrated machine, as device and as node."""
+CALIBRATED_PRECISIONS = ("bf16", "fp32")
+"""Precisions in which `calibrate.py` measures a machine."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Flops = Mapping[Annotated[str, Field(pattern="^(bf16|fp16|fp8|fp32|fp64)$")], PositiveFloat]
 CHECKED = ConfigDict(extra="forbid")
@@ -64,7 +66,8 @@ class Device:
         """Return the dense FLOP/s in a `train.precision`. Raises UsageError for one that the device lacks."""
         key = "fp8" if precision.startswith("fp8") else precision
         if key not in self.flops:
-            measure = f", or measure it so: --calibrate FILE train.precision={key}" * (self.key == NODE)
+            is_measurable = self.key == NODE and key in CALIBRATED_PRECISIONS
+            measure = f", or measure it so: --calibrate FILE train.precision={key}" * is_measurable
             raise UsageError(
                 f"train.precision = {precision!r}: the table of {self.name} has no {key}: set "
                 f"train.precision = {'bf16' if 'bf16' in self.flops else next(iter(self.flops))!r}{measure}"

@@ -306,8 +306,10 @@ def describe_recorded(estimate: Estimate, recorded: Recorded) -> list[str]:
     else:
         lines.append("recorded: no step, so no memory: the first one did not end")
     for rank, allocated, requested in recorded.failures:
-        pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
-        prediction = f"predicted for it: {estimate.memory[pipeline_rank].total / GIB:.2f}"
+        prediction = f"an earlier start had more ranks than {recorded.processes}"
+        if rank < recorded.processes:
+            pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
+            prediction = f"predicted for it: {estimate.memory[pipeline_rank].total / GIB:.2f}"
         request = f" and asked for {requested} more" if requested else ""
         lines.append(f"rank {rank} held {allocated:.2f} GiB{request}; {prediction}")
     if not recorded.failures:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,8 +47,20 @@ def build_guard(folder: Path | None = None) -> Path:
             f"the imaginary GPU needs a C++ compiler, and there is no g++: install it, or {WITHOUT_GUARD}"
         )
     log.info("building the imaginary GPU's device guard for torch %s (once, seconds): %s", version, library)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    try:
+        _compile_guard(compiler, torch, library)
+    except OSError as error:
+        raise MegatfmError(
+            f"the imaginary GPU's guard can't be built with {compiler} in {folder}: {error.strerror}: set CXX or "
+            f"XDG_CACHE_HOME, or {WITHOUT_GUARD}"
+        ) from error
+    return library
+
+
+def _compile_guard(compiler: str, torch: Path, library: Path) -> None:
+    """Compile the guard beside its final name, and rename it. Raises OSError, and MegatfmError for a compiler error."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
         process = subprocess.run(
@@ -60,7 +73,6 @@ def build_guard(folder: Path | None = None) -> Path:
         Path(temporary).replace(library)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return library
 
 
 def get_cache_folder() -> Path:
@@ -77,4 +89,4 @@ def _find_torch_folder() -> Path:
 
 def _make_compile_command(compiler: str, torch: Path, target: Path) -> list[str]:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch}/include", str(SOURCE), "-o", str(target)]
-    return [compiler, *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
+    return [*shlex.split(compiler), *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]

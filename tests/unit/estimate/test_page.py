@@ -195,6 +195,8 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert cluster.device.moves[1][0] == 2**21
     assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
     assert "or measure it so: --calibrate FILE train.precision=bf16" in capsys.readouterr().err
+    assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64") == 2
+    assert "measure it so" not in capsys.readouterr().err, "it measures in bf16 and fp32 alone"
     assert run(*words, "--calibrate", str(path)) == 2
     assert "the file exists" in capsys.readouterr().err
     assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2

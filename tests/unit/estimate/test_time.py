@@ -267,6 +267,18 @@ def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.Cap
     assert "fits with train.recompute=full" in output
 
 
+def test_a_rank_of_an_earlier_start_on_more_ranks_has_no_prediction(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"gpu": "NVIDIA H100 80GB HBM3", "processes": "4", "machines": "1"}
+    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["explain-oom", str(run)])
+    output, errors = capsys.readouterr()
+    assert ended.value.code == 0, errors
+    assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; an earlier start had more ranks than 4" in output
+
+
 def test_the_device_is_the_one_of_the_run(run: Path) -> None:
     recorded = read_recorded(run)
     assert find_device(recorded) == "h100"

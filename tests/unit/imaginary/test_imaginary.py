@@ -122,6 +122,13 @@ def test_the_guard_is_built_once_and_says_what_it_lacks(tmp_path: Path, monkeypa
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(MegatfmError, match="does not build"):
         build_guard(tmp_path)
+    monkeypatch.setenv("CXX", f"{tmp_path}/no-compiler -m64")
+    with pytest.raises(MegatfmError, match=r"can't be built with .*no-compiler -m64 .*No such file.*set CXX or"):
+        build_guard(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(MegatfmError, match=r"can't be built .* in .*/file/folder: Not a directory: set CXX or"):
+        build_guard(tmp_path / "file" / "folder")
 
 
 def test_the_guard_must_come_before_torch() -> None:
