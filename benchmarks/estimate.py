@@ -37,12 +37,12 @@ import torch.distributed as dist
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
-from megatfm.estimate.calibrate import DTYPES, Clock, _matmul, matmul_shapes, measure_device, write_table
+from megatfm.estimate.calibrate import DTYPES, Clock, list_matmul_shapes, make_matmul, measure_device, write_table
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
-from megatfm.estimate.estimator import Estimate, Estimator, estimator
-from megatfm.estimate.roofline import measured_rate
+from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
+from megatfm.estimate.roofline import interpolate_rate
 from megatfm.estimate.search import search
-from megatfm.imaginary.step import batches_of
+from megatfm.imaginary.step import make_batches
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.profiling import keep_freed_memory
@@ -59,7 +59,7 @@ STEP = [
 
 def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
     """Draw shapes, of multiples of 16, between the smallest and the largest of the table's sizes."""
-    draw, largest, shapes = random.Random(seed), max(map(prod, matmul_shapes("cpu"))), list[tuple[int, int, int]]()
+    draw, largest, shapes = random.Random(seed), max(map(prod, list_matmul_shapes("cpu"))), list[tuple[int, int, int]]()
     while len(shapes) < count:
         m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
         if m * n * k <= largest:
@@ -69,12 +69,12 @@ def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
 
 def measure_products(precision: str, rounds: int, count: int) -> None:
     """Print the errors of held-out products."""
-    device, known, held_out = torch.device("cpu"), matmul_shapes("cpu"), draw_shapes(count, 3)
-    functions = [_matmul(shape, DTYPES[precision], device) for shape in (*known, *held_out)]
-    seconds = Clock(device).fastest(functions, rounds)
+    device, known, held_out = torch.device("cpu"), list_matmul_shapes("cpu"), draw_shapes(count, 3)
+    functions = [make_matmul(shape, DTYPES[precision], device) for shape in (*known, *held_out)]
+    seconds = Clock(device).measure_fastest(functions, rounds)
     table = [[*shape, t] for shape, t in zip(known, seconds, strict=False)]
     measured = zip(held_out, seconds[len(known) :], strict=True)
-    errors = [2 * prod(shape) / measured_rate(table, *shape) / elapsed - 1 for shape, elapsed in measured]
+    errors = [2 * prod(shape) / interpolate_rate(table, *shape) / elapsed - 1 for shape, elapsed in measured]
     sizes = sorted(map(abs, errors))
     print(
         f"{precision}: {len(known)} products in the table, {count} held out: error {100 * median(errors):+.1f} % in "
@@ -89,13 +89,13 @@ def measure_step(config: Config, rounds: int) -> float:
     device = torch.device("cpu")
     keep_freed_memory(device)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), device, config.train.precision)
-    objective, batches = objective_for(config), batches_of(config, 1, None)
+    objective, batches = objective_for(config), make_batches(config, 1, None)
 
     def step() -> None:
         engine.forward_backward(batches, objective)
         engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
 
-    seconds = Clock(device).fastest([step], rounds)[0]
+    seconds = Clock(device).measure_fastest([step], rounds)[0]
     dist.destroy_process_group()
     return seconds
 
@@ -105,7 +105,7 @@ def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
         write_table(measure_device(torch.device("cpu"), config.train.precision), path)
-        with estimator(config, load_cluster(NODE, 1, hardware=path)) as opened:
+        with open_estimator(config, load_cluster(NODE, 1, hardware=path)) as opened:
             estimate = opened.estimate(opened.base)
     return estimate.time.step, vars(estimate.time)
 
@@ -229,7 +229,7 @@ def find_fastest(opened: Estimator, row: Row) -> tuple[float, Estimate] | None:
 def calibrate_cluster(cluster: Cluster, row: Row, measured: float) -> float:
     """Return the efficiency of products with which a row comes out as measured, by bisection."""
     low, high = 0.3, 1.0
-    with estimator(make_gpt_config(row), cluster) as opened:
+    with open_estimator(make_gpt_config(row), cluster) as opened:
         for _ in range(12):
             middle = (low + high) / 2
             opened.cluster = scale_efficiency(cluster, middle)
@@ -255,7 +255,7 @@ def add_ptd_p(page: common.Page) -> None:
     errors: tuple[list[float], list[float]] = [], []
     for row in PTD_P:
         cluster, cells, layout = load_cluster("a100", row.gpus), [], ""
-        with estimator(make_gpt_config(row), cluster) as opened:
+        with open_estimator(make_gpt_config(row), cluster) as opened:
             for its_errors, opened.cluster in zip(errors, (cluster, scale_efficiency(cluster, share)), strict=True):
                 best = find_fastest(opened, row)
                 if best is None:
@@ -284,7 +284,7 @@ def add_llama(page: common.Page) -> None:
     plain = ["parallel.tp=8", "parallel.dp_shard=-1", "parallel.zero=2", "train.micro_batch=1"]
     plain += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
     for name, gpus, overrides, published in LLAMA:
-        with estimator(load_config("llama3-405b", [*plain, *overrides]), load_cluster("h100", gpus)) as opened:
+        with open_estimator(load_config("llama3-405b", [*plain, *overrides]), load_cluster("h100", gpus)) as opened:
             estimate = opened.estimate(opened.base)
         tflops = estimate.mfu[0] * estimate.cluster.device.peak("bf16") / 1e12
         error = 100 * (tflops / published - 1)
@@ -328,7 +328,7 @@ def run_search(args: argparse.Namespace) -> None:
     for preset, gpus in (case for case in SEARCHES if not args.only or case[0] in args.only):
         cluster = load_cluster("h100", gpus)
         tp_sizes = [size for size in list_divisors(gpus) if size <= cluster.node.gpus]
-        with estimator(load_config(preset), cluster, tp_sizes) as opened:
+        with open_estimator(load_config(preset), cluster, tp_sizes) as opened:
             start = time.process_time()
             result = search(opened)
             seconds = time.process_time() - start

@@ -25,8 +25,8 @@ import torch.multiprocessing
 from megatfm.config import Config, load_config
 from megatfm.data.loader import without_documents
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
-from megatfm.imaginary.step import batches_of
+from megatfm.estimate.estimator import open_estimator
+from megatfm.imaginary.step import make_batches
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.shrink import objective_for
@@ -106,7 +106,7 @@ def measure_rank(rank: int, ranks: int, preset: str, layout: str, folder: str, l
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
     drawn = [
         without_documents({name: torch.as_tensor(field).numpy() for name, field in batch.items()})
-        for batch in batches_of(config, mesh.data_ranks, None)
+        for batch in make_batches(config, mesh.data_ranks, None)
     ]
     batches = [{name: torch.from_numpy(field).clone() for name, field in batch.items()} for batch in drawn]
     objective = objective_for(config)
@@ -129,7 +129,7 @@ def measure(preset: str, ranks: int, layout: str, library: Path) -> int:
 
 def model(preset: str, ranks: int, layout: str, device: str) -> int:
     """Modelled bytes of the fullest rank, without those that the device reserves."""
-    with estimator(make_config(preset, ranks, layout), load_cluster(device, ranks)) as opened:
+    with open_estimator(make_config(preset, ranks, layout), load_cluster(device, ranks)) as opened:
         worst = opened.estimate(opened.base).worst
     return worst.total - worst.reserved
 

@@ -94,11 +94,11 @@ def estimate_command(args: argparse.Namespace) -> int:
         _calibrate(args, config.train.precision)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
-    from megatfm.estimate.estimator import estimator
+    from megatfm.estimate.estimator import open_estimator
     from megatfm.estimate.text import as_dict
 
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
-    with estimator(config, cluster, sizes) as opened_estimator:
+    with open_estimator(config, cluster, sizes) as opened_estimator:
         if args.search:
             estimate = _find_best_layout(opened_estimator, args.json)
         else:
@@ -160,15 +160,15 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
 def _find_best_layout(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
     """Search for the best layout, print a table, and return the best estimate. Raises UsageError if nothing fits."""
     from megatfm.estimate.search import search
-    from megatfm.estimate.text import search_summary, search_table
+    from megatfm.estimate.text import describe_search, make_search_table
 
     result = search(opened_estimator)
     if not result.best:
         raise UsageError(_describe_failed_search(opened_estimator, result))
     if not is_quiet:
-        for line in search_summary(result):
+        for line in describe_search(result):
             print(line)
-        print_table(search_table(result, MAX_LAYOUTS))
+        print_table(make_search_table(result, MAX_LAYOUTS))
     return result.best[0]
 
 
@@ -187,10 +187,10 @@ def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult
 
 def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
-    from megatfm.estimate.text import not_compiled_line, traced_lines, traced_table
-    from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
+    from megatfm.estimate.text import describe_eager_blocks, describe_trace, make_traced_table
+    from megatfm.estimate.traced import compare_with_trace, count_traced_microbatches, make_trace_overrides, run_trace
 
-    changes = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
+    changes = make_trace_overrides(estimate.config, args.gpus, count_traced_microbatches(estimate))
     keys = {change.partition("=")[0] for change in changes}
     overrides = [
         *(override for override in args.overrides if override.partition("=")[0] not in keys),
@@ -199,23 +199,23 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
     traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
     config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
     bf16_estimate = opened_estimator.estimate(config)
-    print_table(traced_table(differences(bf16_estimate, traced), traced))
+    print_table(make_traced_table(compare_with_trace(bf16_estimate, traced), traced))
     if estimate.compiled:
         compiled = opened_estimator.estimate(config.with_changes({"train.compile": True}))
         parts = opened_estimator.profile(config).parts
-        print(not_compiled_line([part.name for part in parts if part.is_block], bf16_estimate, compiled))
-    for line in traced_lines(traced):
+        print(describe_eager_blocks([part.name for part in parts if part.is_block], bf16_estimate, compiled))
+    for line in describe_trace(traced):
         print(line)
 
 
 def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
-    from megatfm.estimate.write import launch_words, write_layout
+    from megatfm.estimate.write import make_launch_arguments, write_layout
     from megatfm.files import atomic_write
     from megatfm.launchers import cli
 
     write_layout(args.config, estimate, args.write)
-    launch_arguments = launch_words(args.write, estimate)
+    launch_arguments = make_launch_arguments(args.write, estimate)
     parser = argparse.ArgumentParser()
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
@@ -229,13 +229,20 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
 
 def _print_estimate(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Print whether the run fits, and tables of its memory, time and traffic."""
-    from megatfm.estimate.stalls import failure_line
-    from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
+    from megatfm.estimate.stalls import describe_failures
+    from megatfm.estimate.text import (
+        describe_fit,
+        describe_run,
+        describe_speed,
+        make_memory_table,
+        make_time_table,
+        make_traffic_table,
+    )
 
-    for line in (*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)):
-        print(line)
+    lines = [*describe_run(estimate), describe_fit(estimate), *describe_speed(estimate), describe_failures(estimate)]
+    print("\n".join(lines))
     print()
-    for table in (memory_table(estimate), time_table(estimate), traffic_table(estimate)):
+    for table in (make_memory_table(estimate), make_time_table(estimate), make_traffic_table(estimate)):
         if table.rows:
             print_table(table)
     _print_advice(opened_estimator, estimate)
@@ -243,14 +250,14 @@ def _print_estimate(opened_estimator: "Estimator", estimate: "Estimate") -> None
 
 def _print_advice(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
     """Print a larger micro-batch that fits, too; or, if the run doesn't fit or needs less memory, what to change."""
-    from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
+    from megatfm.estimate.advice import find_fitting_changes, find_largest_micro_batch
 
     if estimate.fits and not needs_less:
-        largest = largest_micro_batch(opened_estimator, estimate)
+        largest = find_largest_micro_batch(opened_estimator, estimate)
         if largest and largest > estimate.config.train.micro_batch:
             print(f"train.micro_batch={largest} fits as well")
         return
-    changes = changes_that_fit(opened_estimator, estimate)
+    changes = find_fitting_changes(opened_estimator, estimate)
     if not changes:
         print("none of the common changes makes it fit: use more GPUs, or shorter rows")
     for change in changes[:MAX_CHANGES]:
@@ -270,16 +277,22 @@ def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
 def explain_oom_command(args: argparse.Namespace) -> int:
     """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
     from megatfm.estimate.recorded import read_recorded, run_estimator
-    from megatfm.estimate.text import heading, memory_table, phases_table, recorded_lines, verdict
+    from megatfm.estimate.text import (
+        describe_fit,
+        describe_recorded,
+        describe_run,
+        make_memory_table,
+        make_phases_table,
+    )
     from megatfm.launchers.status import resolve_run_dir
 
     folder = resolve_run_dir(args.folder)
     recorded = read_recorded(folder)
     with run_estimator(folder, recorded, args.device, args.hardware) as opened:
         estimate = opened.estimate(opened.base)
-        for line in (*heading(estimate), verdict(estimate), *recorded_lines(estimate, recorded)):
+        for line in (*describe_run(estimate), describe_fit(estimate), *describe_recorded(estimate, recorded)):
             print(line)
-        print_table(memory_table(estimate))
-        print_table(phases_table(estimate))
+        print_table(make_memory_table(estimate))
+        print_table(make_phases_table(estimate))
         _print_advice(opened, estimate, needs_less=bool(recorded.failures))
     return 0

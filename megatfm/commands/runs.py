@@ -198,14 +198,14 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report_command(args: argparse.Namespace) -> int:
     """Write RUN/report.html and print where it is."""
-    from megatfm.estimate.recorded import estimated_rows
+    from megatfm.estimate.recorded import compare_with_estimate
     from megatfm.report import write_report
     from megatfm.report.run import check_is_run
 
     folder = check_path(Path(args.run_dir))
     check_is_run(folder)
     try:
-        estimated = estimated_rows(folder, args.hardware)
+        estimated = compare_with_estimate(folder, args.hardware)
     except UsageError as error:
         if args.hardware:
             raise

@@ -22,10 +22,10 @@ class Change:
     estimate: Estimate
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={_toml(value)}" for key, value in self.overrides.items())
+        return " ".join(f"{key}={_format_toml_value(value)}" for key, value in self.overrides.items())
 
 
-def _toml(value: object) -> str:
+def _format_toml_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -37,10 +37,10 @@ def with_changes(config: Config, overrides: Mapping[str, Any]) -> Config | None:
         return None
 
 
-def changes_that_fit(estimator: Estimator, estimate: Estimate) -> list[Change]:
+def find_fitting_changes(estimator: Estimator, estimate: Estimate) -> list[Change]:
     """Try the usual remedies one by one, then together; return those that fit, the fastest first."""
     fitting = []
-    for overrides in _remedies(estimate.config):
+    for overrides in _iter_remedies(estimate.config):
         change = try_change(estimator, overrides)
         if change is not None and change.estimate.fits:
             fitting.append(change)
@@ -58,7 +58,7 @@ def try_change(estimator: Estimator, overrides: Mapping[str, Any]) -> Change | N
         return None
 
 
-def _remedies(config: Config) -> Iterator[dict[str, Any]]:
+def _iter_remedies(config: Config) -> Iterator[dict[str, Any]]:
     parallel, train = config.parallel, config.train
     singles: list[dict[str, Any]] = []
     if train.micro_batch > 1:
@@ -83,7 +83,7 @@ def _remedies(config: Config) -> Iterator[dict[str, Any]]:
             yield {"parallel.tp": tp, "parallel.dp_shard": -1, **combined}
 
 
-def largest_micro_batch(estimator: Estimator, estimate: Estimate) -> int | None:
+def find_largest_micro_batch(estimator: Estimator, estimate: Estimate) -> int | None:
     """Return the largest micro-batch that fits and divides a rank's share of the batch; None if not even 1 fits."""
     share = estimate.microbatches * estimate.config.train.micro_batch
     largest = None

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import GIB, NODE
+from megatfm.estimate.devices import CALIBRATED_PRECISIONS, GIB, NODE
 from megatfm.tracking.hardware import describe_processor
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = dict(zip(CALIBRATED_PRECISIONS, (torch.bfloat16, torch.float32), strict=True))
 MATMUL_SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
 """Values of m, n and k of matmuls. All combinations that take less than `MAX_SECONDS` are measured."""
 MAX_SECONDS = {"cpu": 0.25, "cuda": 0.05}
@@ -57,13 +57,13 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     """Measure this machine and return tables as in `devices.toml`: a device and a node, both called "here"."""
     clock = Clock(device)
     kind, dtype = device.type, DTYPES[precision]
-    shapes = matmul_shapes(kind)
-    matmuls = clock.fastest([_matmul(shape, dtype, device) for shape in shapes])
+    shapes = list_matmul_shapes(kind)
+    matmuls = clock.measure_fastest([make_matmul(shape, dtype, device) for shape in shapes])
     rows = [[*shape, seconds] for shape, seconds in zip(shapes, matmuls, strict=True)]
     sizes = MOVED_BYTES[kind]
-    moves = clock.fastest([_add_in_place(n_bytes, dtype, device) for n_bytes in sizes])
+    moves = clock.measure_fastest([_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes])
     rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
-    forward, backward = _attention_rates(clock, dtype, device)
+    forward, backward = _measure_attention_rates(clock, dtype, device)
     peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in rows))
     name = (
         torch.cuda.get_device_name(device)
@@ -88,7 +88,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
         "compiles": kind == "cuda",
         "products": {precision: rows},
         "moves": [list(pair) for pair in zip(sizes, moves, strict=True)],
-        "operators": _operator_factors(clock, dtype, device),
+        "operators": _measure_operator_factors(clock, dtype, device),
         "source": f"measured by megatfm estimate --calibrate, torch {torch.__version__}",
     }
     link = measure_link(kind)
@@ -102,7 +102,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}
 
 
-def matmul_shapes(kind: str) -> list[tuple[int, int, int]]:
+def list_matmul_shapes(kind: str) -> list[tuple[int, int, int]]:
     """Return the shapes (m, n, k) of the matmuls that are measured."""
     triples = itertools.product(MATMUL_SIZES[kind], repeat=3)
     return [(m, n, k) for m, n, k in triples if 2 * m * n * k < MAX_SECONDS[kind] * EXPECTED_FLOPS[kind]]
@@ -114,43 +114,43 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> float:
+    def read_seconds(self) -> float:
         """Return the device's time in seconds: on a CPU that of this process's threads."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return time.perf_counter()
         return time.process_time() / torch.get_num_threads()
 
-    def fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
+    def measure_fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
         """Return the seconds of one call of each function, the least of several rounds in which they take turns."""
         n_repeats = []
         for function in functions:
             function()
-            start = self.now()
+            start = self.read_seconds()
             function()
-            n_repeats.append(max(1, round(MIN_SECONDS / max(self.now() - start, 1e-7))))
-        best = [float("inf")] * len(functions)
+            n_repeats.append(max(1, round(MIN_SECONDS / max(self.read_seconds() - start, 1e-7))))
+        least = [float("inf")] * len(functions)
         for _ in range(rounds):
             for index, (function, repeats) in enumerate(zip(functions, n_repeats, strict=True)):
-                start = self.now()
+                start = self.read_seconds()
                 for _ in range(repeats):
                     function()
-                best[index] = min(best[index], (self.now() - start) / repeats)
-        return best
+                least[index] = min(least[index], (self.read_seconds() - start) / repeats)
+        return least
 
 
-def _matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def make_matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     m, n, k = shape
-    left, right = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
-    return lambda: left @ right.T
+    x, weight = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
+    return lambda: x @ weight.T
 
 
-def _add_in_place(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _make_in_place_addition(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     values = torch.ones(n_bytes // 2 // dtype.itemsize, dtype=dtype, device=device)
     return lambda: values.add_(1.0)
 
 
-def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def _measure_operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Return the time of operators, as a multiple of an in-place addition that reads and writes as many bytes."""
     x = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
     moved = {name: x.nbytes + function(x).nbytes for name, function in OPERATORS.items()}
@@ -158,12 +158,12 @@ def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) ->
         lambda function=function: function(x)  # type: ignore[misc]
         for function in OPERATORS.values()
     ]
-    functions += [_add_in_place(n_bytes, dtype, device) for n_bytes in moved.values()]
-    seconds = clock.fastest(functions)
+    functions += [_make_in_place_addition(n_bytes, dtype, device) for n_bytes in moved.values()]
+    seconds = clock.measure_fastest(functions)
     return {name: max(1e-3, seconds[i] / seconds[i + len(moved)]) for i, name in enumerate(moved)}
 
 
-def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def _measure_attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Return the FLOP/s of causal attention's two passes; masked pairs do not count."""
     length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
     size = (1, heads, length, width)
@@ -173,10 +173,10 @@ def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def both() -> None:
+    def forward_backward() -> None:
         forward().sum().backward()
 
-    forward_seconds, seconds = clock.fastest([forward, both])
+    forward_seconds, seconds = clock.measure_fastest([forward, forward_backward])
     return flops / forward_seconds, 2.5 * flops / max(seconds - forward_seconds, 1e-9)
 
 
@@ -197,13 +197,13 @@ def measure_link(kind: str) -> dict[str, Any]:
         worker.join()
     if any(worker.exitcode for worker in workers):
         raise UsageError(f"--calibrate: processes of this machine can't exchange data over {backend}")
-    small, large, n_bytes = queue.get()
+    latency, seconds, n_bytes = queue.get()
     name = f"{backend} between processes of this machine"
     return {
         "name": name,
-        "bandwidth": n_bytes / max(large - small, 1e-9),
+        "bandwidth": n_bytes / max(seconds - latency, 1e-9),
         "efficiency": 1.0,
-        "latency": small,
+        "latency": latency,
     }
 
 
@@ -217,14 +217,14 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
     for numel in (16, 2**22):
         shard = torch.ones(numel, device=device)
         gathered = [torch.empty_like(shard) for _ in range(ranks)]
-        best = float("inf")
+        least = float("inf")
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()
             dist.all_gather(gathered, shard)
             if backend == "nccl":
                 torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
-        seconds.append(best)
+            least = min(least, time.perf_counter() - start)
+        seconds.append(least)
     if rank == 0:
         queue.put((*seconds, (ranks - 1) * 4 * 2**22))
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ def takes_two_passes(config: Config, microbatches: int) -> bool:
     return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
 
 
-def kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:
+def count_kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:
     """Return the bytes of features and their gradients that a step in two passes keeps. samples: of a micro-batch."""
     if not takes_two_passes(config, microbatches):
         return 0

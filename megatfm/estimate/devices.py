@@ -15,6 +15,8 @@ from megatfm.registry import did_you_mean
 GIB = 2**30
 NODE = "here"
 """Name of the calibrated machine, as device and as node."""
+CALIBRATED_PRECISIONS = ("bf16", "fp32")
+"""Precisions in which `calibrate.py` measures a machine."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Flops = Mapping[Annotated[str, Field(pattern="^(bf16|fp16|fp8|fp32|fp64)$")], PositiveFloat]
 CHECKED = ConfigDict(extra="forbid")
@@ -64,7 +66,8 @@ class Device:
         """Return the dense FLOP/s in a `train.precision`. Raises UsageError for one that the device lacks."""
         key = "fp8" if precision.startswith("fp8") else precision
         if key not in self.flops:
-            measure = f", or measure it so: --calibrate FILE train.precision={key}" * (self.key == NODE)
+            is_measurable = self.key == NODE and key in CALIBRATED_PRECISIONS
+            measure = f", or measure it so: --calibrate FILE train.precision={key}" * is_measurable
             raise UsageError(
                 f"train.precision = {precision!r}: the table of {self.name} has no {key}: set "
                 f"train.precision = {'bf16' if 'bf16' in self.flops else next(iter(self.flops))!r}{measure}"
@@ -132,30 +135,30 @@ def load_cluster(
     hardware: Path | None = None,
 ) -> Cluster:
     """Look up a cluster. hardware: a user's file, whose tables take precedence. Raises UsageError for unknown names."""
-    tables = _tables(hardware)
+    tables = _load_tables(hardware)
     for flag, number in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"{flag} {number}: choose 1 or more")
     devices = tables["device"]
-    section = _section(devices, device, "device", "--device")
-    names = _ancestors(devices, device)
+    section = _get_section(devices, device, "device", "--device")
+    names = _list_ancestors(devices, device)
     default_nodes = (tables["default_node"][name] for name in names if name in tables["default_node"])
     node = node or next(default_nodes, next(iter(tables["node"])))
-    machine = _read(Node, "node", node, _section(tables["node"], node, "node", "--node"))
+    machine = _read(Node, "node", node, _get_section(tables["node"], node, "node", "--node"))
     if gpus_per_node:
         machine = replace(machine, gpus=gpus_per_node)
     return Cluster(_read(Device, "device", device, section), machine, gpus)
 
 
-def device_names(hardware: Path | None = None) -> list[str]:
+def list_device_names(hardware: Path | None = None) -> list[str]:
     """Return the names of all devices."""
-    return sorted(_tables(hardware)["device"])
+    return sorted(_load_tables(hardware)["device"])
 
 
-def _section(table: Mapping[str, Any], key: str, kind: str, flag: str) -> dict[str, Any]:
+def _get_section(table: Mapping[str, Any], key: str, kind: str, flag: str) -> dict[str, Any]:
     """Return a table's section, with the keys of those that it extends. Raises UsageError for an unknown name."""
     section: dict[str, Any] = {}
-    for name in _ancestors(table, key):
+    for name in _list_ancestors(table, key):
         if name not in table:
             where = flag if name == key else f"[{kind}.{key}] extends ="
             raise UsageError(
@@ -167,7 +170,7 @@ def _section(table: Mapping[str, Any], key: str, kind: str, flag: str) -> dict[s
     return section
 
 
-def _ancestors(table: Mapping[str, Any], key: str) -> list[str]:
+def _list_ancestors(table: Mapping[str, Any], key: str) -> list[str]:
     """Return a section's name, then those of the sections that it extends. Raises UsageError for a circle."""
     names = [key]
     while base := table.get(names[-1], {}).get("extends"):
@@ -182,19 +185,19 @@ def _read(cls: type[Section], kind: str, key: str, section: Mapping[str, Any]) -
     try:
         return TypeAdapter(cls).validate_python({**section, "key": key})
     except ValidationError as error:
-        first, where = error.errors()[0], f"[{kind}.{key}]"
+        first, header = error.errors()[0], f"[{kind}.{key}]"
         path = ".".join(map(str, first["loc"]))
         if first["type"] == "unexpected_keyword_argument":
-            known = [f.name for f in fields(cls)]
-            raise UsageError(f"{where} {path}: unknown key{did_you_mean(path, known)}") from None
+            keys = [field.name for field in fields(cls)]
+            raise UsageError(f"{header} {path}: unknown key{did_you_mean(path, keys)}") from None
         if first["type"] == "missing":
-            missing = ", ".join(".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing")
+            missing_keys = ", ".join(".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing")
             example = "h100" if cls is Device else "dgx-h100"
-            raise UsageError(f'{where} lacks {missing}: give them, or extends = "{example}"') from None
-        raise UsageError(f"{where} {path} = {first['input']!r}: {first['msg']}") from None
+            raise UsageError(f'{header} lacks {missing_keys}: give them, or extends = "{example}"') from None
+        raise UsageError(f"{header} {path} = {first['input']!r}: {first['msg']}") from None
 
 
-def _tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
+def _load_tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
     text = files("megatfm.estimate").joinpath("devices.toml").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = tomllib.loads(text)
     if hardware is None:

@@ -13,13 +13,13 @@ from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
-from megatfm.estimate.contrastive import kept_feature_bytes
+from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.schedule import Timeline
-from megatfm.estimate.stalls import checkpoint_stall, data_stall
+from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
@@ -116,7 +116,7 @@ class Estimator:
         sizes = compute_axis_sizes(parallel, self.cluster.gpus)
         parallel = parallel.model_copy(update={"dp_shard": sizes[SHARD]})
         config = config.model_copy(update={"parallel": parallel})
-        microbatches = microbatches_of(config)
+        microbatches = count_microbatches(config)
         compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
         weights = self.local_weights(config)
@@ -128,7 +128,7 @@ class Estimator:
             for stage, (indices, sender, receiver) in enumerate(zip(stages, rank_of, rank_of[1:], strict=False))
             if sender != receiver
         }
-        kept_bytes = kept_feature_bytes(config, profile.samples, microbatches)
+        kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
         memory = [
             rank_memory(
@@ -147,8 +147,11 @@ class Estimator:
             for rank, parts in enumerate(parts_of_rank)
         ]
         computed = step.time.step
-        stalls = data_stall(config, computed), checkpoint_stall(config, self.cluster, memory, computed)
-        time = replace(step.time, data=stalls[0], checkpoint=stalls[1])
+        time = replace(
+            step.time,
+            data=estimate_data_stall(config, computed),
+            checkpoint=estimate_checkpoint_stall(config, self.cluster, memory, computed),
+        )
         return Estimate(
             config,
             self.cluster,
@@ -233,7 +236,7 @@ class Estimator:
 
 
 @contextmanager
-def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) -> Iterator[Estimator]:
+def open_estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) -> Iterator[Estimator]:
     """Open an estimator for layouts with the config's `tp` or one of `tp_sizes`.
 
     Raises UsageError for another engine than the native one.
@@ -244,7 +247,7 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
             f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
             "parallel.engine = 'native'"
         )
-    resolved = _resolved(describe(config).config, cluster.device)
+    resolved = _resolve_precision(describe(config).config, cluster.device)
     ranks = 1
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
@@ -252,7 +255,7 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
         yield Estimator(resolved, cluster)
 
 
-def _resolved(config: Config, device: Device) -> Config:
+def _resolve_precision(config: Config, device: Device) -> Config:
     """Return the config with the device's precision for "auto"."""
     if config.train.precision != "auto":
         return config
@@ -260,7 +263,7 @@ def _resolved(config: Config, device: Device) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
-def microbatches_of(config: Config) -> int:
+def count_microbatches(config: Config) -> int:
     """Return the micro-batches of a rank in a step. Raises UsageError if data ranks do not divide the global batch."""
     train, parallel = config.train, config.parallel
     data_ranks = parallel.dp_shard * parallel.dp_replicate

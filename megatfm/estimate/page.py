@@ -12,8 +12,8 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import GIB, Cluster
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.memory import RankMemory
-from megatfm.estimate.stalls import failure_line
-from megatfm.estimate.text import causes, heading, speed, verdict
+from megatfm.estimate.stalls import describe_failures
+from megatfm.estimate.text import describe_fit, describe_run, describe_speed, list_causes
 from megatfm.files import atomic_write
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "workspace", "reserved")
@@ -78,15 +78,15 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     folder = files("megatfm.estimate")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
-    curve, ideal = scaling_lines([point for point in points if not point.refusal])
+    curve, ideal = compute_scaling_lines([point for point in points if not point.refusal])
     return template.render(
         style=files("megatfm.report").joinpath("report.css").read_text(encoding="utf-8"),
         title=estimate.config.name,
-        lines=[*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)],
-        memory=memory_drawing(estimate),
+        lines=[*describe_run(estimate), describe_fit(estimate), *describe_speed(estimate), describe_failures(estimate)],
+        memory=draw_memory(estimate),
         memory_parts=MEMORY_PARTS,
-        causes=[(name, seconds, 100 * seconds / estimate.time.step) for name, seconds in causes(estimate.time)],
-        timeline=timeline_drawing(estimate),
+        causes=[(name, seconds, 100 * seconds / estimate.time.step) for name, seconds in list_causes(estimate.time)],
+        timeline=draw_timeline(estimate),
         points=points,
         curve=curve,
         ideal=ideal,
@@ -95,7 +95,7 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     )
 
 
-def memory_parts(rank: RankMemory) -> dict[str, int]:
+def list_memory_parts(rank: RankMemory) -> dict[str, int]:
     """Return the bytes of a rank by the names of `MEMORY_PARTS`."""
     values = (
         rank.weights + rank.copies,
@@ -109,7 +109,7 @@ def memory_parts(rank: RankMemory) -> dict[str, int]:
     return dict(zip(MEMORY_PARTS, values, strict=True))
 
 
-def memory_drawing(estimate: Estimate) -> Drawing:
+def draw_memory(estimate: Estimate) -> Drawing:
     """Draw a stacked bar of each pipeline rank's memory, and a line at the device's."""
     device = estimate.cluster.device.memory_bytes
     scale = WIDTH / (1.02 * max(device, estimate.worst.total))
@@ -117,13 +117,13 @@ def memory_drawing(estimate: Estimate) -> Drawing:
     for row, rank in enumerate(estimate.memory):
         rows.append(f"rank {rank.pipeline_rank}: {rank.total / GIB:.1f} GiB")
         x = 0.0
-        for name, n_bytes in memory_parts(rank).items():
+        for name, n_bytes in list_memory_parts(rank).items():
             boxes.append(Box(x, row * ROW, n_bytes * scale, name, f"{name}: {n_bytes / GIB:.2f} GiB"))
             x += n_bytes * scale
     return Drawing(rows, boxes, device * scale)
 
 
-def timeline_drawing(estimate: Estimate) -> Drawing | None:
+def draw_timeline(estimate: Estimate) -> Drawing | None:
     """Draw the simulated passes of each pipeline rank; None without a pipeline."""
     timeline = estimate.timeline
     if timeline is None:
@@ -166,7 +166,7 @@ def estimate_scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
     return points
 
 
-def scaling_lines(
+def compute_scaling_lines(
     points: Sequence[ScalePoint],
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Return the curve of tokens per second by GPUs, and the line of perfect scaling from its first point.

@@ -142,8 +142,8 @@ class PartProfile:
                 continue
             visited.add(number)
             producer = producers.get(number)
-            is_computed = producer is None or producer.kind != "pointwise"
-            if is_computed or number in materialized or n_bytes <= self.input_bytes // 64:
+            is_small = n_bytes <= self.input_bytes // 64
+            if producer is None or producer.kind != "pointwise" or number in materialized or is_small:
                 kept[number] = n_bytes
                 continue
             queue += [(n, size) for n, size in producer.reads.items() if n not in self.weight_numbers]

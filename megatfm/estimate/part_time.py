@@ -7,16 +7,16 @@ from megatfm.config import Config
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.rank_flows import add_context_flows, add_expert_flows, recomputed_operators
-from megatfm.estimate.roofline import Seconds, pass_seconds
-from megatfm.estimate.stalls import fullest_share
+from megatfm.estimate.rank_flows import add_context_flows, add_expert_flows, list_recomputed_operators
+from megatfm.estimate.roofline import Seconds, estimate_pass_seconds
+from megatfm.estimate.stalls import estimate_fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
-    axis_seconds,
     collective_seconds,
     count_all_gathers,
     data_leaves_node,
+    estimate_axis_seconds,
     join_axes,
     leaves_node,
 )
@@ -47,26 +47,28 @@ class PartKernels:
     weight_share: float
 
 
-def part_kernels(device: Device, part: PartProfile, recompute: str, *, compiled: bool, fp8: bool) -> PartKernels:
+def estimate_part_kernels(
+    device: Device, part: PartProfile, recompute: str, *, compiled: bool, fp8: bool
+) -> PartKernels:
     """Estimate the kernels of a split point's two passes. compiled, fp8: of blocks."""
     compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
     repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
-    repeated = recomputed_operators(part, recompute) if repeats else []
+    repeated = list_recomputed_operators(part, recompute) if repeats else []
     grouped = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartKernels(
-        pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
-        pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
-        pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
-        _collectives(part.forward),
-        _collectives(part.backward),
-        _collectives(repeated),
-        pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
-        _weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
+        estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
+        estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
+        estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
+        _list_collectives(part.forward),
+        _list_collectives(part.backward),
+        _list_collectives(repeated),
+        estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
+        _count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
     )
 
 
-def _collectives(operators: Sequence[Operator]) -> list[tuple[str, float]]:
+def _list_collectives(operators: Sequence[Operator]) -> list[tuple[str, float]]:
     return [(op.collective, op.sent_bytes) for op in operators if op.kind == "collective"]
 
 
@@ -111,7 +113,7 @@ class PartTime:
         return max(0.0, self.gather + self.shared_forward - self.total(reduces=False)[0])
 
 
-def part_time(
+def estimate_part_time(
     config: Config,
     cluster: Cluster,
     part: PartProfile,
@@ -130,9 +132,9 @@ def part_time(
     flows = Flows()
     add_context_flows(flows, config, part, axes[CONTEXT], 1)
     add_expert_flows(flows, config, part, axes[EXPERT], 1)
-    experts = axis_seconds(flows, axes, node, (EXPERT,))
-    context = axis_seconds(flows, axes, node, (CONTEXT,))
-    gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
+    experts = estimate_axis_seconds(flows, axes, node, (EXPERT,))
+    context = estimate_axis_seconds(flows, axes, node, (CONTEXT,))
+    gather, reduce = _estimate_zero_seconds(config, cluster, index, weights, axes)
     data_link = data_leaves_node(parallel.zero, axes, node)
     on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
     exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
@@ -144,7 +146,7 @@ def part_time(
         sent_backward * exposed,
         context,
         experts,
-        _imbalance(config, kernels.grouped_matmul, experts),
+        _estimate_imbalance(config, kernels.grouped_matmul, experts),
         gather,
         reduce,
         kernels.weight_share,
@@ -154,15 +156,15 @@ def part_time(
     )
 
 
-def _imbalance(config: Config, grouped_matmul: float, sent: float) -> float:
+def _estimate_imbalance(config: Config, grouped_matmul: float, sent: float) -> float:
     """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
     if config.parallel.ep == 1 or not grouped_matmul:
         return 0.0
     tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
-    return (fullest_share(config, tokens) - 1) * (grouped_matmul + sent)
+    return (estimate_fullest_share(config, tokens) - 1) * (grouped_matmul + sent)
 
 
-def _zero_seconds(
+def _estimate_zero_seconds(
     config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
     """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
@@ -185,7 +187,7 @@ def _zero_seconds(
     return gather, reduce
 
 
-def _weight_gradient_flops(part: PartProfile) -> float:
+def _count_weight_gradient_flops(part: PartProfile) -> float:
     """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
     return sum(
         op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])

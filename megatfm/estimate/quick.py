@@ -16,19 +16,13 @@ from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimator, compiles
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.part_time import PartTime, part_kernels, part_time
+from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node
 from megatfm.estimate.weights import LocalWeight, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 
 Numbers = NDArray[np.float64]
-CACHED_PARTS = 512
-"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
-CACHED_PARTS = 512
-"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
-CACHED_PARTS = 512
-"""Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
 CACHED_PARTS = 512
 """Parts of which intermediate results are kept: more than layouts with the same tp and cp have."""
 
@@ -131,16 +125,7 @@ class QuickScores:
         self._sizes: dict[object, tuple[Numbers, float]] = {}
         self._stages: dict[object, StageSums] = {}
         self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
-        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
-        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
-        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
-        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
-        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
-        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
-        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
-        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
-        self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
-        self._part_kernels = lru_cache(CACHED_PARTS)(partial(part_kernels, self.cluster.device))
+        self._part_kernels = lru_cache(CACHED_PARTS)(partial(estimate_part_kernels, self.cluster.device))
         self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
 
     @cached_property
@@ -294,7 +279,7 @@ class QuickScores:
                 if part not in times:
                     scaled = self._scale_profile(part, train.micro_batch, tokens)
                     kernels = self._part_kernels(scaled, train.recompute, compiled=compiled, fp8=fp8)
-                    time = part_time(config, self.cluster, scaled, kernels, index, (), axes)
+                    time = estimate_part_time(config, self.cluster, scaled, kernels, index, (), axes)
                     saved = self._saved_bytes(scaled, train.recompute, compiled)
                     recomputed = 0
                     if part.is_block and train.recompute != "none":

@@ -12,7 +12,7 @@ from megatfm.estimate.weights import LocalWeight, experts_section
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 
 
-def rank_flows(
+def compute_rank_flows(
     config: Config,
     profile: ModelProfile,
     weights: Sequence[LocalWeight],
@@ -23,7 +23,7 @@ def rank_flows(
 ) -> Flows:
     """Estimate the traffic of a pipeline rank. stages: split points of each; rank_of: pipeline rank of each stage."""
     axes, flows = axes_of(config.parallel), Flows()
-    indices = parts_of(stages, rank_of, rank)
+    indices = list_rank_parts(stages, rank_of, rank)
     for part in (profile.parts[index] for index in indices):
         _add_tensor_flows(flows, axes[TENSOR], part, config, microbatches)
         add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
@@ -37,12 +37,12 @@ def rank_flows(
     return flows
 
 
-def parts_of(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
+def list_rank_parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
     """Return the split points of a pipeline rank, by index."""
     return [index for stage, stage_rank in zip(stages, rank_of, strict=True) if stage_rank == rank for index in stage]
 
 
-def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
+def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
     """Return the operators of a block that a backward pass repeats.
 
     With "full" all until the last saved tensor exists, so not the block's last sum over ranks; with "selective" cheap
@@ -63,7 +63,7 @@ def _add_tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Confi
     mode = config.train.recompute
     recomputed: Iterable[Operator] = ()
     if part.is_block and mode in ("full", "selective"):
-        recomputed = recomputed_operators(part, mode)
+        recomputed = list_recomputed_operators(part, mode)
     for op in (*part.forward, *part.backward, *recomputed):
         if op.kind == "collective":
             flows.add(axis, op.collective, op.sent_bytes, microbatches)

@@ -13,8 +13,8 @@ from typing import IO, Any, NoReturn
 
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import GIB, NODE, device_names, load_cluster
-from megatfm.estimate.estimator import Estimator, estimator
+from megatfm.estimate.devices import GIB, NODE, list_device_names, load_cluster
+from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.report.run import Run, parse_count
 from megatfm.train.profiling import SNAPSHOT_DIR
 
@@ -60,22 +60,22 @@ def read_recorded(folder: Path) -> Recorded:
         machines=parse_count(environment.get("machines")) or 1,
         peak=int(peak),
         peak_step=int(at),
-        step_seconds=_median(run, "step_seconds"),
-        tokens_per_second=_median(run, "tokens_per_second"),
-        failures=sorted(set(_failures(folder))),
+        step_seconds=_compute_median(run, "step_seconds"),
+        tokens_per_second=_compute_median(run, "tokens_per_second"),
+        failures=sorted(set(_find_failures(folder))),
         snapshot=snapshots[0] if snapshots else None,
-        owners=snapshot_owners(snapshots[0]) if snapshots else Counter(),
+        owners=read_snapshot_owners(snapshots[0]) if snapshots else Counter(),
     )
 
 
-def _median(run: Run, key: str) -> float | None:
+def _compute_median(run: Run, key: str) -> float | None:
     curve = run.get_curve(key)
     values = [value for step, value in zip(curve.steps, curve.values, strict=True) if step > FIRST_STEPS]
     values = values or list(curve.values)
     return statistics.median(values) if values else None
 
 
-def _failures(folder: Path) -> Iterator[tuple[int, float, str]]:
+def _find_failures(folder: Path) -> Iterator[tuple[int, float, str]]:
     """Find the messages of ranks that ran out of memory, in logs and events."""
     paths = [path for path in (folder / "logs").rglob("*") if path.is_file()] + [folder / "events.jsonl"]
     for path in paths:
@@ -96,7 +96,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def snapshot_owners(path: Path) -> Counter[str]:
+def read_snapshot_owners(path: Path) -> Counter[str]:
     """Add up the bytes of a GPU's memory snapshot by the line of megatfm that allocated them.
 
     Raises UsageError for a file that is not a snapshot.
@@ -108,7 +108,7 @@ def snapshot_owners(path: Path) -> Counter[str]:
         for segment in snapshot["segments"]:
             for block in segment["blocks"]:
                 if str(block["state"]).startswith("active"):
-                    owners[_owner(block.get("frames") or [])] += int(block["size"])
+                    owners[_find_owner(block.get("frames") or [])] += int(block["size"])
     except (
         OSError,
         EOFError,
@@ -126,7 +126,7 @@ def _load(file: IO[bytes]) -> Any:
     return _PlainUnpickler(file).load()
 
 
-def _owner(frames: list[dict[str, Any]]) -> str:
+def _find_owner(frames: list[dict[str, Any]]) -> str:
     for frame in frames:
         name = str(frame["filename"])
         if "/megatfm/" in name:
@@ -134,24 +134,24 @@ def _owner(frames: list[dict[str, Any]]) -> str:
     return "allocated before it was recorded, or by torch"
 
 
-def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
+def find_device(recorded: Recorded, hardware: Path | None = None) -> str | None:
     """Return the name of a run's device in the tables: of a GPU by its name, of a CPU the calibrated machine; None for
     an unknown one."""
     if not recorded.is_gpu:
-        return NODE if NODE in device_names(hardware) else None
+        return NODE if NODE in list_device_names(hardware) else None
     words = re.sub(r"[^a-z0-9]+", " ", recorded.gpu.lower()).split()
-    matching = [name for name in device_names(hardware) if name.partition("-")[0] in words]
+    matching = [name for name in list_device_names(hardware) if name.partition("-")[0] in words]
     by_size = [name for name in matching if name.partition("-")[2] in words]
     return next(iter(by_size or sorted(matching, key=len)), None)
 
 
-def estimated_rows(folder: Path, hardware: Path | None = None) -> list[tuple[str, str, str, str]]:
+def compare_with_estimate(folder: Path, hardware: Path | None = None) -> list[tuple[str, str, str, str]]:
     """Return rows (quantity, recorded, estimated, difference); none for a run on a device that is in no table.
 
     Raises UsageError for a run that can't be estimated.
     """
     recorded = read_recorded(folder)
-    if device_of(recorded, hardware) is None:
+    if find_device(recorded, hardware) is None:
         return []
     with run_estimator(folder, recorded, None, hardware) as opened:
         estimate = opened.estimate(opened.base)
@@ -174,14 +174,14 @@ def run_estimator(
 ) -> Iterator[Estimator]:
     """Open an estimator for a run's config on as many devices as it had. Raises UsageError for an unknown device."""
     config: Config = load_config(str(folder / "config.toml"), [])
-    device = device or device_of(recorded, hardware)
+    device = device or find_device(recorded, hardware)
     if device is None:
         raise UsageError(
             f"{folder}: ran on {recorded.gpu if recorded.is_gpu else 'a CPU'}, which is in no table of devices: name "
-            f"one with --device ({', '.join(device_names(hardware))}), or measure this machine with "
+            f"one with --device ({', '.join(list_device_names(hardware))}), or measure this machine with "
             "megatfm estimate --calibrate FILE and give --hardware FILE --device here"
         )
     per_node = -(-recorded.processes // recorded.machines)
     cluster = load_cluster(device, recorded.processes, None, per_node, hardware)
-    with estimator(config, cluster) as opened:
+    with open_estimator(config, cluster) as opened:
         yield opened

@@ -52,24 +52,26 @@ class Seconds:
         return Seconds(self.matmul * times, self.attention * times, self.pointwise * times, self.host * times)
 
 
-def pass_seconds(device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False) -> Seconds:
+def estimate_pass_seconds(
+    device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False
+) -> Seconds:
     """Estimate the seconds of a pass's kernels, without collectives."""
-    matmul = sum(matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
-    attention = sum(attention_seconds(device, op) for op in operators if op.kind == "attention")
+    matmul = sum(estimate_matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
+    attention = sum(estimate_attention_seconds(device, op) for op in operators if op.kind == "attention")
     elementwise = [op for op in operators if op.kind == "pointwise"]
     rate = device.memory_bandwidth * device.memory_efficiency
     if compiled:
-        regions = list(fused_regions(operators))
+        regions = list(iter_fused_regions(operators))
         n_kernels = KERNELS_PER_REGION * len(regions)
         pointwise = sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
     else:
         n_kernels = len(elementwise)
-        pointwise = sum(elementwise_seconds(device, op) for op in elementwise)
+        pointwise = sum(estimate_elementwise_seconds(device, op) for op in elementwise)
     kernels = n_kernels + sum(op.kind != "pointwise" for op in operators)
     return Seconds(matmul, attention, pointwise, kernels * device.host_seconds)
 
 
-def elementwise_seconds(device: Device, operator: Operator) -> float:
+def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
     """Estimate the seconds of a memory-bound operator: by the device's bandwidth, or by its measurements."""
     if not device.moves:
         rate = device.memory_bandwidth * device.memory_efficiency
@@ -81,7 +83,7 @@ def elementwise_seconds(device: Device, operator: Operator) -> float:
     return float(math.exp(within) * beyond * device.operators.get(operator.name, device.operators.get(name, 1.0)))
 
 
-def measured_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:
+def interpolate_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:
     """Interpolate the FLOP/s of a matmul: a plane in logarithms, fitted to the nearest measured ones by their distance.
 
     rows: (m, n, k, seconds).
@@ -99,27 +101,28 @@ def measured_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> fl
     return float(np.exp(np.clip(plane[0], rates.min(), rates.max())))
 
 
-def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> float:
+def estimate_matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> float:
     """Estimate the seconds of a matmul, or of a batch of equal ones."""
     assert operator.dims is not None
     batch, m, n, k = operator.dims
-    precision = _precision(operator.itemsize, fp8)
+    precision = _get_precision(operator.itemsize, fp8)
     if precision in device.products:
-        return batch * 2 * m * n * k / measured_rate(device.products[precision], m, n, k)
+        return batch * 2 * m * n * k / interpolate_rate(device.products[precision], m, n, k)
     peak = device.peak(precision) * device.matmul_efficiency
-    best = math.inf
+    computed = math.inf
     for divisor, share in SMALLER_TILES:
         rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         at_once = device.multiprocessors * divisor**2
         wave = at_once * rows * columns * 2 * k / (peak * share)
         slices = min(at_once // tiles, k // MIN_SLICE)
-        best = min(best, math.ceil(tiles / at_once) * wave, _split_k_seconds(device, wave, batch * m * n, slices))
-    bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
-    return max(best, bound, device.launch_seconds)
+        split_k = _estimate_split_k_seconds(device, wave, batch * m * n, slices)
+        computed = min(computed, math.ceil(tiles / at_once) * wave, split_k)
+    memory_bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    return max(computed, memory_bound, device.launch_seconds)
 
 
-def _split_k_seconds(device: Device, wave: float, numel: int, max_slices: int) -> float:
+def _estimate_split_k_seconds(device: Device, wave: float, numel: int, max_slices: int) -> float:
     """Estimate the seconds of a matmul whose K is cut into slices that run at once and are summed by a second kernel.
 
     wave: seconds without slices; numel: of the result. It takes the best number of slices.
@@ -127,20 +130,20 @@ def _split_k_seconds(device: Device, wave: float, numel: int, max_slices: int) -
     if max_slices < 2:
         return math.inf
     partial = numel * PARTIAL_BYTES / (device.memory_bandwidth * device.memory_efficiency)
-    best = math.sqrt(wave / partial)
-    candidates = (min(max_slices, max(2, slices)) for slices in (math.floor(best), math.ceil(best)))
+    optimum = math.sqrt(wave / partial)
+    candidates = (min(max_slices, max(2, slices)) for slices in (math.floor(optimum), math.ceil(optimum)))
     return min(wave / slices + slices * partial for slices in candidates) + device.launch_seconds
 
 
-def attention_seconds(device: Device, operator: Operator) -> float:
+def estimate_attention_seconds(device: Device, operator: Operator) -> float:
     """Estimate the seconds of a fused attention kernel."""
     share = device.attention_backward if operator.is_backward else 1.0
-    peak = device.peak(_precision(operator.itemsize, False)) * device.attention_efficiency * share
-    bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
-    return max(operator.flops / peak, bound, device.launch_seconds)
+    peak = device.peak(_get_precision(operator.itemsize, False)) * device.attention_efficiency * share
+    memory_bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    return max(operator.flops / peak, memory_bound, device.launch_seconds)
 
 
-def fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
+def iter_fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
     """Yield the bytes that each region of elementwise operators reads and writes; results within it cost nothing."""
     ops = list(operators)
     last_read = {number: i for i, op in enumerate(ops) for number in op.reads}
@@ -156,7 +159,7 @@ def fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
         start = end + 1
 
 
-def _precision(itemsize: int, fp8: bool) -> str:
+def _get_precision(itemsize: int, fp8: bool) -> str:
     if fp8 and itemsize <= 2:
         return "fp8"
     return {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}[itemsize]

@@ -64,7 +64,7 @@ def simulate(
         for rank, queue in enumerate(queues):
             while positions[rank] < len(queue):
                 action = queue[positions[rank]]
-                ready = _ready(action, ends, rank_of, transfer)
+                ready = _find_start(action, ends, rank_of, transfer)
                 if ready is None:
                     break
                 start, cost = max(free[rank], ready), seconds[action.kind][action.stage]
@@ -80,7 +80,7 @@ def simulate(
     return Timeline(passes, max(free), busy, count_in_flight(queues))
 
 
-def _ready(action: Action, ends: Ends, rank_of: Sequence[int], transfer: float) -> float | None:
+def _find_start(action: Action, ends: Ends, rank_of: Sequence[int], transfer: float) -> float | None:
     """Return when a pass can start, as the passes before it have ended; None while one of them has not run."""
     stage, kind, microbatch = action
     if kind == "F":

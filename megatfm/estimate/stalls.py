@@ -50,24 +50,24 @@ class CheckpointTime:
     stall: float
 
 
-def checkpoint_time(config: Config, cluster: Cluster, memory: Sequence[RankMemory]) -> CheckpointTime:
+def estimate_checkpoint_time(config: Config, cluster: Cluster, memory: Sequence[RankMemory]) -> CheckpointTime:
     """Estimate a save of weights and optimizer, written by all of a node's ranks over its link to the disk."""
     state = max(rank.weights + rank.optimizer for rank in memory)
     write = state * min(cluster.gpus, cluster.node.gpus) / cluster.node.disk_bandwidth
     return CheckpointTime(write, state / COPY_BANDWIDTH if config.checkpoint.mode == "async" else write)
 
 
-def checkpoint_stall(config: Config, cluster: Cluster, memory: Sequence[RankMemory], step: float) -> float:
+def estimate_checkpoint_stall(config: Config, cluster: Cluster, memory: Sequence[RankMemory], step: float) -> float:
     """Estimate the seconds of checkpoints per step, on average. step: seconds without them.
 
     A background save that outlasts the steps before the next save makes that one wait.
     """
-    save, every = checkpoint_time(config, cluster, memory), config.checkpoint.every
+    save, every = estimate_checkpoint_time(config, cluster, memory), config.checkpoint.every
     late = save.write - every * step if config.checkpoint.mode == "async" else 0.0
     return (save.stall + max(0.0, late)) / every
 
 
-def data_seconds(config: Config) -> float:
+def estimate_data_seconds(config: Config) -> float:
     """Estimate the seconds in which a rank's loader packs the rows of a step, with `data.workers` processes."""
     parallel, data = config.parallel, config.data
     rows = config.train.global_batch / (parallel.dp_shard * parallel.dp_replicate)
@@ -77,12 +77,12 @@ def data_seconds(config: Config) -> float:
     return rows * tokens / TOKENS_PER_SECOND / max(1, data.workers)
 
 
-def data_stall(config: Config, step: float) -> float:
+def estimate_data_stall(config: Config, step: float) -> float:
     """Estimate the seconds of a step in which the device waits for rows. step: seconds of computing meanwhile."""
-    return max(0.0, data_seconds(config) - step)
+    return max(0.0, estimate_data_seconds(config) - step)
 
 
-def fullest_share(config: Config, tokens: float, quantile: float = QUANTILE) -> float:
+def estimate_fullest_share(config: Config, tokens: float, quantile: float = QUANTILE) -> float:
     """Estimate the fullest expert-parallel rank's load over the mean, exceeded in 1 − quantile of the steps.
 
     tokens: of one micro-batch, over all ranks that share experts. Loads are modelled as normal: the router's preference
@@ -116,25 +116,25 @@ def estimate_failures(estimate: "Estimate") -> FailureCost:
     config, cluster = estimate.config, estimate.cluster
     step = estimate.time.step - estimate.time.checkpoint
     mtbf = GPU_MTBF_YEARS * 365.25 * 86400 / cluster.gpus
-    save = checkpoint_time(config, cluster, estimate.memory)
+    save = estimate_checkpoint_time(config, cluster, estimate.memory)
     interval = max(math.sqrt(2 * save.stall * mtbf), save.write, step)
     every = max(1, round(interval / step))
-    share = effective_share(every * step, save.stall, mtbf, RESTART_SECONDS)
+    share = estimate_effective_share(every * step, save.stall, mtbf, RESTART_SECONDS)
     return FailureCost(mtbf, save.stall, every, share)
 
 
-def effective_share(interval: float, stall: float, mtbf: float, restart: float) -> float:
+def estimate_effective_share(interval: float, stall: float, mtbf: float, restart: float) -> float:
     """Estimate the share of the time that makes progress. Seconds; interval: of training between saves."""
     saving = interval / (interval + stall)
     lost = (interval / 2 + restart) / mtbf
     return saving / (1 + lost)
 
 
-def failure_line(estimate: "Estimate") -> str:
+def describe_failures(estimate: "Estimate") -> str:
     """Return a line on failures, the config's checkpoint interval and the best one."""
     cost, every = estimate_failures(estimate), estimate.config.checkpoint.every
     step = estimate.time.step - estimate.time.checkpoint
-    share = effective_share(every * step, cost.stall, cost.mtbf, RESTART_SECONDS)
+    share = estimate_effective_share(every * step, cost.stall, cost.mtbf, RESTART_SECONDS)
     hours = cost.mtbf / 3600
     frequency = f"every {hours:,.1f} hours" if hours < 72 else f"every {hours / 24:,.0f} days"
     days = step * estimate.config.train.steps / 86400 / cost.effective_share

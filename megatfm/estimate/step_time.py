@@ -7,10 +7,10 @@ from megatfm.config import Config
 from megatfm.estimate.contrastive import takes_two_passes
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.part_profile import ModelProfile
-from megatfm.estimate.part_time import PartTime, part_kernels, part_time
-from megatfm.estimate.rank_flows import parts_of, rank_flows
+from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
+from megatfm.estimate.rank_flows import compute_rank_flows, list_rank_parts
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.traffic import Axis, Flows, axes_of, axis_seconds, collective_seconds
+from megatfm.estimate.traffic import Axis, Flows, axes_of, collective_seconds, estimate_axis_seconds
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
@@ -73,20 +73,22 @@ def step_time(
     times = []
     for index, part in enumerate(profile.parts):
         if id(part) not in cache:
-            kernels = part_kernels(cluster.device, part, config.train.recompute, compiled=compiled, fp8=fp8)
-            cache[id(part)] = part_time(config, cluster, part, kernels, index, weights, axes)
+            kernels = estimate_part_kernels(cluster.device, part, config.train.recompute, compiled=compiled, fp8=fp8)
+            cache[id(part)] = estimate_part_time(config, cluster, part, kernels, index, weights, axes)
         times.append(cache[id(part)])
     busiest = max(
         range(parallel.pp),
-        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in parts_of(stages, rank_of, rank)),
+        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in list_rank_parts(stages, rank_of, rank)),
     )
-    indices = parts_of(stages, rank_of, busiest)
-    flows = [rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)]
+    indices = list_rank_parts(stages, rank_of, busiest)
+    flows = [
+        compute_rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)
+    ]
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
-    data = _exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
-    optimizer = optimizer_seconds(config, cluster, weights, indices)
+    data = _estimate_exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
+    optimizer = estimate_optimizer_seconds(config, cluster, weights, indices)
     exchanges = flows[busiest].select(flows[busiest].by_member)  # of whole tensors, which nothing hides
-    optimizer += axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
+    optimizer += estimate_axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sum_causes(times, indices, microbatches, sharded)
     if takes_two_passes(config, microbatches):
@@ -96,7 +98,7 @@ def step_time(
             reducing, plain = (sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False))
             data += max(0.0, reducing - plain)
         data += sum(times[i].exposed_first_gather for i in indices)
-        return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
+        return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
@@ -104,15 +106,15 @@ def step_time(
         parallel.stages_per_rank,
         microbatches,
         rank_of,
-        _stage_seconds(times, stages),
+        _sum_stage_seconds(times, stages),
         transfer,
     )
     bubble = timeline.seconds - sum(computed.values())
-    time = _step(computed, bubble, data, optimizer)
+    time = _make_step_time(computed, bubble, data, optimizer)
     return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
 
 
-def _exposed_data(
+def _estimate_exposed_data(
     config: Config,
     cluster: Cluster,
     flows: Flows,
@@ -129,8 +131,8 @@ def _exposed_data(
         if parallel.pp == 1:
             return 0.0
         reductions = flows.select([key for key in hideable if key[1] != "all_gather"])
-        return axis_seconds(reductions, axes, cluster.node, data_axes)
-    seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
+        return estimate_axis_seconds(reductions, axes, cluster.node, data_axes)
+    seconds = estimate_axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
     if parallel.pp > 1:
         return seconds
     backward = sum(time.total(reduces=False)[1] - time.shared_backward for time in times)
@@ -174,7 +176,7 @@ def _sum_causes(
     return {cause: total * microbatches for cause, total in sums.items()}
 
 
-def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+def _sum_stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
     for stage in stages:
         forward = backward = weight = 0.0
@@ -187,13 +189,15 @@ def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -
     return seconds
 
 
-def _step(computed: Mapping[str, float], bubble: float, data: float, optimizer: float) -> StepTime:
+def _make_step_time(computed: Mapping[str, float], bubble: float, data: float, optimizer: float) -> StepTime:
     parts = dict(computed)
     parts["data_parallel"] += data
     return StepTime(**parts, bubble=bubble, optimizer=optimizer)
 
 
-def optimizer_seconds(config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]) -> float:
+def estimate_optimizer_seconds(
+    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
+) -> float:
     """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients."""
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)

@@ -11,7 +11,7 @@ from megatfm.estimate.recorded import Recorded
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.traffic import axes_of, ranks_in_node
+from megatfm.estimate.traffic import axes_of, count_ranks_in_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ OWNERS_SHOWN = 8
 """Most lines of code that are listed with the memory that they asked for."""
 
 
-def heading(estimate: Estimate) -> list[str]:
+def describe_run(estimate: Estimate) -> list[str]:
     """Return lines that name the model, the cluster and the layout."""
     config, counts = estimate.config, estimate.description
     return [
         f"{config.name}: {counts.parameters:,} parameters, on {estimate.cluster}",
-        f"layout: {layout_text(estimate)}",
+        f"layout: {describe_layout(estimate)}",
     ]
 
 
-def layout_text(estimate: Estimate) -> str:
+def describe_layout(estimate: Estimate) -> str:
     """Return the layout in words."""
     parallel, train = estimate.config.parallel, estimate.config.train
     sizes = {axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)}
@@ -62,21 +62,21 @@ def layout_text(estimate: Estimate) -> str:
     return ", ".join(words)
 
 
-def verdict(estimate: Estimate) -> str:
+def describe_fit(estimate: Estimate) -> str:
     """Return a line that says whether the run fits, and which rank is fullest."""
     worst, device = estimate.worst, estimate.cluster.device
     rank = f"pipeline rank {worst.pipeline_rank}" if len(estimate.memory) > 1 else "every rank"
     share = worst.total / device.memory_bytes
     if estimate.fits:
-        return f"fits: {_gib(worst.total)} of {device.memory_gib:.1f} GiB ({100 * share:.0f} %) on {rank}"
+        return f"fits: {_format_gib(worst.total)} of {device.memory_gib:.1f} GiB ({100 * share:.0f} %) on {rank}"
     excess = worst.total - device.memory_bytes
     return (
-        f"DOES NOT FIT: {rank} needs {_gib(worst.total)} GiB and has {device.memory_gib:.1f}: {_gib(excess)} too many, "
-        f"most of them {worst.largest}"
+        f"DOES NOT FIT: {rank} needs {_format_gib(worst.total)} GiB and has {device.memory_gib:.1f}: "
+        f"{_format_gib(excess)} too many, most of them {worst.largest}"
     )
 
 
-def speed(estimate: Estimate) -> list[str]:
+def describe_speed(estimate: Estimate) -> list[str]:
     """Return lines on step time, tokens a second and the length of the run."""
     full, causal = estimate.mfu
     steps = estimate.config.train.steps
@@ -88,7 +88,7 @@ def speed(estimate: Estimate) -> list[str]:
     ]
 
 
-def memory_table(estimate: Estimate) -> "Table":
+def make_memory_table(estimate: Estimate) -> "Table":
     """Return a table of memory by pipeline rank; with more than eight, of the first, the worst and the last."""
     from rich.table import Table
 
@@ -118,7 +118,7 @@ def memory_table(estimate: Estimate) -> "Table":
             rank.total,
         )
         mark = " (worst)" if rank is estimate.worst and len(estimate.memory) > 1 else ""
-        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_gib, numbers))
+        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_format_gib, numbers))
     return table
 
 
@@ -129,7 +129,7 @@ def _select_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
     return [ranks[index] for index in sorted({0, worst.pipeline_rank, len(ranks) - 1})]
 
 
-def time_table(estimate: Estimate) -> "Table":
+def make_time_table(estimate: Estimate) -> "Table":
     """Return a table of a step's time by cause."""
     from rich.table import Table
 
@@ -137,18 +137,18 @@ def time_table(estimate: Estimate) -> "Table":
     table.add_column("cause")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    for cause, seconds in causes(estimate.time):
+    for cause, seconds in list_causes(estimate.time):
         table.add_row(cause, f"{seconds:.3g}", f"{100 * seconds / estimate.time.step:.1f} %")
     return table
 
 
-def causes(time: StepTime) -> list[tuple[str, float]]:
+def list_causes(time: StepTime) -> list[tuple[str, float]]:
     """Return the causes of a step's time and their seconds, the longest first, without those below a thousandth."""
     pairs = [(text, getattr(time, key)) for key, text in CAUSES.items()]
     return sorted((pair for pair in pairs if pair[1] >= time.step / 1000), key=lambda pair: -pair[1])
 
 
-def traffic_table(estimate: Estimate) -> "Table":
+def make_traffic_table(estimate: Estimate) -> "Table":
     """Return a table of the busiest pipeline rank's traffic in a step."""
     from rich.table import Table
 
@@ -158,7 +158,7 @@ def traffic_table(estimate: Estimate) -> "Table":
         table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
     for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
         outer = axes[name.split(" × ")[0]]
-        link = node.within if ranks_in_node(outer, node) == outer.size and "×" not in name else node.between
+        link = node.within if count_ranks_in_node(outer, node) == outer.size and "×" not in name else node.between
         table.add_row(
             name,
             collective,
@@ -177,7 +177,7 @@ def as_dict(estimate: Estimate) -> dict[str, object]:
         "device": estimate.cluster.device.key,
         "node": estimate.cluster.node.key,
         "gpus": estimate.cluster.gpus,
-        "layout": layout_text(estimate),
+        "layout": describe_layout(estimate),
         "parallel": estimate.config.parallel.model_dump(exclude_defaults=True),
         "micro_batch": estimate.config.train.micro_batch,
         "recompute": estimate.config.train.recompute,
@@ -194,11 +194,11 @@ def as_dict(estimate: Estimate) -> dict[str, object]:
     }
 
 
-def _gib(n_bytes: float) -> str:
+def _format_gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f}"
 
 
-def search_table(result: SearchResult, shown: int) -> "Table":
+def make_search_table(result: SearchResult, shown: int) -> "Table":
     """Return a table of a search's best layouts, and why the others are slower than the first. shown: most rows."""
     from rich.table import Table
 
@@ -211,13 +211,13 @@ def search_table(result: SearchResult, shown: int) -> "Table":
             f"{estimate.time.step:.3f}",
             f"{estimate.worst.total / GIB:.1f}",
             f"{100 * estimate.mfu[0]:.1f} %",
-            layout_text(estimate),
-            loss_against(estimate, first),
+            describe_layout(estimate),
+            explain_loss(estimate, first),
         )
     return table
 
 
-def loss_against(estimate: Estimate, best: Estimate) -> str:
+def explain_loss(estimate: Estimate, best: Estimate) -> str:
     """Return how much slower an estimate is than the best one, and the cause on which it loses most."""
     if estimate is best:
         return ""
@@ -229,7 +229,7 @@ def loss_against(estimate: Estimate, best: Estimate) -> str:
     return f"{share:.1f} % slower: {extra[cause]:+.3g} s {cause}"
 
 
-def search_summary(result: SearchResult) -> list[str]:
+def describe_search(result: SearchResult) -> list[str]:
     """Return lines on how many layouts were tried, and why others were refused."""
     legal = result.tried - result.refused.total()
     lines = [
@@ -240,7 +240,7 @@ def search_summary(result: SearchResult) -> list[str]:
     return lines
 
 
-def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
+def make_traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
     """Return a table of modelled figures beside those of the traced rank. pairs: (name, modelled, traced) bytes."""
     from rich.table import Table
 
@@ -256,7 +256,7 @@ def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Tabl
     return table
 
 
-def not_compiled_line(blocks: Sequence[str], eager: Estimate, compiled: Estimate) -> str:
+def describe_eager_blocks(blocks: Sequence[str], eager: Estimate, compiled: Estimate) -> str:
     """Return a line that names the blocks that a run compiles and a trace does not, and what compiling changes.
 
     blocks: paths of all blocks; eager, compiled: estimates of the traced micro-batches.
@@ -270,7 +270,7 @@ def not_compiled_line(blocks: Sequence[str], eager: Estimate, compiled: Estimate
     )
 
 
-def traced_lines(traced: Traced) -> list[str]:
+def describe_trace(traced: Traced) -> list[str]:
     """Return lines on the kernels, host waits and largest tensor of a traced step."""
     facts = traced.facts
     lines = [f"{sum(facts['kernels'].values()):,} kernels in {facts['seconds']:.0f} s of tracing"]
@@ -279,10 +279,10 @@ def traced_lines(traced: Traced) -> list[str]:
     lines += [f"a tensor of all pairs of tokens: {line}" for line in facts["all_pairs"]]
     lines.append(f"largest tensor: {facts['largest']}")
     lines.append("held at the fullest moment, by phase and line that asked for it:")
-    return [*lines, *_owner_lines(facts["at_peak"])]
+    return [*lines, *_iter_owner_lines(facts["at_peak"])]
 
 
-def _owner_lines(owners: Mapping[str, int]) -> Iterator[str]:
+def _iter_owner_lines(owners: Mapping[str, int]) -> Iterator[str]:
     """Yield lines on who holds the peak, the largest first. owners: "PHASE LAYER LINE" → bytes (`imaginary.ledger`)."""
     sums, blocks = Counter[str](), Counter[str]()
     for owner, n_bytes in owners.items():
@@ -293,7 +293,7 @@ def _owner_lines(owners: Mapping[str, int]) -> Iterator[str]:
         yield f"  {n_bytes / 1e9:8.3f} GB  {place}" + (f", of {blocks[place]} blocks" if blocks[place] else "")
 
 
-def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
+def describe_recorded(estimate: Estimate, recorded: Recorded) -> list[str]:
     """Return lines on the memory that a run recorded, beside the estimate's."""
     lines = []
     if recorded.peak:
@@ -306,10 +306,12 @@ def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
     else:
         lines.append("recorded: no step, so no memory: the first one did not end")
     for rank, allocated, requested in recorded.failures:
-        pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
-        predicted = estimate.memory[pipeline_rank].total / GIB
+        prediction = f"an earlier start had more ranks than {recorded.processes}"
+        if rank < recorded.processes:
+            pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
+            prediction = f"predicted for it: {estimate.memory[pipeline_rank].total / GIB:.2f}"
         request = f" and asked for {requested} more" if requested else ""
-        lines.append(f"rank {rank} held {allocated:.2f} GiB{request}; predicted for it: {predicted:.2f}")
+        lines.append(f"rank {rank} held {allocated:.2f} GiB{request}; {prediction}")
     if not recorded.failures:
         lines.append("no rank of it ran out of memory, as far as its logs tell")
     if recorded.snapshot is not None:
@@ -319,7 +321,7 @@ def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
     return lines
 
 
-def phases_table(estimate: Estimate) -> "Table":
+def make_phases_table(estimate: Estimate) -> "Table":
     """Return a table of the fullest moment of each phase, on the fullest rank."""
     from rich.table import Table
 

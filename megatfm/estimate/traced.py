@@ -35,7 +35,7 @@ class Traced:
         return {(axis, name): n_bytes for axis, name, _, n_bytes in self.facts["sent"]}
 
 
-def enough_microbatches(estimate: Estimate) -> int:
+def count_traced_microbatches(estimate: Estimate) -> int:
     """Return a number of micro-batches beyond which memory grows no more.
 
     As many as a pipeline holds. Without one, two if each reduces its gradients; else three: the first makes whole
@@ -49,7 +49,7 @@ def enough_microbatches(estimate: Estimate) -> int:
     return min(estimate.microbatches, enough)
 
 
-def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
+def make_trace_overrides(config: Config, gpus: int, microbatches: int) -> list[str]:
     """Return the overrides of a trace and of its estimate: few micro-batches, no compilation."""
     rows = microbatches * config.train.micro_batch * config.parallel.dp_shard * config.parallel.dp_replicate
     return [
@@ -80,15 +80,15 @@ def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Tr
     return Traced(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
-def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]]:
+def compare_with_trace(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]]:
     """Return (name, modelled bytes, traced bytes) of memory, and of each flow of a mebibyte or more."""
-    pipeline_rank = _pipeline_rank(estimate, traced)
+    pipeline_rank = _find_pipeline_rank(estimate, traced)
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
     axes, modelled_sent = axes_of(estimate.config.parallel), Counter[tuple[str, str]]()
     for axis, collective in flows.sent:
-        key = traced_axis(axis, axes), collective
+        key = name_traced_axis(axis, axes), collective
         modelled_sent[key] += flows.of_rank((axis, collective), traced.facts["rank"], axes)
     for key in sorted({*modelled_sent, *traced.sent}):
         sent, traced_sent = modelled_sent[key], traced.sent.get(key, 0)
@@ -97,7 +97,7 @@ def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]
     return pairs
 
 
-def traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
+def name_traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
     """Return the name under which a trace counts the traffic of an axis, or of joint axes.
 
     If `ep` covers all ranks of one axis, they share a process group, named by that axis; a group over several axes with
@@ -113,5 +113,5 @@ def traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
     return EXPERT if " × " in name and (joint.size, joint.stride) == (expert.size, expert.stride) else name
 
 
-def _pipeline_rank(estimate: Estimate, traced: Traced) -> int:
+def _find_pipeline_rank(estimate: Estimate, traced: Traced) -> int:
     return int(traced.facts["rank"]) * estimate.config.parallel.pp // estimate.cluster.gpus

@@ -82,14 +82,14 @@ def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
     }
 
 
-def ranks_in_node(axis: Axis, node: Node) -> int:
+def count_ranks_in_node(axis: Axis, node: Node) -> int:
     """Return the ranks of a group of the axis that share a node."""
     return max(1, min(axis.size, node.gpus // axis.stride)) if axis.stride < node.gpus else 1
 
 
 def leaves_node(axis: Axis, node: Node) -> bool:
     """Return whether a group of the axis talks over the network."""
-    return ranks_in_node(axis, node) < axis.size
+    return count_ranks_in_node(axis, node) < axis.size
 
 
 def data_leaves_node(zero: int, axes: Mapping[str, Axis], node: Node) -> bool:
@@ -105,10 +105,10 @@ def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, 
     """
     if axis.size == 1 or not n_bytes:
         return 0.0
-    local_ranks = ranks_in_node(axis, node)
+    local_ranks = count_ranks_in_node(axis, node)
     within, between = node.within, node.between
     n_trips = 2 if collective == "all_reduce" else 1
-    latency = calls * n_trips * _latency(axis.size, local_ranks, within, between)
+    latency = calls * n_trips * _estimate_latency(axis.size, local_ranks, within, between)
     if not leaves_node(axis, node):
         return n_bytes / within.rate + latency
     if collective == "all_to_all":
@@ -120,7 +120,7 @@ def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, 
     return n_bytes / min(within.rate, local_ranks * between.rate) + latency
 
 
-def _latency(size: int, local_ranks: int, within: Link, between: Link) -> float:
+def _estimate_latency(size: int, local_ranks: int, within: Link, between: Link) -> float:
     """Return the latency of one collective: a ring within nodes, and a tree over nodes."""
     nodes = -(-size // local_ranks)
     if nodes == 1:
@@ -155,7 +155,7 @@ def _add_replicated(
     joined = join_axes(axes)
     ranks = joined.size
     reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
-    for bucket in _buckets([w for w in weights if w.is_trained]):
+    for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         n_bytes = sum(w.local for w in bucket) * reduced
         flows.add(joined, "all_reduce", 2 * n_bytes * (ranks - 1) // ranks)
 
@@ -177,7 +177,7 @@ def _add_sharded_optimizer(
     compute: int,
 ) -> None:
     n = shard.size
-    for bucket in _buckets([w for w in weights if w.is_trained]):
+    for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         shard_numel = sum(w.shard(n) for w in bucket)
         flows.add(shard, "reduce_scatter", shard_numel * n * size * (n - 1) // n)
         for axis in copies:
@@ -226,7 +226,7 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
     total, groups = np.zeros(axis.size, dtype=np.int64), set[int | None]()
     for weight in (w for w in weights if w.name in owners):
         owner = owners[weight.name]
-        blocks, is_first = _blocks_by_member(parallel, weight)
+        blocks, is_first = _list_blocks_by_member(parallel, weight)
         gradients = blocks * is_first
         gradients[owner] = blocks.sum() - blocks[owner]  # the owner sends new weights instead
         total += gradients * size
@@ -237,7 +237,7 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
     flows.by_member[key] = [int(n_bytes) for n_bytes in total]
 
 
-def _blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
+def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
     """Return each rank's elements of a weight after ZeRO, and 1 for the first rank with the same block."""
     sharded = parallel.zero > 0 and parallel.dp_shard * parallel.dp_replicate > 1
     shards, n_experts = parallel.dp_shard, weight.numel
@@ -271,7 +271,7 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
     return microbatches * (parallel.stages_per_rank if parallel.pp > 1 else 1)  # each backward pass reshards them
 
 
-def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
+def _group_into_buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
     """Group neighbours that one message carries."""
     buckets: list[list[LocalWeight]] = []
     filled = BUCKET
@@ -284,7 +284,7 @@ def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
     return buckets
 
 
-def axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, names: Sequence[str]) -> float:
+def estimate_axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, names: Sequence[str]) -> float:
     """Estimate the seconds of all traffic over some axes, and over joint axes that begin with one of them."""
     seconds = 0.0
     for (name, collective), n_bytes in flows.sent.items():

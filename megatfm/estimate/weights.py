@@ -105,8 +105,8 @@ def local_weights(
         sizes, shape = list(layout[name].region[1]), layout[name].shape
         is_expert = name in experts and config.parallel.ep > 1
         if name in experts:
-            sizes = _expert_sizes(sizes, shape, config.parallel)
-        dim = _shard_dim(sizes, name in experts, _expert_shards(config.parallel), config.parallel.zero)
+            sizes = _get_expert_sizes(sizes, shape, config.parallel)
+        dim = _choose_shard_dim(sizes, name in experts, _count_expert_shards(config.parallel), config.parallel.zero)
         rows = sizes[dim] if sizes else 1
         listed.append(
             LocalWeight(
@@ -136,19 +136,19 @@ def expert_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
+def _get_expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
     """Return a rank's sizes of experts' stacked matrices; with "folded", `ep` includes tensor-parallel ranks."""
     if parallel.expert_tp == "folded":
         return [shape[0] // parallel.ep, *shape[1:]]
     return [sizes[0] // parallel.ep, *sizes[1:]]
 
 
-def _expert_shards(parallel: ParallelConfig) -> int:
+def _count_expert_shards(parallel: ParallelConfig) -> int:
     """Return the ranks over which ZeRO shards experts."""
     return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
 
 
-def _shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
+def _choose_shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
     """Return the dim that ZeRO shards: that within each expert if the number of experts does not divide."""
     is_within = is_expert and zero >= 2 and len(sizes) > 1 and sizes[0] % ranks and sizes[1] % ranks == 0
     return 1 if is_within else 0
@@ -185,7 +185,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     zero = parallel.zero if data_ranks > 1 else 0
     size, compute = number_bytes(config)
     is_mixed = train.precision not in ("fp32", "fp64")
-    shards = {w.name: _shards(w, parallel) if zero else 1 for w in stage_weights}
+    shards = {w.name: _count_shards(w, parallel) if zero else 1 for w in stage_weights}
     stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
     unsharded_numel = sum(w.local for w in stage_weights)
     # Without mixed precision, ZeRO 1 updates the model's weights in place, which each rank has whole.
@@ -196,17 +196,17 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     elementwise = [w for w in trained if w.whole_tensor_group is None]
     whole_tensors = [w for w in trained if w.whole_tensor_group is not None]
-    owned_bytes, owned = _fullest_owner(whole_tensors, parallel)
+    owned_bytes, owned = _find_fullest_owner(whole_tensors, parallel)
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
     exchanged = (sum(stored[w.name] for w in whole_tensors) + 2 * owned) * size if whole_tensors else 0
-    largest, largest_experts = (_largest_blocks(stage_weights, is_expert=is_expert) for is_expert in (False, True))
+    largest, largest_experts = (_list_largest_blocks(stage_weights, is_expert=is_expert) for is_expert in (False, True))
     gathered = gather_buffer = beyond_in_forward = beyond_outside = 0
     if zero == 3 and not parallel.splits_backward:
         outside = sum(w.local for w in stage_weights if not w.in_block)
         block, prefetched, experts = largest[0], sum(largest[1 : 1 + ahead]), largest_experts[0]
         gathered = (outside + block + prefetched + experts) * compute
         # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
-        received = experts if _expert_shards(parallel) > 1 else 0
+        received = experts if _count_expert_shards(parallel) > 1 else 0
         beyond_in_forward = (max(prefetched, experts + received) - prefetched - experts) * compute
         beyond_outside = ((received if experts else block) - block - prefetched - experts) * compute
     elif zero >= 2:
@@ -217,7 +217,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     regathered = 0
     if zero == 1:  # all buffers, and the shard from which the last one is gathered
         regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute
-        regathered += sum(stored[w.name] for w in last_bucket(trained)) * compute
+        regathered += sum(stored[w.name] for w in find_last_bucket(trained)) * compute
     return RankBytes(
         weight_bytes,
         copies,
@@ -234,7 +234,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     )
 
 
-def _largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:
+def _list_largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:
     """Return blocks' elements on a rank before ZeRO, the largest first, then 0: of experts on several ranks, or of the
     other weights."""
     blocks = numel_by_block([w for w in weights if w.is_expert == is_expert])
@@ -258,7 +258,7 @@ def assign_owners(weights: Iterable[LocalWeight], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> tuple[int, int]:
+def _find_fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> tuple[int, int]:
     """Return the bytes of state, and the elements, of the rank that owns most of the whole tensors."""
     ranks = parallel.dp_shard * parallel.tp * (parallel.cp if parallel.ep > 1 else 1)
     n_bytes, numel = Counter[int](), Counter[int]()
@@ -269,11 +269,11 @@ def _fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> 
     return max(((n_bytes[owner], numel[owner]) for owner in n_bytes), default=(0, 0))
 
 
-def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
-    return _expert_shards(parallel) if weight.is_expert else parallel.dp_shard
+def _count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
+    return _count_expert_shards(parallel) if weight.is_expert else parallel.dp_shard
 
 
-def last_bucket(weights: Iterable[LocalWeight]) -> list[LocalWeight]:
+def find_last_bucket(weights: Iterable[LocalWeight]) -> list[LocalWeight]:
     """Return the weights that ZeRO 1 gathers last: experts come after the others, in buckets of neighbours."""
     bucket: list[LocalWeight] = []
     for weight in sorted(weights, key=lambda w: w.is_expert):

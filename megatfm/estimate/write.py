@@ -11,10 +11,10 @@ from megatfm.estimate.estimator import Estimate
 from megatfm.files import atomic_write
 
 
-def layout_config(source: str, estimate: Estimate) -> str:
+def render_layout_config(source: str, estimate: Estimate) -> str:
     """Return a config file's text: the keys in which the estimate differs from `source`, a preset's name or a path."""
     base = load_config(source, [])
-    changed = _changed_keys(base.model_dump(exclude_none=True), estimate.config.model_dump(exclude_none=True))
+    changed = _find_changed_keys(base.model_dump(exclude_none=True), estimate.config.model_dump(exclude_none=True))
     changed.get("train", {}).pop("precision", None)
     for key in [key for key, value in changed.items() if value == {}]:
         del changed[key]
@@ -22,13 +22,13 @@ def layout_config(source: str, estimate: Estimate) -> str:
     return tomli_w.dumps({"extends": extends, "name": estimate.config.name, **changed})
 
 
-def _changed_keys(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _find_changed_keys(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a nested table whose values differ from the base's."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
         base_value = base.get(key)
         if isinstance(value, dict) and isinstance(base_value, dict):
-            if nested := _changed_keys(base_value, value):
+            if nested := _find_changed_keys(base_value, value):
                 changed[key] = nested
         elif value != base_value:
             changed[key] = list(value) if isinstance(value, tuple) else value
@@ -40,7 +40,7 @@ def write_layout(source: str, estimate: Estimate, path: Path) -> None:
     if path.exists():
         raise UsageError(f"--write {path}: the file exists: give another name")
     try:
-        atomic_write(path, layout_config(source, estimate))
+        atomic_write(path, render_layout_config(source, estimate))
     except OSError as error:
         raise MegatfmError(f"--write {path}: can't be written: {error.strerror}") from error
     loaded: Config = load_config(str(path), [])
@@ -51,7 +51,7 @@ def write_layout(source: str, estimate: Estimate, path: Path) -> None:
             )
 
 
-def launch_words(path: Path, estimate: Estimate) -> list[str]:
+def make_launch_arguments(path: Path, estimate: Estimate) -> list[str]:
     """Return the arguments of `megatfm launch` that start the config."""
     cluster = estimate.cluster
     per_node = min(cluster.gpus, cluster.node.gpus)

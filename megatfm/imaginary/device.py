@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatfm.imaginary.ledger import Ledger, calling_line, is_called_by_autograd
+from megatfm.imaginary.ledger import Ledger, find_calling_line, is_called_by_autograd
 
 CUDA = torch.device("cuda", 0)
 WITHOUT_KERNEL = {
@@ -68,7 +68,7 @@ class ImaginaryGPU(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def _track(self, tensor: Any) -> None:
+    def _track_storage(self, tensor: Any) -> None:
         """Count a new tensor's storage until it is freed."""
         if not (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"):
             return
@@ -82,20 +82,20 @@ class ImaginaryGPU(TorchDispatchMode):
 
         self.memory.add(key, storage.nbytes(), weakref.ref(storage, on_free))
         if tensor.dim() == 4 and tensor.shape[-1] == tensor.shape[-2] >= MIN_PAIRS_LENGTH:
-            self.all_pairs[f"{list(tensor.shape)} at {calling_line()}"] += 1
+            self.all_pairs[f"{list(tensor.shape)} at {find_calling_line()}"] += 1
         if storage.nbytes() > self.largest[0]:
-            self.largest = storage.nbytes(), f"{list(tensor.shape)} {tensor.dtype} at {calling_line()}"
+            self.largest = storage.nbytes(), f"{list(tensor.shape)} {tensor.dtype} at {find_calling_line()}"
 
     def count_wait(self, cause: str) -> None:
         """Count a wait of the host for the device, by cause and line of code."""
-        self.waits[f"{cause} at {calling_line()}"] += 1
+        self.waits[f"{cause} at {find_calling_line()}"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
         if any(is_traceable_wrapper_subclass(x) for x in tree_leaves((args, options))):
-            return NotImplemented  # a DTensor asks again with what it holds
+            return NotImplemented  # a DTensor dispatches again with its local tensor
         name = func._schema.name.partition("::")[2]
         pinned = options.pop("pin_memory", None)
         if not self._is_on_device(args, options):
@@ -107,12 +107,12 @@ class ImaginaryGPU(TorchDispatchMode):
             self.count_wait(name)
             return True if name == "equal" else (1.0 if args[0].is_floating_point() else 1)
         if name == "copy_" and not isinstance(args[0], FakeTensor):  # to the host
-            waiting = " without waiting" if len(args) > 2 and args[2] else ""
-            self.copies[f"to the host{waiting} at {calling_line()}"] += 1
+            suffix = " without waiting" if len(args) > 2 and args[2] else ""
+            self.copies[f"to the host{suffix} at {find_calling_line()}"] += 1
             return args[0].fill_(1)
         is_copy = name in ("copy_", "_to_copy")
         non_blocking = is_copy and bool(options.get("non_blocking") or (len(args) > 2 and args[2]))
-        args, options = tree_map_only(Tensor, lambda x: self._fake_input(x, name, non_blocking), (args, options))
+        args, options = tree_map_only(Tensor, lambda x: self._make_fake_input(x, name, non_blocking), (args, options))
         if name == "add" and self._is_summing_gradients(args[0]):
             func, name = torch.ops.aten.add_.Tensor, "add_"
         out = self._run(func, name, args, options)
@@ -120,7 +120,7 @@ class ImaginaryGPU(TorchDispatchMode):
             self.count_wait("copy to the host")
             return torch.ones(out.shape, dtype=out.dtype)
         for x in tree_leaves(out):
-            self._track(x)
+            self._track_storage(x)
         return out
 
     def _is_on_device(self, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
@@ -128,13 +128,13 @@ class ImaginaryGPU(TorchDispatchMode):
         on_cuda = device is not None and torch.device(device).type == "cuda"
         return on_cuda or any(isinstance(x, FakeTensor) for x in tree_leaves((args, options)))
 
-    def _fake_input(self, x: Tensor, name: str, non_blocking: bool) -> Tensor:
+    def _make_fake_input(self, x: Tensor, name: str, non_blocking: bool) -> Tensor:
         """Return a fake of a host tensor for an operator on the device; the host waits for it unless it is pinned."""
         if isinstance(x, FakeTensor) or x.device.type == "meta":
             return x
         if (x.dim() or name == "_to_copy") and name != "lift_fresh":
             if x in PINNED and non_blocking:
-                self.copies[f"to the device at {calling_line()}"] += 1
+                self.copies[f"to the device at {find_calling_line()}"] += 1
             else:
                 self.count_wait(f"copy to the device ({name})")
         with self.fake:

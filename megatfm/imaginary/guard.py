@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,8 @@ def load_guard() -> None:
 
 def build_guard(folder: Path | None = None) -> Path:
     """Return the library for this torch, and build it if it does not exist."""
-    folder = folder or cache_folder()
-    version, torch = metadata.version("torch"), _torch_folder()
+    folder = folder or get_cache_folder()
+    version, torch = metadata.version("torch"), _find_torch_folder()
     # The library has the path of torch's libraries built in.
     key = hashlib.sha256(SOURCE.read_bytes() + f"{version} {torch}".encode()).hexdigest()[:16]
     library = folder / f"imaginary-{key}.so"
@@ -46,12 +47,24 @@ def build_guard(folder: Path | None = None) -> Path:
             f"the imaginary GPU needs a C++ compiler, and there is no g++: install it, or {WITHOUT_GUARD}"
         )
     log.info("building the imaginary GPU's device guard for torch %s (once, seconds): %s", version, library)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    try:
+        _compile_guard(compiler, torch, library)
+    except OSError as error:
+        raise MegatfmError(
+            f"the imaginary GPU's guard can't be built with {compiler} in {folder}: {error.strerror}: set CXX or "
+            f"XDG_CACHE_HOME, or {WITHOUT_GUARD}"
+        ) from error
+    return library
+
+
+def _compile_guard(compiler: str, torch: Path, library: Path) -> None:
+    """Compile the guard beside its final name, and rename it. Raises OSError, and MegatfmError for a compiler error."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
         process = subprocess.run(
-            _compile_command(compiler, torch, Path(temporary)), capture_output=True, text=True, check=False
+            _make_compile_command(compiler, torch, Path(temporary)), capture_output=True, text=True, check=False
         )
         if process.returncode:
             stderr = process.stderr
@@ -60,21 +73,20 @@ def build_guard(folder: Path | None = None) -> Path:
         Path(temporary).replace(library)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return library
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """Return the folder of built libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatfm"
 
 
-def _torch_folder() -> Path:
+def _find_torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise MegatfmError("the imaginary GPU needs torch, which is not installed here")
     return Path(spec.origin).parent
 
 
-def _compile_command(compiler: str, torch: Path, target: Path) -> list[str]:
+def _make_compile_command(compiler: str, torch: Path, target: Path) -> list[str]:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch}/include", str(SOURCE), "-o", str(target)]
-    return [compiler, *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
+    return [*shlex.split(compiler), *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]

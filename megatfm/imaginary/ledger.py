@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 HIDDEN_FILES = ("/verify/traffic", "/imaginary/", "/ops/transfer")
-"""Files that act for others: their callers are named."""
+"""Files that allocate on behalf of their callers, which are named instead."""
 
 
 class Ledger:
@@ -20,14 +20,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase, self.layer = "build", "-"
-        self.now = self.peak = 0
+        self.live_bytes = self.peak = 0
         self._live: dict[int, tuple[int, str, Any]] = {}
         self._at_start: Counter[str] = Counter()
         self._changes: list[tuple[str, int]] = []
 
     def begin(self, phase: str) -> None:
         """Start a phase, whose peak is counted from what is live now."""
-        self.phase, self.peak, self._changes = phase, self.now, []
+        self.phase, self.peak, self._changes = phase, self.live_bytes, []
         self._at_start = Counter()
         for n_bytes, owner, _ in self._live.values():
             self._at_start[owner] += n_bytes
@@ -37,7 +37,7 @@ class Ledger:
 
     def add(self, key: int, n_bytes: int, reference: Any) -> None:
         """Add a storage. reference: weak, kept as long as the storage is live."""
-        owner = f"{self.phase} {self.layer} {allocating_line()}"
+        owner = f"{self.phase} {self.layer} {find_allocating_line()}"
         self._live[key] = n_bytes, owner, reference
         self._change(owner, n_bytes)
 
@@ -54,51 +54,51 @@ class Ledger:
             self._change(owner, -n_bytes)
 
     def _change(self, owner: str, n_bytes: int) -> None:
-        self.now += n_bytes
-        self.peak = max(self.peak, self.now)
+        self.live_bytes += n_bytes
+        self.peak = max(self.peak, self.live_bytes)
         self._changes.append((owner, n_bytes))
 
     def at_peak(self) -> dict[str, int]:
         """Return owner → bytes at the fullest moment since the phase began, the largest first."""
-        live, now = self._at_start.copy(), sum(self._at_start.values())
-        fullest, most = live.copy(), now
+        live = peak = sum(self._at_start.values())
         index_of_peak = -1
         for index, (_, n_bytes) in enumerate(self._changes):
-            now += n_bytes
-            if now > most:
-                most, index_of_peak = now, index
+            live += n_bytes
+            if live > peak:
+                peak, index_of_peak = live, index
+        owners = self._at_start.copy()
         for owner, n_bytes in self._changes[: index_of_peak + 1]:
-            fullest[owner] += n_bytes
-        return {owner: n_bytes for owner, n_bytes in fullest.most_common() if n_bytes > 0}
+            owners[owner] += n_bytes
+        return {owner: n_bytes for owner, n_bytes in owners.most_common() if n_bytes > 0}
 
 
-def allocating_line() -> str:
+def find_allocating_line() -> str:
     """Return the line of code that allocates, or in a backward pass the operator whose gradient is computed."""
     node = torch._C._current_autograd_node()
     if node is not None and is_called_by_autograd():
         return str(node.name()).removeprefix("torch::autograd::")
-    return calling_line()
+    return find_calling_line()
 
 
 def is_called_by_autograd() -> bool:
     """Return whether autograd itself calls an operator in a backward pass, rather than a function written in Python."""
-    line = calling_line()
+    line = find_calling_line()
     return line == "torch" or line.startswith("engines/")
 
 
-def calling_line() -> str:
+def find_calling_line() -> str:
     """Return file and line of the megatfm code that calls an operator; "torch" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if path := _path_in_package(frame.f_code.co_filename):
+        if path := _get_path_in_package(frame.f_code.co_filename):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"
 
 
 @cache
-def _path_in_package(filename: str) -> str:
-    """Return a file's path in the package; "" for files of others and for those that act for others."""
-    if "site-packages" in filename or any(part in filename for part in HIDDEN_FILES):
+def _get_path_in_package(filename: str) -> str:
+    """Return a file's path in the package; "" for files outside of it and for HIDDEN_FILES."""
+    if "site-packages" in filename or any(path in filename for path in HIDDEN_FILES):
         return ""
     return filename.rpartition("/megatfm/")[2] if "/megatfm/" in filename else ""

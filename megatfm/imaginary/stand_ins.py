@@ -15,22 +15,23 @@ FUSED = ("fused", "varlen", "flex")
 """Kernels without a tensor of scores."""
 
 
-class _Fused(torch.autograd.Function):
-    """Fused kernel: saves q, k, v, biases, its output, in which a token's heads are neighbours, a float32 a query."""
+class _FusedAttention(torch.autograd.Function):
+    """Stand-in for a fused kernel. Saves q, k, v, biases, its output (a token's heads are neighbours), and for each
+    query its log-sum-exp in float32. count_run: called by each pass."""
 
     @staticmethod
-    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note, *biases):  # type: ignore[no-untyped-def]
+    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, count_run, *biases):  # type: ignore[no-untyped-def]
         rows, heads, length, _ = q_BNTH.shape
         out_BNTV = q_BNTH.new_empty(rows, length, heads, v_BKSH.shape[-1]).transpose(1, 2)
         lse_BNT = q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, *biases, out_BNTV, lse_BNT)
-        ctx.note = note
-        note()
+        ctx.count_run = count_run
+        count_run()
         return out_BNTV
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.note()
+        ctx.count_run()
         *inputs, _, _ = ctx.saved_tensors
         q, k, v, *biases = (
             torch.empty_like(x) if needed else None
@@ -40,7 +41,7 @@ class _Fused(torch.autograd.Function):
 
 
 @contextmanager
-def attention_by_shapes(gpu: ImaginaryGPU) -> Iterator[None]:
+def replace_fused_attention(gpu: ImaginaryGPU) -> Iterator[None]:
     """Replace attention's fused kernels, and count them by the name of the kernel that a GPU would run."""
     stand_ins = dict(kernels.STAND_INS)
     kernels.STAND_INS.update({name: partial(_run, gpu, name) for name in FUSED})
@@ -52,9 +53,9 @@ def attention_by_shapes(gpu: ImaginaryGPU) -> Iterator[None]:
 
 
 def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    def note() -> None:
+    def count_run() -> None:
         gpu.kernels[gpu.memory.phase, f"attention by {name}"] += 1
 
     biases = [x for x in args if isinstance(x, Tensor)]
-    out: Tensor = _Fused.apply(q, k, v, note, *biases)
+    out: Tensor = _FusedAttention.apply(q, k, v, count_run, *biases)
     return out

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from megatfm.imaginary.trace import Trace
 
 
-def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
+def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
     """Return a rank's micro-batches of a step, all the same: rows of one document. microbatches: at most so many."""
-    share = config.train.global_batch // data_ranks // config.train.micro_batch
+    n_microbatches = config.train.global_batch // data_ranks // config.train.micro_batch
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     rows = draw_batch(config.model_copy(update={"train": train}), "one")
     fields = {name: torch.from_numpy(values) for name, values in rows.items()}
-    return [dict(fields) for _ in range(min(share, microbatches or share))]
+    return [dict(fields) for _ in range(min(n_microbatches, microbatches or n_microbatches))]
 
 
 def take_steps(
@@ -43,7 +43,7 @@ def take_steps(
             memory.begin("optimizer")
             engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
         signals.agree_deferred()
-        record.optimizer, record.at_rest = memory.peak, memory.now
+        record.optimizer, record.at_rest = memory.peak, memory.live_bytes
         if record.optimizer > record.passes:
             record.at_peak = memory.at_peak()
     record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.list_traffic()]
@@ -54,7 +54,7 @@ def take_steps(
 
 
 def _watch_model(engine: Engine, memory: Ledger) -> frozenset[tuple[int, ...]]:
-    """Tell the ledger which block runs forward; return the shapes of the weights."""
+    """Install hooks that set the ledger's layer to the block that runs forward; return the shapes of the weights."""
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):
         return frozenset()

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 class Trace:
     """Record of a rank's last step.
 
-    Bytes on the device: built, with the engine alone; passes, optimizer: the most at once in them; at_rest: after the
-    step. at_peak: owner (see `Ledger`) → bytes at the fullest moment. sent: [axis, collective, calls, bytes]. waits,
+    Bytes on the device: built, with the engine alone; passes, optimizer: their peaks; at_rest: after the step. at_peak:
+    owner (see `Ledger`) → bytes at the peak. sent: [axis, collective, calls, bytes]. waits,
     copies: line of code → times; all_pairs: tensors of all pairs of tokens → times.
     """
 
@@ -55,8 +55,8 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
 
     from megatfm.config import load_config
     from megatfm.imaginary.device import CUDA, ImaginaryGPU
-    from megatfm.imaginary.stand_ins import attention_by_shapes
-    from megatfm.imaginary.step import batches_of, take_steps
+    from megatfm.imaginary.stand_ins import replace_fused_attention
+    from megatfm.imaginary.step import make_batches, take_steps
     from megatfm.parallel.mesh import build_mesh
     from megatfm.train.build import build_engine
 
@@ -66,17 +66,17 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     mesh = build_mesh(config.parallel, world, "cuda")
     gpu = ImaginaryGPU()
-    with gpu, attention_by_shapes(gpu):
+    with gpu, replace_fused_attention(gpu):
         engine = build_engine(config, mesh, CUDA, precision)
-        batches = batches_of(config, mesh.data_ranks, microbatches)
-        record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.now)
+        batches = make_batches(config, mesh.data_ranks, microbatches)
+        record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.live_bytes)
         record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
         take_steps(config, engine, gpu, batches, steps, record)
     record.seconds = time.perf_counter() - start
     return record
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Trace a rank and print the record as JSON; return the exit code."""
     from megatfm.imaginary.guard import load_guard
 
@@ -90,7 +90,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--microbatches", type=int)
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(argv)
     try:
         record = trace(args.config, args.overrides, args.world, args.rank, args.steps, args.microbatches)
     except MegatfmError as error:

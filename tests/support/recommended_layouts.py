@@ -8,9 +8,9 @@ from megatfm.config import Config, load_config
 from megatfm.config.sources import list_model_presets
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.profile import LocalModel
-from megatfm.estimate.traced import Traced, differences, enough_microbatches, run_trace
+from megatfm.estimate.traced import Traced, compare_with_trace, count_traced_microbatches, run_trace
 
 WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "lamb", "muon", "soap")
 SMALL = (8, ("parallel.zero=1",))
@@ -95,7 +95,7 @@ class TracedLayout:
     @property
     def differences(self) -> list[tuple[str, int, int]]:
         """(name, modelled, traced) bytes of memory and traffic."""
-        return differences(self.few_layers, self.traced) if self.few_layers else []
+        return compare_with_trace(self.few_layers, self.traced) if self.few_layers else []
 
     @property
     def waits(self) -> dict[str, int]:
@@ -117,13 +117,13 @@ def traced_layout(case: Recommended) -> TracedLayout:
         rows = 2 * config.train.micro_batch * case.gpus
         few = [f"train.global_batch={rows}", "train.compile=false", *few_layers(config)]
         return TracedLayout(None, None, run_trace(case.preset, [*overrides, *few], case.gpus, 1))
-    with estimator(config, cluster) as opened:
+    with open_estimator(config, cluster) as opened:
         full = opened.estimate(opened.base)
     few = [*few_layers(config), "train.compile=false", f"parallel.dp_shard={full.config.parallel.dp_shard}"]
-    rows = enough_microbatches(full) * config.train.micro_batch
+    rows = count_traced_microbatches(full) * config.train.micro_batch
     few.append(f"train.global_batch={rows * full.config.parallel.dp_shard * config.parallel.dp_replicate}")
     config = load_config(case.preset, [*overrides, *few])
-    with estimator(config, cluster) as opened:
+    with open_estimator(config, cluster) as opened:
         estimate = opened.estimate(opened.base)
     # Of optimizers of whole tensors, rank 0 owns the largest one; else any rank is like it.
     offset = 0 if config.optimizer.name in WHOLE_TENSOR_OPTIMIZERS else 1

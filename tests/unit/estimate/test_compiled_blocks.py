@@ -9,7 +9,7 @@ from megatfm.config import Config, load_config
 from megatfm.data.loader import without_documents
 from megatfm.engines.activation_checkpointing import measure_saved_bytes
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.part_profile import PartProfile
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.train.build import build_model
@@ -29,7 +29,7 @@ def small(preset: str, *overrides: str) -> Config:
 
 
 def profile_block(config: Config) -> PartProfile:
-    with estimator(config, load_cluster("h100", 1)) as opened:
+    with open_estimator(config, load_cluster("h100", 1)) as opened:
         return [part for part in opened.profile(opened.base).parts if part.is_block][-1]
 
 

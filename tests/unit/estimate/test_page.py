@@ -15,21 +15,26 @@ from megatfm.config import load_config
 from megatfm.errors import UsageError
 from megatfm.estimate import calibrate
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.page import (
     MEMORY_PARTS,
     WIDTH,
     ScalePoint,
-    memory_drawing,
-    memory_parts,
-    scaling_lines,
-    timeline_drawing,
+    compute_scaling_lines,
+    draw_memory,
+    draw_timeline,
+    list_memory_parts,
     write_estimate_page,
 )
-from megatfm.estimate.roofline import attention_seconds, elementwise_seconds, matmul_seconds, measured_rate
+from megatfm.estimate.roofline import (
+    estimate_attention_seconds,
+    estimate_elementwise_seconds,
+    estimate_matmul_seconds,
+    interpolate_rate,
+)
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.write import layout_config, write_layout
+from megatfm.estimate.write import render_layout_config, write_layout
 
 
 class Reader(HTMLParser):
@@ -73,17 +78,17 @@ def test_a_trace_names_the_blocks_that_it_does_not_compile(
 def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     overrides = ["parallel.pp=4", "parallel.zero=1", "train.global_batch=64", "train.micro_batch=1"]
     config = load_config("gpt2-124m", overrides)
-    with estimator(config, load_cluster("h100", 8)) as opened:
+    with open_estimator(config, load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
         write_estimate_page(opened, estimate, tmp_path / "page.html")
         with pytest.raises(UsageError, match="the file exists"):
             write_estimate_page(opened, estimate, tmp_path / "page.html")
-    memory, timeline = memory_drawing(estimate), timeline_drawing(estimate)
+    memory, timeline = draw_memory(estimate), draw_timeline(estimate)
     assert timeline is not None
     assert len(memory.boxes) == 4 * len(MEMORY_PARTS)
     for rank, rank_memory in zip(range(4), estimate.memory, strict=True):
         widths = [box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]]
-        assert sum(memory_parts(rank_memory).values()) == rank_memory.total
+        assert sum(list_memory_parts(rank_memory).values()) == rank_memory.total
         assert memory.limit is not None
         share = rank_memory.total / estimate.cluster.device.memory_bytes
         assert sum(widths) == pytest.approx(memory.limit * share)
@@ -100,19 +105,19 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
 
 def test_scaling_lines_of_a_run_that_scales_perfectly_are_one() -> None:
     points = [ScalePoint(gpus, 100.0 * gpus) for gpus in (2, 4, 32)]
-    curve, ideal = scaling_lines(points)
+    curve, ideal = compute_scaling_lines(points)
     assert ideal == [pytest.approx((0, 100)), pytest.approx((100, 0))]
     assert curve == [pytest.approx((0, 100)), pytest.approx((25, 75)), pytest.approx((100, 0))]
-    assert scaling_lines(points[:1]) == ([], [])
+    assert compute_scaling_lines(points[:1]) == ([], [])
 
 
 def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("written")
-    with estimator(load_config("gpt2-124m", []), load_cluster("h100", 8), (1, 2)) as small:
+    with open_estimator(load_config("gpt2-124m", []), load_cluster("h100", 8), (1, 2)) as small:
         chosen = small.base.with_changes({"parallel.tp": 2, "parallel.zero": 1, "train.micro_batch": 4})
         estimate = small.estimate(chosen)
     write_layout("gpt2-124m", estimate, folder / "best.toml")
-    text = layout_config("gpt2-124m", estimate)
+    text = render_layout_config("gpt2-124m", estimate)
     assert "tp = 2" in text
     assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
     with pytest.raises(UsageError, match="the file exists"):
@@ -133,12 +138,12 @@ TABLE = [[m, n, k, seconds_of(m, n, k)] for m in (8, 64, 512) for n in (8, 64, 5
 @pytest.mark.parametrize("shape", [(64, 8, 512), (100, 33, 200), (9, 500, 21)])
 def test_rates_of_other_shapes_lie_on_the_machines_law(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    assert 2 * m * n * k / measured_rate(TABLE, m, n, k) == pytest.approx(seconds_of(m, n, k), rel=1e-6)
+    assert 2 * m * n * k / interpolate_rate(TABLE, m, n, k) == pytest.approx(seconds_of(m, n, k), rel=1e-6)
 
 
 def test_beyond_the_table_rates_stay() -> None:
     fastest = max(2 * m * n * k / seconds for m, n, k, seconds in TABLE)
-    assert measured_rate(TABLE, 2**20, 2**20, 2**20) <= fastest * (1 + 1e-12)
+    assert interpolate_rate(TABLE, 2**20, 2**20, 2**20) <= fastest * (1 + 1e-12)
 
 
 def test_measured_times_come_before_the_roofline() -> None:
@@ -147,10 +152,10 @@ def test_measured_times_come_before_the_roofline() -> None:
         operators={"gelu": 5.0}, attention_backward=0.5,
     )  # fmt: skip
     product = Operator("bmm", "matmul", 0.0, {}, {}, (3, 64, 8, 512))
-    assert matmul_seconds(device, product) == pytest.approx(3 * seconds_of(64, 8, 512))
+    assert estimate_matmul_seconds(device, product) == pytest.approx(3 * seconds_of(64, 8, 512))
 
     def moved(name: str, n_bytes: int) -> float:
-        return elementwise_seconds(device, Operator(name, "pointwise", 0.0, {1: n_bytes}, {}))
+        return estimate_elementwise_seconds(device, Operator(name, "pointwise", 0.0, {1: n_bytes}, {}))
 
     assert moved("add", 2**20) == pytest.approx(1e-3)
     assert moved("add", 2**15) == pytest.approx(math.sqrt(1e-6 * 1e-3))
@@ -158,8 +163,8 @@ def test_measured_times_come_before_the_roofline() -> None:
     assert moved("add", 1) == pytest.approx(1e-6)
     assert moved("gelu_backward", 2**20) == pytest.approx(5e-3)
     attention = Operator("attention", "attention", 1e15, {}, {})
-    assert attention_seconds(device, replace(attention, is_backward=True)) == pytest.approx(
-        2 * attention_seconds(device, attention)
+    assert estimate_attention_seconds(device, replace(attention, is_backward=True)) == pytest.approx(
+        2 * estimate_attention_seconds(device, attention)
     )
 
 
@@ -190,6 +195,8 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert cluster.device.moves[1][0] == 2**21
     assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
     assert "or measure it so: --calibrate FILE train.precision=bf16" in capsys.readouterr().err
+    assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64") == 2
+    assert "measure it so" not in capsys.readouterr().err, "it measures in bf16 and fp32 alone"
     assert run(*words, "--calibrate", str(path)) == 2
     assert "the file exists" in capsys.readouterr().err
     assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
@@ -197,7 +204,7 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
 
 
 def test_products_that_take_too_long_are_left_out() -> None:
-    shapes = calibrate.matmul_shapes("cpu")
+    shapes = calibrate.list_matmul_shapes("cpu")
     assert (2048, 2048, 768) in shapes
     assert (2048, 2048, 2048) not in shapes
 
@@ -205,7 +212,7 @@ def test_products_that_take_too_long_are_left_out() -> None:
 def test_turns_are_taken() -> None:
     order: list[int] = []
     functions: list[Any] = [lambda: order.append(0) or torch.ones(10**6).sum(), lambda: order.append(1)]
-    calibrate.Clock(torch.device("cpu")).fastest(functions, rounds=3)
+    calibrate.Clock(torch.device("cpu")).measure_fastest(functions, rounds=3)
     rounds = [number for i, number in enumerate(order[4:]) if i == 0 or number != order[3 + i]]
     assert rounds == [0, 1] * 3
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import load_config
 from megatfm.estimate.devices import Device, load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.quick import scale_profile
-from megatfm.estimate.roofline import matmul_seconds
+from megatfm.estimate.roofline import estimate_matmul_seconds
 from megatfm.estimate.stand_ins import ROWS, experts_by_shapes
 from megatfm.ops.grouped_mm import KERNELS
 
@@ -64,13 +64,13 @@ def fastest(batch: int, m: int, n: int, k: int) -> float:
 )  # fmt: skip
 def test_a_matmul_takes_as_long_as_its_tiles_and_slices(device: Device, shape: tuple[int, int, int, int]) -> None:
     product = Operator("mm", "matmul", 0.0, {}, {}, shape)
-    assert matmul_seconds(device, product) == pytest.approx(fastest(*shape), rel=1e-9)
+    assert estimate_matmul_seconds(device, product) == pytest.approx(fastest(*shape), rel=1e-9)
 
 
 def test_a_gradient_of_a_small_weight_uses_all_multiprocessors(device: Device) -> None:
     m, n, k = 128, 256, 1 << 20
     whole_rate = 2 * m * n * k / (PROCESSORS * 1e12)
-    assert matmul_seconds(device, Operator("mm", "matmul", 0.0, {}, {}, (1, m, n, k))) < 1.01 * whole_rate
+    assert estimate_matmul_seconds(device, Operator("mm", "matmul", 0.0, {}, {}, (1, m, n, k))) < 1.01 * whole_rate
 
 
 class GroupedShapes(TorchDispatchMode):
@@ -113,7 +113,7 @@ def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
 def test_experts_of_a_larger_micro_batch_are_those_of_its_profile(factor: int) -> None:
     """Scaled from one row, or profiled: the same products, so the same seconds."""
     config = load_config("olmoe-1b-7b", [])
-    with estimator(config, load_cluster("h100", 8)) as opened:
+    with open_estimator(config, load_cluster("h100", 8)) as opened:
         sizes = {}
         for rows in (1, factor):
             changed = config.with_changes({"train.micro_batch": rows, "train.precision": "bf16"})

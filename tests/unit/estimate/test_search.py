@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, load_cluster
-from megatfm.estimate.estimator import Estimator, estimator
+from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores
 from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, layouts, refusal, search
@@ -26,7 +26,7 @@ def opened(cluster: Cluster) -> Iterator[Estimator]:
     config = load_config("llama3-8b", ["data.tokenizer=t", "data.train=d"])
     small, _ = shrink(config.model_copy(update={"parallel": ParallelConfig(pp=4, dp_shard=1)}))
     changes = {"train.precision": "bf16", "train.global_batch": 8, "train.micro_batch": 1, "parallel.pp": 1}
-    with estimator(small.with_changes({**changes, "parallel.dp_shard": -1}), cluster, (1, 2)) as actual:
+    with open_estimator(small.with_changes({**changes, "parallel.dp_shard": -1}), cluster, (1, 2)) as actual:
         yield actual
 
 

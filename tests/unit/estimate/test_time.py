@@ -15,13 +15,18 @@ from megatfm.cli import main
 from megatfm.config import Config, load_config, to_toml
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Link, Node, load_cluster
-from megatfm.estimate.estimator import estimator
-from megatfm.estimate.recorded import device_of, read_recorded, snapshot_owners
+from megatfm.estimate.estimator import open_estimator
+from megatfm.estimate.recorded import find_device, read_recorded, read_snapshot_owners
 from megatfm.estimate.roofline import Seconds
 from megatfm.estimate.schedule import simulate
-from megatfm.estimate.stalls import AUX_LOSS_MAX_VIOLATION, data_stall, effective_share, fullest_share
+from megatfm.estimate.stalls import (
+    AUX_LOSS_MAX_VIOLATION,
+    estimate_data_stall,
+    estimate_effective_share,
+    estimate_fullest_share,
+)
 from megatfm.estimate.step_time import PartTime
-from megatfm.estimate.traffic import Axis, Flows, axis_seconds
+from megatfm.estimate.traffic import Axis, Flows, estimate_axis_seconds
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
 from tests.support.layouts import bubble_fraction
 from tests.support.layouts import simulate_schedule as simulate_plain
@@ -69,7 +74,7 @@ def test_axes_that_leave_the_node_take_turns_on_its_network() -> None:
     for axis, n_bytes in zip(axes, (500, 30, 20, 60), strict=True):
         flows.add(axis, "all_gather", n_bytes)
     for names, seconds in ((["tp"], 5.0), (["cp", "dp_shard"], 3.0 + 2.0), (["dp_replicate"], 60 / (2 * 10.0))):
-        assert axis_seconds(flows, by_name, NODE_OF_TWO, names) == pytest.approx(seconds, rel=1e-12)
+        assert estimate_axis_seconds(flows, by_name, NODE_OF_TWO, names) == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_devices_that_compute_at_once_wait_for_every_byte(tmp_path: Path, layout
     words = ["model.n_layers=2", "model.vocab_size=1000", "data.sequence_length=2048", "train.micro_batch=1"]
     words += ["train.global_batch=8", "train.precision=bf16", "checkpoint.every=100000000", "parallel.dp_shard=-1"]
     cluster = load_cluster("instant", 8, hardware=tmp_path / "instant.toml")
-    with estimator(load_config("llama3-8b", [*words, *layout.split()]), cluster) as opened:
+    with open_estimator(load_config("llama3-8b", [*words, *layout.split()]), cluster) as opened:
         estimate = opened.estimate(opened.base)
     assert estimate.time.step == pytest.approx(sum(estimate.flows.sent.values()) / 50e9, rel=0.01)
 
@@ -148,17 +153,17 @@ def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
     draw = np.random.default_rng(2)
     largest = np.median(draw.standard_normal((20000, 64)).max(1))
     expected = drawn_share(experts, ep, tokens, top_k, AUX_LOSS_MAX_VIOLATION / float(largest))
-    assert fullest_share(config, tokens) == pytest.approx(expected, rel=0.03)
-    assert fullest_share(config, tokens, quantile=0.5) < fullest_share(config, tokens)
+    assert estimate_fullest_share(config, tokens) == pytest.approx(expected, rel=0.03)
+    assert estimate_fullest_share(config, tokens, quantile=0.5) < estimate_fullest_share(config, tokens)
 
 
 def test_experts_with_a_capacity_get_no_more() -> None:
     config = load_config("switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"])
-    assert fullest_share(config, 64) == 1.25
+    assert estimate_fullest_share(config, 64) == 1.25
 
 
 def step_of(*overrides: str) -> tuple[Config, dict[str, float]]:
-    with estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
+    with open_estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
     return estimate.config, vars(estimate.time) | {
         "step": estimate.time.step,
@@ -185,9 +190,9 @@ def test_rows_are_waited_for_where_they_come_late() -> None:
     config, step = step_of()
     assert step["data"] == 0
     rows = config.train.global_batch / 8
-    assert data_stall(config, 1e-9) == pytest.approx(rows * 1024 / 36.7e6, rel=1e-3)
+    assert estimate_data_stall(config, 1e-9) == pytest.approx(rows * 1024 / 36.7e6, rel=1e-3)
     more = config.model_copy(update={"data": config.data.model_copy(update={"workers": 4})})
-    assert data_stall(more, 1e-9) == pytest.approx(rows * 1024 / 36.7e6 / 4, rel=1e-3)
+    assert estimate_data_stall(more, 1e-9) == pytest.approx(rows * 1024 / 36.7e6 / 4, rel=1e-3)
 
 
 def simulated(interval: float, stall: float, between: float, restart: float, seed: int) -> float:
@@ -206,15 +211,15 @@ def simulated(interval: float, stall: float, between: float, restart: float, see
 @pytest.mark.parametrize(("interval", "stall", "between", "restart"), [(600, 30, 20000, 300), (2000, 5, 30000, 900)])
 def test_the_share_is_that_of_a_simulated_run(interval: float, stall: float, between: float, restart: float) -> None:
     shares = [simulated(interval, stall, between, restart, seed) for seed in range(8)]
-    assert effective_share(interval, stall, between, restart) == pytest.approx(sum(shares) / 8, rel=0.01)
+    assert estimate_effective_share(interval, stall, between, restart) == pytest.approx(sum(shares) / 8, rel=0.01)
 
 
 def test_youngs_interval_is_nearly_the_best() -> None:
     stall, between = 12.0, 40000.0
-    best = max(effective_share(interval, stall, between, 300) for interval in range(60, 8000, 20))
+    best = max(estimate_effective_share(interval, stall, between, 300) for interval in range(60, 8000, 20))
     young = (2 * stall * between) ** 0.5
-    assert effective_share(young, stall, between, 300) > best - 2e-4
-    assert effective_share(young / 4, stall, between, 300) < best - 5e-3
+    assert estimate_effective_share(young, stall, between, 300) > best - 2e-4
+    assert estimate_effective_share(young / 4, stall, between, 300) < best - 5e-3
 
 
 # --------------------------------------------------------------------------------------------- a run's record
@@ -262,9 +267,21 @@ def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.Cap
     assert "fits with train.recompute=full" in output
 
 
+def test_a_rank_of_an_earlier_start_on_more_ranks_has_no_prediction(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"gpu": "NVIDIA H100 80GB HBM3", "processes": "4", "machines": "1"}
+    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["explain-oom", str(run)])
+    output, errors = capsys.readouterr()
+    assert ended.value.code == 0, errors
+    assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; an earlier start had more ranks than 4" in output
+
+
 def test_the_device_is_the_one_of_the_run(run: Path) -> None:
     recorded = read_recorded(run)
-    assert device_of(recorded) == "h100"
+    assert find_device(recorded) == "h100"
     assert recorded.step_seconds == 0.5
     for name, expected in (
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
@@ -273,7 +290,7 @@ def test_the_device_is_the_one_of_the_run(run: Path) -> None:
     ):
         facts = {"gpu": name, "processes": "8", "machines": "1"}
         (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
-        assert device_of(read_recorded(run)) == expected
+        assert find_device(read_recorded(run)) == expected
 
 
 def test_numbers_of_a_damaged_run_are_left_out(run: Path) -> None:
@@ -320,7 +337,7 @@ def test_a_file_that_lies_is_no_snapshot(tmp_path: Path, content: bytes, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rank-0.pickle").write_bytes(content)
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):
-        snapshot_owners(tmp_path / "rank-0.pickle")
+        read_snapshot_owners(tmp_path / "rank-0.pickle")
     assert not (tmp_path / "ran").exists()
 
 

@@ -10,10 +10,10 @@ from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.describe.per_rank import count_rank_state
 from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.traffic import axes_of
-from megatfm.estimate.weights import LocalWeight, last_bucket, rank_bytes
+from megatfm.estimate.weights import LocalWeight, find_last_bucket, rank_bytes
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
@@ -43,7 +43,7 @@ def ranks_of(parallel: ParallelConfig) -> int:
 
 
 def estimated(config: Config) -> Estimate:
-    with estimator(config, load_cluster("h100", ranks_of(config.parallel))) as opened:
+    with open_estimator(config, load_cluster("h100", ranks_of(config.parallel))) as opened:
         return opened.estimate(opened.base)
 
 
@@ -141,7 +141,7 @@ def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
     to the neighbour, and gets their gradients, in bfloat16."""
     words = ["data.sequence_length=8192", "train.micro_batch=1", "train.global_batch=2", "model.n_layers=2"]
     config = load_config("modernbert-large", [*words, "parallel.cp=2", "parallel.dp_shard=1"])
-    with estimator(config, load_cluster("h100", 2)) as opened:
+    with open_estimator(config, load_cluster("h100", 2)) as opened:
         flows = opened.estimate(opened.base).flows
     microbatches, passes = 2, 2
     assert flows.sent["cp", "send"] == microbatches * passes * 64 * 2 * 1024 * 2
@@ -151,7 +151,7 @@ def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
 def test_a_rank_keeps_the_largest_whole_tensor_that_it_owns() -> None:
     """Adafactor's owner of a tied table has a copy of it, and sums of its rows and columns; the rest lies on others."""
     config = load_config("t5-base", ["model.n_layers=1", "model.n_encoder_layers=1", "parallel.zero=1"])
-    with estimator(config, load_cluster("h100", 8)) as opened:
+    with open_estimator(config, load_cluster("h100", 8)) as opened:
         rank = opened.estimate(opened.base).worst
     assert rank.optimizer == 4 * (32128 * 768 + 32128 + 768)
 
@@ -160,7 +160,7 @@ def test_scores_that_chunks_of_attention_hold_are_counted() -> None:
     """Disentangled attention of many tokens runs in chunks, which hold the keys' scores of positions until computed
     again: [rows, heads, tokens, positions]."""
     config = load_config("deberta-base", ["model.n_layers=1", "train.precision=bf16", "model.vocab_size=999"])
-    with estimator(config, load_cluster("h100", 1)) as opened:
+    with open_estimator(config, load_cluster("h100", 1)) as opened:
         block = next(part for part in opened.profile(opened.base).parts if part.is_block)
     scores = config.train.micro_batch * 12 * 512 * 1024 * 2
     assert [tensor.n_bytes for tensor in block.saved].count(scores) == 1
@@ -214,7 +214,7 @@ def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> No
     flops = {}
     for frozen in ("[]", f'["{pattern}"]'):
         config = load_config("mixtral-8x7b", [*base, f"train.freeze={frozen}"])
-        with estimator(config, load_cluster("h100", 1)) as opened:
+        with open_estimator(config, load_cluster("h100", 1)) as opened:
             part = next(part for part in opened.profile(opened.base).parts if part.name == point)
         matmuls = [op for op in (*part.forward, *part.backward) if op.kind == "matmul"]
         flops[frozen] = sum(op.flops for op in matmuls)
@@ -231,7 +231,7 @@ def test_all_batches_of_a_step_lie_on_the_device() -> None:
     overrides = ["parallel.zero=1", "train.precision=bf16", f"train.micro_batch={rows}"]
     overrides += ["train.global_batch=8", "data.images.mixup=0", "data.images.cutmix=0"]
     config = load_config("vit-s16", overrides)
-    with estimator(config, load_cluster("h100", 2)) as opened:
+    with open_estimator(config, load_cluster("h100", 2)) as opened:
         used = []
         for microbatches in (3, 5):
             train = opened.base.train.model_copy(update={"global_batch": microbatches * rows * 2})
@@ -272,10 +272,10 @@ def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
     experts = {"c": first, "d": (4, 100), "e": last}
     listed = [weight(name, shape, is_expert=name in experts) for name, shape in (experts | dense).items()]
     *_, bucket = assign_buckets(experts, 4, BUCKET_ELEMENTS)
-    assert [w.name for w in last_bucket(listed)] == list(bucket.shapes)
-    assert sum(w.shard(4) for w in last_bucket(listed)) == bucket.width
+    assert [w.name for w in find_last_bucket(listed)] == list(bucket.shapes)
+    assert sum(w.shard(4) for w in find_last_bucket(listed)) == bucket.width
     *_, bucket = assign_buckets(dense, 4, BUCKET_ELEMENTS)
-    assert [w.name for w in last_bucket(w for w in listed if not w.is_expert)] == list(bucket.shapes)
+    assert [w.name for w in find_last_bucket(w for w in listed if not w.is_expert)] == list(bucket.shapes)
 
 
 def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> None:

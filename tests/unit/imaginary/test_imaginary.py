@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatfm.config import Config, ParallelConfig, load_config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.stand_ins import fake_ranks
-from megatfm.estimate.traced import Traced, differences, run_trace, traced_axis
+from megatfm.estimate.traced import Traced, compare_with_trace, name_traced_axis, run_trace
 from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
@@ -97,8 +97,8 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
     ]  # fmt: skip
     traced_rank = run_trace("llama3-70b", overrides, 1024, 517)
     config = load_config("llama3-70b", overrides)
-    with estimator(config, load_cluster("h100", 1024)) as opened:
-        pairs = differences(opened.estimate(opened.base), traced_rank)
+    with open_estimator(config, load_cluster("h100", 1024)) as opened:
+        pairs = compare_with_trace(opened.estimate(opened.base), traced_rank)
     assert len(pairs) == 6
     for name, modelled, measured in pairs:
         assert modelled == pytest.approx(measured, rel=0.04 if name == "peak" else 0.002), name
@@ -122,7 +122,13 @@ def test_the_guard_is_built_once_and_says_what_it_lacks(tmp_path: Path, monkeypa
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(MegatfmError, match="does not build"):
         build_guard(tmp_path)
+    monkeypatch.setenv("CXX", f"{tmp_path}/no-compiler -m64")
+    with pytest.raises(MegatfmError, match=r"can't be built with .*no-compiler -m64 .*No such file.*set CXX or"):
+        build_guard(tmp_path)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(MegatfmError, match=r"can't be built .* in .*/file/folder: Not a directory: set CXX or"):
+        build_guard(tmp_path / "file" / "folder")
 
 
 def test_the_guard_must_come_before_torch() -> None:
@@ -177,7 +183,7 @@ def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layou
     reduced by themselves, and hold the rows that they exchange."""
     overrides = ["train.compile=false", "train.micro_batch=1", "model.n_layers=2", *layout.split()]
     trace = run_trace(preset, overrides, 8, 0)
-    with estimator(load_config(preset, overrides), load_cluster("h100", 8)) as opened:
+    with open_estimator(load_config(preset, overrides), load_cluster("h100", 8)) as opened:
         rank = opened.estimate(opened.base).memory[0]
     passes = max(rank.by_phase["forward"], rank.by_phase["backward"]) - rank.reserved
     assert passes == pytest.approx(trace.facts["passes"], rel=tolerance)
@@ -199,7 +205,7 @@ def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name
     with fake_ranks(ranks):
         mesh = build_mesh(parallel, ranks, "cpu")
         names = mesh.group_names(mesh.shard_axes, mesh.batch_axes)
-        assert names[str(mesh.group(EXPERT).group_name)] == traced_axis(EXPERT, axes) == name
+        assert names[str(mesh.group(EXPERT).group_name)] == name_traced_axis(EXPERT, axes) == name
         if parallel.dp_shard > 1 and parallel.cp > 1:
             joint = str(mesh.flat_group((SHARD, CONTEXT)).group_name)
-            assert names[joint] == traced_axis("dp_shard × cp", axes)
+            assert names[joint] == name_traced_axis("dp_shard × cp", axes)

@@ -14,7 +14,7 @@ def test_owners_at_the_fullest_moment() -> None:
     ledger.remove(2)
     ledger.resize(3, 10)
     ledger.add(4, 35, None)
-    assert (ledger.now, ledger.peak) == (85, 90)
+    assert (ledger.live_bytes, ledger.peak) == (85, 90)
     bytes_by_owner = {tuple(owner.split()[:2]): n_bytes for owner, n_bytes in ledger.at_peak().items()}
     assert bytes_by_owner == {("build", "-"): 40, ("passes", "layers.1"): 30, ("passes", "layers.0"): 20}
     ledger.begin("optimizer")
@@ -24,5 +24,5 @@ def test_owners_at_the_fullest_moment() -> None:
 def test_a_storage_that_the_ledger_does_not_know_is_no_loss() -> None:
     ledger = Ledger()
     ledger.remove(7)
-    assert ledger.now == 0
+    assert ledger.live_bytes == 0
     assert 7 not in ledger

@@ -12,7 +12,7 @@ from megatfm.checkpoint.local import NodeTopology
 from megatfm.config import Config, load_config
 from megatfm.errors import MegatfmError
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tracking import utilization
@@ -203,6 +203,6 @@ def test_stages_are_those_of_the_whole_model(tp: int) -> None:
         engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
     assert engine.pipeline is not None
     assert [len(stage.split_points) for stage in engine.pipeline.stages] == expected
-    with estimator(config, load_cluster("h100", 3 * tp)) as opened:
+    with open_estimator(config, load_cluster("h100", 3 * tp)) as opened:
         estimated = opened.pipeline(config)
     assert [len(stage.split_points) for stage in estimated.stages] == expected
