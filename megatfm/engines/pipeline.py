@@ -37,18 +37,15 @@ from megatfm.split_points import CarrySpec, Splittable
 Carry = dict[str, Tensor]
 
 
-def check_split_backward(pipeline: Pipeline | None, recompute_mode: str, compiled: bool) -> None:
-    """Raise UsageError if blocks are recomputed or compiled under a schedule that takes backward passes in two parts.
+def check_split_backward(pipeline: Pipeline | None, recompute_mode: str) -> None:
+    """Raise UsageError for selective recomputation under a schedule that takes backward passes in two parts.
 
-    A config is refused earlier; an engine may be made without one.
+    torch hands out each saved result once, and the second part asks again. A config is refused earlier, other modes
+    too, which would only waste time; an engine may be made without one.
     """
-    if pipeline is None or pipeline.schedule not in SPLITS_BACKWARD:
-        return
-    if recompute_mode != "none":
+    if pipeline and pipeline.schedule in SPLITS_BACKWARD and recompute_mode == "selective":
         reason = explain_split_backward_conflict(pipeline.schedule, "train.recompute", recompute_mode, "none")
         raise UsageError(reason)
-    if compiled:
-        raise UsageError(explain_split_backward_conflict(pipeline.schedule, "train.compile", True, False))
 
 
 @dataclass

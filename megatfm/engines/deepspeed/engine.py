@@ -69,7 +69,7 @@ class DeepSpeedEngine(BaseEngine):
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = import_deepspeed(setup.device)
         ds_config, offload_directory = make_ds_config(config, setup, package)
-        check_split_backward(setup.pipeline, config.train.recompute, compiled=False)
+        check_split_backward(setup.pipeline, config.train.recompute)
         recompute(self.model, iter_blocks(self.model), config.train.recompute)
         materialize(self.model, self.precision, self.device, gradients=self.precision.compute_dtype)
         if self.precision.is_mixed:

@@ -98,7 +98,7 @@ class NativeEngine(BaseEngine):
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         compiled = options.compile is not None
-        check_split_backward(pipeline, options.recompute_mode, compiled)
+        check_split_backward(pipeline, options.recompute_mode)
         recompute(model, iter_blocks(model), options.recompute_mode, compiled=compiled)
         if options.compile:
             compile_all(
