@@ -75,7 +75,7 @@ class OwnedTensors:
             send_buffers.append(self._concatenate(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
         flat = self._exchange(send_buffers, [sum(self.local[name].numel() for name in names) for names in owned])
-        blocks = {}
+        blocks: dict[str, Tensor] = {}
         for names, values in zip(owned, flat, strict=True):
             pieces = values.split([self.local[name].numel() for name in names])
             blocks |= {name: piece.view_as(self.local[name]) for name, piece in zip(names, pieces, strict=True)}
