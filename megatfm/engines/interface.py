@@ -170,10 +170,8 @@ class OptimizerGroup:
     lr_ratios: name → its learning rate as a multiple of the run's; 1 if absent.
     counters: options that the optimizer changes from step to step, saved with the state.
     stacked_names: tensors that stack several along the first dim, each updated by itself; whole_tensor only.
-    averaged: (block, state, options) → averaged weights to evaluate and save; elementwise only.
+    averaged: (block or whole tensor, state, options) → averaged weights to evaluate and save, as a new tensor.
     state_dtype: dtype of the state; None: that of the weights.
-
-    Raises ValueError for `averaged` of whole tensors.
     """
 
     names: Sequence[str]
@@ -185,10 +183,6 @@ class OptimizerGroup:
     stacked_names: frozenset[str] = frozenset()
     averaged: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
     state_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.averaged and self.granularity != "elementwise":
-            raise ValueError("averaged weights are computed from local blocks: granularity must be 'elementwise'")
 
     def make_param_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
         """Return torch's parameter groups: names that share options and rate, and the group of their tensors."""

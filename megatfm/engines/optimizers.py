@@ -64,16 +64,22 @@ class OwnedTensors:
 
     def scatter(self) -> None:
         """Update the blocks of all ranks from the owners' full copies."""
+        for name, block in self.scatter_blocks(self.full).items():
+            self.local[name].copy_(block)
+
+    def scatter_blocks(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's blocks of tensors that their owners have in full, shaped like the weights."""
         send_buffers = []
         for target in range(self.ranks):
-            parts = [_view_region(tensor, self.regions[name][target]).reshape(-1) for name, tensor in self.full.items()]
+            parts = [_view_region(tensor, self.regions[name][target]).reshape(-1) for name, tensor in full.items()]
             send_buffers.append(self._concatenate(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
         flat = self._exchange(send_buffers, [sum(self.local[name].numel() for name in names) for names in owned])
+        blocks: dict[str, Tensor] = {}
         for names, values in zip(owned, flat, strict=True):
             pieces = values.split([self.local[name].numel() for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                self.local[name].copy_(piece.view_as(self.local[name]))
+            blocks |= {name: piece.view_as(self.local[name]) for name, piece in zip(names, pieces, strict=True)}
+        return blocks
 
     def _is_sender(self, name: str, rank: int) -> bool:
         return self._first_ranks[name][self.regions[name][rank]] == rank
@@ -296,7 +302,7 @@ class WholeTensorOptimizer:
     ) -> None:
         self._owned = OwnedTensors(local, regions, shapes, ranks)
         self._owned.refresh()
-        self._torch = TorchOptimizer(group, self._owned.full)
+        self._torch, self._averaged = TorchOptimizer(group, self._owned.full), group.averaged
         self.can_skip = False  # a skipped step must skip the communication, so the host must know
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -317,14 +323,33 @@ class WholeTensorOptimizer:
         self._owned.refresh()
 
     def averaged(self) -> dict[str, Tensor]:
-        """Return nothing: the trained weights are evaluated and saved."""
-        return {}
+        """Return this rank's blocks of the averaged weights, as new tensors; empty if the optimizer keeps none.
+
+        Before the first step these are the weights. A collective.
+        """
+        if self._averaged is None:
+            return {}
+        state, options = self._torch.state(), self._torch.options
+        full = {name: self._averaged(weight, state[name], options[name]) for name, weight in self.tensors().items()}
+        return {name: align(block) for name, block in self._owned.scatter_blocks(full).items()}
 
     def state(self) -> State:
         """Return the state of the tensors that this rank owns, in the optimizer's shapes."""
-        return self._torch.state()
+        state = self._torch.state()
+        for name, weight in self.tensors().items():
+            if self._averaged and state[name]:
+                state[name][TRAINED] = weight
+        return state
 
     def load(self, state: State) -> None:
-        """Load the result of `state`, and update the full copies from the blocks. A collective."""
+        """Load the result of `state`, and update the full copies from the blocks. A collective.
+
+        Where averaged weights were saved, the trained ones are restored, in full and in the blocks.
+        """
+        values = {name: dict(state[name]) for name in self.tensors()}
         self.refresh()
-        self._torch.load(state)
+        for name, weight in self.tensors().items():
+            if TRAINED in values[name]:
+                weight.copy_(values[name].pop(TRAINED))
+        self._owned.scatter()
+        self._torch.load(values)

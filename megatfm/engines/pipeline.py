@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.config.layout_checks import explain_split_backward_conflict
 from megatfm.engines.interface import Batch, ComparingLoss, Features, LossFunction, compares_samples
 from megatfm.engines.passes import (
     FeatureGradients,
@@ -27,13 +28,24 @@ from megatfm.engines.passes import (
     backward_input,
     take_feature_term,
 )
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, add_send_recv, build_schedule
 from megatfm.parallel.pipeline_stages import Pipeline, PipelineStage, StageOutput, compute_activation_shape
 from megatfm.split_points import CarrySpec, Splittable
 
 Carry = dict[str, Tensor]
+
+
+def check_split_backward(pipeline: Pipeline | None, recompute_mode: str) -> None:
+    """Raise UsageError for selective recomputation under a schedule that takes backward passes in two parts.
+
+    torch hands out each saved result once, and the second part asks again. A config is refused earlier, other modes
+    too, which would only waste time; an engine may be made without one.
+    """
+    if pipeline and pipeline.schedule in SPLITS_BACKWARD and recompute_mode == "selective":
+        reason = explain_split_backward_conflict(pipeline.schedule, "train.recompute", recompute_mode, "none")
+        raise UsageError(reason)
 
 
 @dataclass

@@ -172,17 +172,16 @@ def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> Optim
     """Return the group with an exponential moving average, ema ← decay · ema + (1 − decay) · weight after each step.
 
     The average starts at the weights after the first step; it is evaluated and saved. name: the optimizer's. Raises
-    UsageError for optimizers that need full tensors, average weights themselves, or have low-precision moments.
+    UsageError for optimizers that average weights themselves, or have low-precision moments.
     """
     for is_refused, reason in (
-        (group.granularity != "elementwise", "needs full tensors"),
         (group.averaged is not None, "averages weights itself"),
         (group.state_dtype is not None, "keeps its state in another precision (moments_dtype)"),
     ):
         if is_refused:
             raise UsageError(
-                f"optimizer.ema_decay = {decay:g}: optimizer.name = {name!r} {reason}: choose adamw or lion, or leave "
-                "ema_decay out"
+                f"optimizer.ema_decay = {decay:g}: optimizer.name = {name!r} {reason}: choose adamw, lion or muon, "
+                "or leave ema_decay out"
             )
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -71,6 +71,7 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     [
         ('name="schedule_free_adamw"', ["z", "trained"]),
         ('name="adamw", ema_decay=0.8', ["ema", "trained"]),
+        ('name="muon", ema_decay=0.8', ["ema", "trained"]),
         pytest.param('name="soap"', ["left_basis", "right_basis"], marks=SLOW),
     ],
 )

@@ -269,6 +269,19 @@ def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
         build_engine(FAMILY_MODELS[name], parallel)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_a_split_backward_pass_is_not_recomputed_selectively(workers: Workers, schedule: str) -> None:
+    """Refused by the engine too, for a program that makes one without a config."""
+    workers.run(refuse_recomputation, 2, ParallelConfig(pp=2, pp_schedule=schedule))
+
+
+def refuse_recomputation(parallel: ParallelConfig) -> None:
+    refused = rf"pp_schedule = '{parallel.pp_schedule}' takes .* train\.recompute = 'selective' would repeat"
+    with pytest.raises(UsageError, match=refused):
+        build_engine(UNTIED_MODEL, parallel, recomputed="selective")
+    build_engine(UNTIED_MODEL, parallel, recomputed="full")
+
+
 def test_a_model_that_cannot_be_split_is_refused_in_a_line(workers: Workers) -> None:
     with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* no `split_points` for pipeline stages: set"):
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=ROW_LENGTHS)

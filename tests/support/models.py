@@ -206,6 +206,7 @@ OPTIMIZERS: dict[str, OptimizerSection] = {
     "adamw, short moments": AdamWConfig(**OPTIMIZER_OPTIONS, moments_dtype="bf16"),
     "adamw, weights averaged": AdamWConfig(**OPTIMIZER_OPTIONS, ema_decay=0.7),
     "muon": MuonConfig(**OPTIMIZER_OPTIONS),
+    "muon, weights averaged": MuonConfig(**OPTIMIZER_OPTIONS, ema_decay=0.7),
     "soap": SoapConfig(**OPTIMIZER_OPTIONS, precondition_frequency=2, max_precond_dim=32),
     "adafactor": AdafactorConfig(**OPTIMIZER_OPTIONS),
     "lamb": LambConfig(**OPTIMIZER_OPTIONS),

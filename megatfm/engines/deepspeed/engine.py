@@ -48,7 +48,7 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.losses import LossAccumulator, LossScale
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler, Terms
-from megatfm.engines.pipeline import count_max_block_inputs
+from megatfm.engines.pipeline import check_split_backward, count_max_block_inputs
 from megatfm.engines.state import TiedParameters
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import iter_blocks
@@ -69,6 +69,7 @@ class DeepSpeedEngine(BaseEngine):
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = import_deepspeed(setup.device)
         ds_config, offload_directory = make_ds_config(config, setup, package)
+        check_split_backward(setup.pipeline, config.train.recompute)
         recompute(self.model, iter_blocks(self.model), config.train.recompute)
         materialize(self.model, self.precision, self.device, gradients=self.precision.compute_dtype)
         if self.precision.is_mixed:

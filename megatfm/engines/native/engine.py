@@ -35,7 +35,7 @@ from megatfm.engines.passes import (
     SequentialForwardBackward,
     concatenate_features,
 )
-from megatfm.engines.pipeline import PipelineForwardBackward
+from megatfm.engines.pipeline import PipelineForwardBackward, check_split_backward
 from megatfm.engines.state import TiedParameters
 from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
@@ -98,6 +98,7 @@ class NativeEngine(BaseEngine):
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         compiled = options.compile is not None
+        check_split_backward(pipeline, options.recompute_mode)
         recompute(model, iter_blocks(model), options.recompute_mode, compiled=compiled)
         if options.compile:
             compile_all(

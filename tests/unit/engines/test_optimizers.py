@@ -23,11 +23,11 @@ from tests.support.workers import Workers
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
 SQUARE = UNTIED_MODEL.with_changes({"attention.n_kv_heads": 4})
-FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
     "adamw, short moments": {"step", "exp_avg", "exp_avg_sq"},
     "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "muon, weights averaged": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", "trained"},
     "soap": {"step", "exp_avg", "exp_avg_sq", "left", "left_basis", "right", "right_basis"},
     "adafactor": {"step", "row_var", "col_var", "variance"},
     "lamb": {"step", "exp_avg", "exp_avg_sq"},
@@ -113,11 +113,23 @@ def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
     return {n: (state[f"optimizer.{n}.trained"] - 0.1 * state[f"optimizer.{n}.z"]) / 0.9 for n in names}
 
 
-def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
-    engine = build_engine(UNTIED_MODEL, parallel, FREE)
-    train_steps(engine, 0, 4)
+def train_and_average_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
+    """The moving average of the weights that the engine trains, from those after the first step on."""
+    averages: dict[str, Tensor] = {}
+    for step in range(4):
+        train_steps(engine, step, step + 1)
+        averages = {n: 0.7 * averages.get(n, tensor) + 0.3 * tensor for n, tensor in engine.local.items()}
+    return averages
+
+
+def evaluates_and_saves_the_average(parallel: ParallelConfig, name: str) -> None:
+    engine = build_engine(UNTIED_MODEL, parallel, OPTIMIZERS[name])
+    if name == "schedule_free_adamw":
+        train_steps(engine, 0, 4)
+        x = averaged_by_hand(engine)
+    else:
+        x = train_and_average_by_hand(engine)
     trained = weights(engine)
-    x = averaged_by_hand(engine)
     for name, tensor in x.items():
         stored = get_tensor(engine.state_dict()[f"model.{name}"])
         assert torch.allclose(stored, tensor, rtol=1e-12, atol=1e-14), name
@@ -147,15 +159,28 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
     assert all(torch.equal(tensor, trained[name]) for name, tensor in engine.local.items())
 
 
-@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(tp=2)])
+AVERAGED = [
+    *(("schedule_free_adamw", layout) for layout in ("one", "zero3", "tp2")),
+    *(("muon, weights averaged", layout) for layout in ("one", *LAYOUTS, "zero0", "zero2", "replicas")),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), AVERAGED)
 def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
-    workers: Workers, layout: ParallelConfig
+    workers: Workers, name: str, layout: str
 ) -> None:
-    workers.run(evaluates_and_saves_the_average, 1 if layout == ParallelConfig() else 2, layout)
+    parallel = {
+        **LAYOUTS,
+        "one": ParallelConfig(),
+        "zero0": ParallelConfig(dp_shard=2, zero=0),
+        "zero2": ParallelConfig(dp_shard=2, zero=2),
+        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
+    }[layout]
+    workers.run(evaluates_and_saves_the_average, 1 if layout == "one" else 2, parallel, name)
 
 
-def evaluate_in_between(every: bool) -> dict[str, Tensor]:
-    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), FREE)
+def evaluate_in_between(name: str, every: bool) -> dict[str, Tensor]:
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
     for step in range(5):
         train_steps(engine, step, step + 1)
         if every:
@@ -164,8 +189,10 @@ def evaluate_in_between(every: bool) -> dict[str, Tensor]:
     return weights(engine)
 
 
-def test_evaluating_and_saving_leave_no_trace(workers: Workers) -> None:
-    for often, never in zip(*(workers.run(evaluate_in_between, 2, every) for every in (True, False)), strict=True):
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "muon, weights averaged"])
+def test_evaluating_and_saving_leave_no_trace(workers: Workers, name: str) -> None:
+    runs = (workers.run(evaluate_in_between, 2, name, every) for every in (True, False))
+    for often, never in zip(*runs, strict=True):
         assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
@@ -187,8 +214,6 @@ def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
     optimizer.step({"w": weight.clone()}, 0.1)
     with pytest.raises(MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*granularity='whole_tensor'"):
         optimizer.state()
-    with pytest.raises(ValueError, match="must be 'elementwise'"):
-        OptimizerGroup(["w"], "whole_tensor", RowOptimizer, averaged=lambda block, state, options: block)
 
 
 def test_names_that_share_options_share_torch_s_group() -> None:

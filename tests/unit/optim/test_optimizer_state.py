@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import AdamWConfig, LionConfig, MuonConfig, OptimizerSection, ParallelConfig, ScheduleFreeConfig
+from megatfm.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSection,
+    ParallelConfig,
+    ScheduleFreeConfig,
+    SoapConfig,
+)
 from megatfm.engines.interface import ShardLocation
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import UsageError
@@ -111,7 +121,7 @@ DECAY = 0.8
 
 
 class LinearModel(nn.Module):
-    """A matrix and a bias."""
+    """A matrix and a bias, and a block of the same."""
 
     config = None
 
@@ -119,27 +129,35 @@ class LinearModel(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(3, 5).double()
+        self.layers = nn.ModuleList([nn.Linear(5, 4).double()])
 
 
-@pytest.mark.parametrize("config", [AdamWConfig(lr=0.1, ema_decay=DECAY), LionConfig(lr=0.1, ema_decay=DECAY)])
+AVERAGED = (AdamWConfig, LionConfig, MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
+
+
+@pytest.mark.parametrize("config", [section(lr=0.1, ema_decay=DECAY) for section in AVERAGED])
 def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
     """From the weights after the first step on; a skipped step moves nothing; the weights are the optimizer's own."""
     model = LinearModel()
     without = copy.deepcopy(model)
+    groups = [build_optimizer_groups(c, model)[0] for c in (config.model_copy(update={"ema_decay": None}), config)]
+    names = groups[0].names  # matrices of blocks, or all
     plain, averaged = (
-        ElementwiseOptimizer(build_optimizer_groups(c, m)[0], dict(m.named_parameters()))
-        for c, m in ((config.model_copy(update={"ema_decay": None}), without), (config, model))
+        ElementwiseOptimizer(group, {name: m.get_parameter(name) for name in names})
+        for group, m in zip(groups, (without, model), strict=True)
     )
     assert averaged.averaged() == {}
     expected: dict[str, torch.Tensor] = {}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         gradients = {
-            name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in model.named_parameters()
+            name: torch.randn(model.get_parameter(name).shape, generator=generator, dtype=torch.float64)
+            for name in names
         }
         for optimizer in (plain, averaged):
             optimizer.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
-        for name, weight in model.named_parameters():
+        for name in names:
+            weight = model.get_parameter(name)
             assert torch.equal(weight, without.get_parameter(name))
             before = expected.get(name, weight.detach())
             expected[name] = DECAY * before + (1 - DECAY) * weight.detach()
@@ -152,16 +170,14 @@ def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MuonConfig(lr=0.1, ema_decay=DECAY), "needs full tensors"),
+        (MuonConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
         (ScheduleFreeConfig(lr=0.1, ema_decay=DECAY), "averages weights itself"),
         (AdamWConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
     ],
 )
 def test_weight_averages_are_refused_where_they_cannot_be_kept(config: OptimizerSection, reason: str) -> None:
-    model = LinearModel()
-    model.layers = nn.ModuleList([LinearModel().linear])
     with pytest.raises(UsageError, match=reason):
-        build_optimizer_groups(config, model)
+        build_optimizer_groups(config, LinearModel())
 
 
 def compare_averages(parallel: ParallelConfig) -> tuple[set[str], float]:
