@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatfm.errors import UsageError
+from megatfm.estimate.devices import DeviceKind
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.moe.experts import Experts
@@ -55,7 +56,8 @@ class AttentionStandIn(torch.autograd.Function):
         return None, *gradients, into_bias
 
 
-def computes_by_matmuls(
+def find_attention_kernel(
+    device_kind: DeviceKind,
     core: DotProductAttention,
     head_shard: int,
     q_BNTH: Tensor,
@@ -64,10 +66,11 @@ def computes_by_matmuls(
     sequence: SequenceMetadata,
     bias: Tensor | None = None,
     mask: AttentionMask | None = None,
-) -> bool:
-    """Return whether a GPU computes attention by matmuls of all scores, as for short rows with dropout."""
-    if q_BNTH.shape[2] >= LONG_ON_GPU:
-        return False
+) -> str:
+    """Return the name of the kernel by which a device computes attention: "fused" for any that a GPU has for long rows,
+    and "products" where it computes all scores by matmuls, as for short rows with dropout."""
+    if device_kind == "cuda" and q_BNTH.shape[2] >= LONG_ON_GPU:
+        return "fused"
     heads = q_BNTH.shape[1]
     request = AttentionRequest.from_inputs(
         q_BNTH,
@@ -79,7 +82,7 @@ def computes_by_matmuls(
         sinks=core.sinks is not None,
         v_width=v_BKSH.shape[-1],
     )
-    return choose_kernel(replace(request, device="cuda")).name == "products"
+    return choose_kernel(replace(request, device=device_kind)).name
 
 
 def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool) -> int:
