@@ -6,6 +6,7 @@ composes RMSNorm of several operators, and the loss takes other chunks: there th
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,9 @@ from megatfm.estimate.stand_ins import (
     CrossEntropyStandIn,
     RMSNormStandIn,
     count_fetched_tokens,
+    even_rows,
     exchange_tokens,
+    experts_by_shapes,
     find_attention_kernel,
 )
 from megatfm.estimate.weights import experts_section
@@ -60,8 +63,7 @@ class ProfiledKernels:
 
     def install(self, model: nn.Module) -> None:
         """Replace the kernels of a parallelized model."""
-        is_gpu, parallel = self.device_kind == "cuda", self.config.parallel
-        reached_share = 1.0 if parallel.expert_tp == "by_channel" else 1 / parallel.tp
+        is_gpu = self.device_kind == "cuda"
         for module in model.modules():
             if isinstance(module, DotProductAttention):
                 module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
@@ -70,7 +72,20 @@ class ProfiledKernels:
             elif isinstance(module, CrossEntropy) and is_gpu:
                 replace_forward(module, partial(self._cross_entropy, module))
             elif isinstance(module, Experts) and self._exchanges_tokens:
-                exchange_tokens(module, reached_share, self._note_complete_experts)
+                exchange_tokens(module, self._reached_share if is_gpu else 1.0, self._note_complete_experts)
+
+    @property
+    def _reached_share(self) -> float:
+        """Share of all choices that are of this rank's experts, or of those of its peers on other data ranks."""
+        return 1.0 if self.config.parallel.expert_tp == "by_channel" else 1 / self.tp
+
+    def experts_by_shapes(self) -> AbstractContextManager[object]:
+        """Run experts on as many rows as they get on average. Rows that a CPU doesn't reach, it cuts off at once."""
+        stack = ExitStack()
+        stack.enter_context(experts_by_shapes(self.note))
+        if self.device_kind == "cpu":
+            stack.enter_context(even_rows(self._reached_share))
+        return stack
 
     def start_part(self) -> OperatorRecorder:
         """Return the recorder of another part, in which kernels are noted from now on."""
@@ -169,7 +184,8 @@ class ProfiledKernels:
         if name == "_grouped_mm" and dims:
             section = experts_section(self.config.model)
             rows = float(inputs[0].shape[0])
-            if section and not self._exchanges_tokens:  # tensor-parallel ranks hold rows of each other's experts
+            has_other_rows = not self._exchanges_tokens and self.device_kind == "cuda"
+            if section and has_other_rows:  # tensor-parallel ranks hold rows of each other's experts
                 rows *= dims[0] / section.n_experts
             flops = 2 * rows * math.prod(size for size in dims[1:] if size != ROWS)
             group_rows = max(1, round(rows / dims[0]))

@@ -34,7 +34,6 @@ from megatfm.estimate.part_profile import (
 from megatfm.estimate.stand_ins import (
     HostValues,
     default_dtype,
-    experts_by_shapes,
     forward_predicted_tokens,
     quiet_fake_tensors,
 )
@@ -127,7 +126,7 @@ class LocalModel:
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
         host_values = HostValues() if self._is_data_dependent else nullcontext()
-        with quiet_fake_tensors(), self._mode, host_values, experts_by_shapes(self._kernels.note):
+        with quiet_fake_tensors(), self._mode, host_values, self._kernels.experts_by_shapes():
             if self._is_data_dependent:
                 fields, lengths = self._batch_with_values(micro_batch), dict[str, int]()
             else:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from megatfm.errors import UsageError
 from megatfm.estimate.devices import DeviceKind
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.moe.experts import Experts
+from megatfm.layers.moe import experts as experts_module
+from megatfm.layers.moe.experts import Experts, SortedRows
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_kernel
@@ -228,6 +230,26 @@ def experts_by_shapes(note: Note) -> Iterator[None]:
         yield
     finally:
         KERNELS.update(kernels)
+
+
+class EvenRows(SortedRows):
+    """Rows of experts as a CPU has them: those of other ranks' experts are cut off. share: of all choices."""
+
+    def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
+        super().__init__(order_M, ends_E, top_k)
+        self.order = order_M[: round(share * len(order_M))]
+        self._sorted_position = self._is_undefined_M1 = None
+
+
+@contextmanager
+def even_rows(share: float) -> Iterator[None]:
+    """Have experts dispatch tokens as on a CPU, evenly. share: of all choices, those of a rank's experts."""
+    original = vars(experts_module)["SortedRows"]
+    vars(experts_module)["SortedRows"] = partial(EvenRows, share)
+    try:
+        yield
+    finally:
+        vars(experts_module)["SortedRows"] = original
 
 
 class _GradientsComplete(torch.autograd.Function):

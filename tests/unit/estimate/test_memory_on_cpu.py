@@ -21,7 +21,7 @@ HEADS = ["model.attention.head_dim=32"]
 MODELS = {
     "llama3-8b": [*HEADS, "model.attention.n_kv_heads=2"],
     "t5-base": [*HEADS, "model.n_encoder_layers=3", "data.target_length=256"],
-    "bert-base": [],
+    "olmoe-1b-7b": ["model.ffn.d_ff=128", "model.ffn.n_experts=4", "model.ffn.top_k=2"],
 }
 """Preset → overrides of its small model."""
 
@@ -56,7 +56,8 @@ def measure_peak(config: Config) -> int:
 
 @pytest.mark.parametrize("preset", MODELS)
 def test_a_cpus_operators_hold_what_is_modelled(workers: Workers, preset: str) -> None:
-    """RMSNorm and SiLU of several operators, T5's biases by all scores, and the mask of its padded targets."""
+    """RMSNorm and SiLU of several operators, T5's biases by all scores and the mask of its padded targets, and experts'
+    rows that are added up in place."""
     config = load_config(preset, [*SMALL, *MODELS[preset], "data.train=d", "data.tokenizer=t", "parallel.dp_shard=1"])
     with estimator(config, load_cluster("cpu", 1)) as opened:
         worst = opened.estimate(opened.base).worst
