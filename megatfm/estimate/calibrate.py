@@ -73,6 +73,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else psutil.virtual_memory().total
     table = {
         "name": name,
+        "kind": kind,
         "memory_gib": round(memory / GIB, 2),
         "flops": {precision: peak},
         "memory_bandwidth": rate,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
@@ -17,6 +17,7 @@ NODE = "here"
 """Name of the calibrated machine, as device and as node."""
 CALIBRATED_PRECISIONS = ("bf16", "fp32")
 """Precisions in which `calibrate.py` measures a machine."""
+DeviceKind = Literal["cuda", "cpu"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Flops = Mapping[Annotated[str, Field(pattern="^(bf16|fp16|fp8|fp32|fp64)$")], PositiveFloat]
 CHECKED = ConfigDict(extra="forbid")
@@ -24,12 +25,14 @@ CHECKED = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. flops: peak by precision, dense. Efficiencies are shares of a peak that large operations reach.
+    """One GPU, or a process on a CPU. flops: peak by precision, dense. Efficiencies are shares of a peak that large
+    operations reach.
 
-    tile: rows and columns of a matmul that one multiprocessor computes at a time. launch_seconds: shortest kernel.
-    host_seconds: time of the host to launch a kernel. reserved_gib: memory of CUDA, its libraries, NCCL and fragments.
-    attention_backward: rate of attention's backward pass over its forward pass (FlashAttention 2; Dao 2023, figures 5
-    and 6). compiles: whether `train.compile = "auto"` compiles there.
+    kind: whose kernels a model runs, as torch names it. tile: rows and columns of a matmul that one multiprocessor
+    computes at a time. launch_seconds: shortest kernel. host_seconds: time of the host to launch a kernel.
+    reserved_gib: memory of CUDA, its libraries, NCCL and fragments. attention_backward: rate of attention's backward
+    pass over its forward pass (FlashAttention 2; Dao 2023, figures 5 and 6). compiles: whether
+    `train.compile = "auto"` compiles there.
 
     Measured (`calibrate.py`): products: precision → (m, n, k, seconds) of matmuls; moves: (bytes, seconds) of in-place
     additions; operators: time as a multiple of an addition that moves as many bytes.
@@ -51,6 +54,7 @@ class Device:
     host_seconds: NonNegativeFloat
     reserved_gib: NonNegativeFloat
     source: str
+    kind: DeviceKind = "cuda"
     attention_backward: PositiveFloat = 0.85
     compiles: bool = True
     products: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)

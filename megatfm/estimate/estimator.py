@@ -173,9 +173,10 @@ class Estimator:
             parallel.expert_tp == "by_channel",
             parallel.ep > 1,
             config.train.precision,
+            self.cluster.device.kind,
         )
         if key not in self._models:
-            self._models[key] = LocalModel(config)
+            self._models[key] = LocalModel(config, self.cluster.device.kind)
         return self._models[key]
 
     def profile(self, config: Config) -> ModelProfile:

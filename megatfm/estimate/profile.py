@@ -4,12 +4,11 @@ The real parts run with the real plan on fake tensors, over a process group that
 stands for all of it. Attention is recorded as one fused kernel, experts as grouped matmuls.
 """
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
-from megatfm.cost import TokenCounts
+from megatfm.data.loader import without_documents
 from megatfm.errors import UsageError
-from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
+from megatfm.estimate.devices import DeviceKind
+from megatfm.estimate.kernels import ProfiledKernels
+from megatfm.estimate.operators import Recording
 from megatfm.estimate.part_profile import (
     ExpertMoment,
     ModelProfile,
@@ -31,34 +32,21 @@ from megatfm.estimate.part_profile import (
     expert_moments,
 )
 from megatfm.estimate.stand_ins import (
-    ROWS,
-    VOCAB_PARALLEL_STATISTICS,
-    AttentionStandIn,
-    CrossEntropyStandIn,
     HostValues,
-    RMSNormStandIn,
-    computes_by_matmuls,
-    count_fetched_tokens,
     default_dtype,
-    exchange_tokens,
-    experts_by_shapes,
     forward_predicted_tokens,
     quiet_fake_tensors,
 )
-from megatfm.estimate.weights import expert_names, experts_section
-from megatfm.layers.attention.dot_product import DotProductAttention
+from megatfm.estimate.weights import expert_names
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.moe.experts import Experts
-from megatfm.layers.norm import RMSNorm
-from megatfm.layers.output_head import CrossEntropy, LMHead
+from megatfm.layers.output_head import LMHead
 from megatfm.objectives import reads_text, target_fraction
-from megatfm.parallel.context_parallel import make_zigzag_predicate
 from megatfm.parallel.layout import ModelLayout, iter_blocks, replace_forward
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
-from megatfm.verify.shrink import draw_batch
+from megatfm.verify.shrink import Arrays, draw_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Dtype of activations by `train.precision`; bfloat16 for the others."""
@@ -80,10 +68,10 @@ class LocalModel:
     Use it within `fake_ranks`; `parallel.tp` must divide their number.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device_kind: DeviceKind = "cuda") -> None:
         self.check(config)
         parallel = config.parallel
-        self.config, self.tp = config, parallel.tp
+        self.config, self.tp, self._device_kind = config, parallel.tp, device_kind
         tp_only = parallel.model_copy(
             update={
                 "pp": 1,
@@ -95,7 +83,6 @@ class LocalModel:
             }
         )
         self._is_data_dependent = depends_on_values(config)
-        self._exchanges_tokens = parallel.ep > 1
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
         self._eager_depth = 0
@@ -114,7 +101,6 @@ class LocalModel:
 
     def _build(self, mesh: Mesh) -> None:
         config, parallel = self.config, self.config.parallel
-        reached_share = 1.0 if parallel.expert_tp == "by_channel" else 1 / parallel.tp
         with self._mode, default_dtype(self._dtype):
             self.model = build_model(config).train()
             if not hasattr(self.model, "split_points"):
@@ -125,21 +111,14 @@ class LocalModel:
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
                     replace_forward(module, partial(forward_predicted_tokens, module, self._fraction))
             self._expert_names = expert_names(self.model)
-            self._is_zigzag = make_zigzag_predicate(self.model)
+            self._kernels = ProfiledKernels(config, self.model, self._device_kind)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
                 if not getattr(module, "is_compiled", True):
                     module.register_forward_pre_hook(partial(self._count_eager, 1))
                     module.register_forward_hook(partial(self._count_eager, -1))
-                if isinstance(module, DotProductAttention):
-                    module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
-                elif isinstance(module, RMSNorm):
-                    replace_forward(module, partial(self._rms_norm, module))
-                elif isinstance(module, CrossEntropy):
-                    replace_forward(module, partial(self._cross_entropy, module))
-                elif isinstance(module, Experts) and self._exchanges_tokens:
-                    exchange_tokens(module, reached_share, self._note_complete_experts)
+            self._kernels.install(self.model)
 
     def _count_eager(self, change: int, *_: Any) -> None:
         self._eager_depth += change
@@ -150,13 +129,13 @@ class LocalModel:
 
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
         """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""
-        self._rows, self._cp, self._samples = micro_batch, cp, 0
+        self._rows, self._kernels.cp, self._samples = micro_batch, cp, 0
         splittable, model = cast(Splittable, self.model), self.config.model
         blocks = {id(block) for block in iter_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
         host_values = HostValues() if self._is_data_dependent else nullcontext()
-        with quiet_fake_tensors(), self._mode, host_values, experts_by_shapes(self._note):
+        with quiet_fake_tensors(), self._mode, host_values, self._kernels.experts_by_shapes():
             if self._is_data_dependent:
                 fields, lengths = self._batch_with_values(micro_batch), dict[str, int]()
             else:
@@ -189,8 +168,7 @@ class LocalModel:
         carry: Mapping[str, Tensor],
         is_block: bool,
     ) -> PartProfile:
-        self._recorder = recorder = OperatorRecorder()
-        self._experts_complete = 0
+        recorder = self._kernels.start_part()
         weights = frozenset(map(recorder.number, self._parameters.values()))
         saved: dict[int, SavedTensor] = {}
 
@@ -215,6 +193,7 @@ class LocalModel:
         with recorder.record() as backward:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        self._kernels.mark_fused_backward(backward.operators)
         peak, gradients, moments = self._backward_peak(backward)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -237,7 +216,7 @@ class LocalModel:
     def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient], list[ExpertMoment]]:
         """Return the most bytes that a backward pass has live beside gradients of weights, those gradients, and the
         fullest moments with gradients of experts."""
-        number = self._recorder.number
+        number = self._kernels.recorder.number
         gradients_of = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         names = {number(gradient): name for name, gradient in gradients_of.items()}
         live = backward.live_without(names)
@@ -248,7 +227,7 @@ class LocalModel:
             n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
             gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
         experts = [key for key, name in names.items() if name in self._expert_names]
-        return max(live, default=0), gradients, expert_moments(backward, experts, self._experts_complete)
+        return max(live, default=0), gradients, expert_moments(backward, experts, self._kernels.experts_complete)
 
     def _carry(
         self,
@@ -287,17 +266,27 @@ class LocalModel:
         accepted = getattr(model, "accepted", frozenset(lengths) | read | {"targets"})
         read |= {"tokens", "targets", "positions"} | ({"original"} & accepted)
         names = {side.removesuffix("tokens") + name: n for side, n in lengths.items() for name in read}
+        padded = self._has_padding(rows) if self._device_kind == "cpu" and cp == 1 else False
+        names |= {side.removesuffix("tokens") + "documents": n for side, n in lengths.items() if padded}
         zeros = {n: torch.zeros(rows, size, dtype=torch.int64) for n, size in names.items() if n in accepted}
         return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
+
+    def _has_padding(self, rows: int) -> bool:
+        """Return whether rows of one document keep their documents, of which a CPU makes a mask of all pairs."""
+        with _disable_current_modes():
+            return any(name.endswith("documents") for name in without_documents(self._draw_batch(rows)))
+
+    def _draw_batch(self, rows: int) -> Arrays:
+        train = self.config.train.model_copy(update={"global_batch": rows})
+        return draw_batch(self.config.model_copy(update={"train": train}), "one")
 
     def _batch_with_values(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of full rows whose values the host can read; fields of `SHAPE_ONLY_FIELDS` are fake.
 
         Documents are left out where each row holds one and no padding.
         """
-        train = self.config.train.model_copy(update={"global_batch": rows})
         with _disable_current_modes():
-            arrays = draw_batch(self.config.model_copy(update={"train": train}), "one")
+            arrays = self._draw_batch(rows)
             fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
         for name in [name for name in fields if name.endswith("documents") and not arrays[name].any()]:
             del fields[name]
@@ -307,87 +296,6 @@ class LocalModel:
             else values
             for name, values in fields.items()
         }
-
-    def _attend(
-        self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Stand-in for `DotProductAttention.attend_head_shard`."""
-        rows, heads, queries, _ = q.shape
-        tokens = TokenCounts(queries * self._cp, k.shape[2] * self._cp)
-        with _disable_current_modes():  # patterns may count pairs with tensors
-            macs = core.cost(tokens).visible_attention_macs
-        macs *= rows * heads / core.n_heads / self._cp
-        if computes_by_matmuls(core, part, q, k, v, *args, **kwargs):
-            return type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
-        bias = args[1] if len(args) > 1 else kwargs.get("bias")
-        bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
-        unit = self.tp if self.config.parallel.sequence_parallel else 1
-        fetched = count_fetched_tokens(
-            core, queries * self._cp, self._cp, unit, is_zigzag=self._is_zigzag(queries * self._cp)
-        )
-        note = partial(self._note_attention, 2 * macs, fetched)
-        output: Tensor = AttentionStandIn.apply(note, q, k, v, bias)
-        return output
-
-    def _rms_norm(self, module: RMSNorm, x: Tensor) -> Tensor:
-        """Stand-in for `RMSNorm.forward`."""
-        if not module.zero_centered:
-            return self._apply_rms_norm(x, module.weight)
-        precise = torch.promote_types(x.dtype, torch.float32)
-        return self._apply_rms_norm(x.to(precise), 1 + module.weight.to(precise)).to(x.dtype)
-
-    def _apply_rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = RMSNormStandIn.apply(self._note, x, weight)
-        return output
-
-    def _cross_entropy(
-        self, module: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Stand-in for `CrossEntropy.forward`."""
-        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.options.smoothing) if self.tp > 1 else 0
-        loss: Tensor = CrossEntropyStandIn.apply(self._note, n_statistics, hidden, weight, bias)
-        return loss
-
-    def _note_complete_experts(self) -> None:
-        self._experts_complete = len(self._recorder.recording.live)
-
-    def _note_attention(
-        self,
-        flops: float,
-        fetched_tokens: int,
-        is_backward: bool,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        """Record a fused kernel: backward has five matmuls for the forward's two (Dao 2023)."""
-        self._note("attention", "attention", flops * (2.5 if is_backward else 1), inputs, outputs)
-        operators = self._recorder.recording.operators
-        operators[-1] = replace(operators[-1], fetched_tokens=fetched_tokens)
-
-    def _note(
-        self,
-        name: str,
-        kind: Any,
-        flops: float,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        dims: tuple[int, int, int, int] | None = None,
-    ) -> None:
-        number = self._recorder.number
-        reads, writes = ({number(x): tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
-        if name == "_grouped_mm" and dims:
-            section = experts_section(self.config.model)
-            rows = float(inputs[0].shape[0])
-            if section and not self._exchanges_tokens:  # tensor-parallel ranks hold rows of each other's experts
-                rows *= dims[0] / section.n_experts
-            flops = 2 * rows * math.prod(size for size in dims[1:] if size != ROWS)
-            group_rows = max(1, round(rows / dims[0]))
-            m, n, k = (group_rows if size == ROWS else size for size in dims[1:])
-            dims = dims[0], m, n, k
-        operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
-        if kind == "collective":
-            operator = replace(operator, collective=name, sent_bytes=(self.tp - 1) * inputs[0].nbytes)
-        self._recorder.recording.operators.append(operator)
 
 
 def depends_on_values(config: Config) -> bool:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatfm.errors import UsageError
+from megatfm.estimate.devices import DeviceKind
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.moe.experts import Experts
+from megatfm.layers.moe import experts as experts_module
+from megatfm.layers.moe.experts import Experts, SortedRows
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_kernel
@@ -55,7 +58,8 @@ class AttentionStandIn(torch.autograd.Function):
         return None, *gradients, into_bias
 
 
-def computes_by_matmuls(
+def find_attention_kernel(
+    device_kind: DeviceKind,
     core: DotProductAttention,
     head_shard: int,
     q_BNTH: Tensor,
@@ -64,10 +68,11 @@ def computes_by_matmuls(
     sequence: SequenceMetadata,
     bias: Tensor | None = None,
     mask: AttentionMask | None = None,
-) -> bool:
-    """Return whether a GPU computes attention by matmuls of all scores, as for short rows with dropout."""
-    if q_BNTH.shape[2] >= LONG_ON_GPU:
-        return False
+) -> str:
+    """Return the name of the kernel by which a device computes attention: "fused" for any that a GPU has for long rows,
+    and "products" where it computes all scores by matmuls, as for short rows with dropout."""
+    if device_kind == "cuda" and q_BNTH.shape[2] >= LONG_ON_GPU:
+        return "fused"
     heads = q_BNTH.shape[1]
     request = AttentionRequest.from_inputs(
         q_BNTH,
@@ -79,7 +84,7 @@ def computes_by_matmuls(
         sinks=core.sinks is not None,
         v_width=v_BKSH.shape[-1],
     )
-    return choose_kernel(replace(request, device="cuda")).name == "products"
+    return choose_kernel(replace(request, device=device_kind)).name
 
 
 def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool) -> int:
@@ -225,6 +230,26 @@ def experts_by_shapes(note: Note) -> Iterator[None]:
         yield
     finally:
         KERNELS.update(kernels)
+
+
+class EvenRows(SortedRows):
+    """Rows of experts as a CPU has them: those of other ranks' experts are cut off. share: of all choices."""
+
+    def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
+        super().__init__(order_M, ends_E, top_k)
+        self.order = order_M[: round(share * len(order_M))]
+        self._sorted_position = self._is_undefined_M1 = None
+
+
+@contextmanager
+def even_rows(share: float) -> Iterator[None]:
+    """Have experts dispatch tokens as on a CPU, evenly. share: of all choices, those of a rank's experts."""
+    original = vars(experts_module)["SortedRows"]
+    vars(experts_module)["SortedRows"] = partial(EvenRows, share)
+    try:
+        yield
+    finally:
+        vars(experts_module)["SortedRows"] = original
 
 
 class _GradientsComplete(torch.autograd.Function):
