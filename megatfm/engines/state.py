@@ -199,6 +199,8 @@ class ModuleState:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[CountingModule, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
+            if not hasattr(module, "reset_counts"):  # few have it, and the protocol's own check is slow
+                continue
             axes = _find_reduced_axes(path, module, layout)
             if isinstance(module, CountingModule):
                 self._modules[path] = module, axes

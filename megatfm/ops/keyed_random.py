@@ -64,12 +64,14 @@ def draw_uniform(keys: Tensor, width: int) -> Tensor:
 
 
 def _multiply_golden(values: Tensor) -> Tensor:
-    """Return values · GOLDEN modulo 2⁶⁴, computed from 32-bit halves.
+    """Return values · GOLDEN modulo 2⁶⁴, computed from 32-bit halves in compiled code.
 
-    As a single product with an `arange`, inductor (torch 2.13) generates C++ that multiplies a loop index by a
+    For a single product with an `arange`, inductor (torch 2.13) generates C++ that multiplies a loop index by a
     constant. Signed overflow is undefined there, and gcc 12 compiled loops that wrote out of bounds. Triton 3.9 also
     rejects a 64-bit constant next to a 32-bit index.
     """
+    if not torch.compiler.is_compiling():
+        return values * GOLDEN
     lower, upper = values & LOW_32_BITS, (values >> 32) & LOW_32_BITS
     crossed = (lower * (GOLDEN >> 32 & LOW_32_BITS) + upper * (GOLDEN & LOW_32_BITS)) & LOW_32_BITS
     return lower * (GOLDEN & LOW_32_BITS) + (crossed << 32)

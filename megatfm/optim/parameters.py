@@ -101,9 +101,10 @@ def _collect_roles(model: nn.Module) -> dict[str, Role]:
     """Return each parameter's role, by its module: the number of dims is no criterion (per-head biases have two)."""
     norms = tuple(norm_class for name in NORMS.names() if isinstance(norm_class := NORMS.get(name), type))
     roles: dict[str, Role] = {}
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
+        module = modules[path]
         declared: Role | None = getattr(module, "roles", {}).get(key)
         if declared:
             roles[name] = declared

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -110,7 +111,7 @@ class Mesh:
                 return self.group(nontrivial[0])
         return self._find_mesh(axis).get_group(axis)
 
-    @property
+    @cached_property
     def position(self) -> Position:
         """This process's coordinates along all axes."""
         return {axis: self.rank(axis) for axis in self._axes}

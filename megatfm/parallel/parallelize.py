@@ -97,8 +97,9 @@ def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, cp_met
     local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
     buffers: dict[str, TensorLayout] = {}
     state: list[str] = []
+    modules = dict(model.named_modules())
     for path, planned in styles.items():
-        module = model.get_submodule(path)
+        module = modules[path]
         style = styles[path] = planned.resolve(module, tp_size, mesh.expert_tp)
         layouts: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -129,7 +130,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, cp_met
         install_context_parallel(model, cp)
     install_data_ring(model, mesh)
     layout_by_name = {layout.name: layout for layout, _ in local.values()}
-    table = _format_table(model, rows_by_module, styles, layout_by_name, mesh)
+    plan_rows = {path: rows_by_module.get(modules[path], []) for path in styles}
+    table = _format_table(plan_rows, styles, layout_by_name, mesh)
     return ModelLayout(layout_by_name, table, buffers, state, cp)
 
 
@@ -214,9 +216,11 @@ def _match_rows(model: nn.Module) -> dict[nn.Module, list[_PlanRow]]:
     """Collect the plan rows that match each module."""
     rows_by_module: dict[nn.Module, list[_PlanRow]] = {}
     for path, owner in model.named_modules():
-        for pattern, style in getattr(type(owner), "tp_plan", ()):
+        plan = getattr(type(owner), "tp_plan", ())
+        inner_modules = [*owner.named_modules()] if plan else []
+        for pattern, style in plan:
             row = _PlanRow(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
-            for inner, module in owner.named_modules():
+            for inner, module in inner_modules:
                 if matches_pattern(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
     for module, rows in list(rows_by_module.items()):
@@ -262,25 +266,27 @@ def _explain_missing_row(model: nn.Module, path: str, key: str) -> str:
 
 
 def _format_table(
-    model: nn.Module,
-    rows_by_module: Mapping[nn.Module, list[_PlanRow]],
+    plan_rows: Mapping[str, list[_PlanRow]],
     styles: dict[str, ParallelStyle],
     layouts: dict[str, TensorLayout],
     mesh: Mesh,
 ) -> str:
-    """Return the plan as a text table with the shapes that this rank holds (`plan.txt`)."""
+    """Return the plan as a text table with the shapes that this rank holds (`plan.txt`). plan_rows: by module name."""
     rows: dict[tuple[str, ParallelStyle], list[str]] = {}
     for path, style in styles.items():
-        plan_rows = rows_by_module.get(model.get_submodule(path))
-        rows.setdefault((plan_rows[0].modules if plan_rows else path, style), []).append(path)
+        name = plan_rows[path][0].modules if plan_rows[path] else path
+        rows.setdefault((name, style), []).append(path)
     width = 2 + max(len(name) for name, _ in rows)
     lines = [
         f"mesh  {mesh.describe()}",
         "",
         f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
     ]
+    layouts_by_module: dict[str, list[TensorLayout]] = {}
+    for layout in layouts.values():
+        layouts_by_module.setdefault(layout.name.rpartition(".")[0], []).append(layout)
     for (name, style), paths in rows.items():
-        tensors = [p for p in layouts.values() if p.name.rpartition(".")[0] in paths]
+        tensors = [p for path in paths for p in layouts_by_module.get(path, [])]
         if not (tensors or style.is_listed):
             continue
         shapes = dict.fromkeys(

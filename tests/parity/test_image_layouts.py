@@ -77,7 +77,7 @@ def compare_recomputed(name: str, layouts: list[str], ranks: int) -> dict[str, t
     return result
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(CLASSIFYING_PYRAMIDS, RECOMPUTED, rounds=2))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(CLASSIFYING_PYRAMIDS, RECOMPUTED))
 def test_recomputed_pyramids_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for result in workers.run(compare_recomputed, ranks, name, layouts, ranks, timeout=240.0):
         for layout, (wrong, ran_again) in result.items():

@@ -80,7 +80,7 @@ def check(workers: Workers, ranks: int, names: Sequence[str], parallel: Parallel
         assert min(len(rank[i]) for rank in names_by_rank) < len(everything)
 
 
-@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), rounds=2))
+@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES)))
 def test_schedules_on_two_ranks_equal_one_device(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 

@@ -131,5 +131,5 @@ ALWAYS = ["one process", "cp2", "tp2", "tp3", "tp3 without sequence parallel"]
 CASES = [
     case
     for ranks in LAYOUTS
-    for case in make_cases(list_model_layouts(ranks), ranks, rounds=3, always=ALWAYS, label=f" on {ranks}")
+    for case in make_cases(list_model_layouts(ranks), ranks, always=ALWAYS, label=f" on {ranks}")
 ]

@@ -77,7 +77,7 @@ LAYOUTS = {
     },
     5: {"cp": ParallelConfig(cp=5)},
 }
-CASES = make_cases_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
+CASES = make_cases_by_ranks(LLAVA_MODELS, LAYOUTS, always=["one process", "cp"])
 """Cells of the grid of models and layouts; those of `make test-all` alone are marked slow."""
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths of images, in patches."""

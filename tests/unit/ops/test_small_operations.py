@@ -74,10 +74,13 @@ def test_compiled_random_numbers_equal_eager_ones() -> None:
         assert torch.equal(compiled, plain)
 
 
-def test_multiply_golden_equals_a_wrapping_product() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_multiply_golden_wraps_as_64_bits_do(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     generator = torch.Generator().manual_seed(0)
     values = torch.cat([torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)])
-    assert torch.equal(keyed_random._multiply_golden(values), values * GOLDEN)
+    expected = [(value * GOLDEN + 2**63) % 2**64 - 2**63 for value in values.tolist()]
+    assert keyed_random._multiply_golden(values).tolist() == expected
 
 
 def test_the_largest_dropout_rate_keeps_some_elements() -> None:

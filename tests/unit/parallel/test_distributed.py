@@ -31,6 +31,8 @@ from megatfm.parallel.distributed import (
 )
 from megatfm.parallel.mesh import build_mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import ProcessEnvironment
+from tests.support.forked_commands import ForkedCommand
+from tests.support.rank_processes import free_port
 from tests.support.workers import Workers
 
 
@@ -195,40 +197,40 @@ def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(monkeypat
     assert counts["megatfm/here"] == 9
 
 
-def test_many_ranks_are_connected_when_they_first_talk() -> None:
+TALKING_RANK = """
+import os, sys, torch, torch.distributed as dist
+from pathlib import Path
+from megatfm.parallel import distributed
+distributed.LAZY_GLOO_RANKS = int(sys.argv[1])
+def count(): return sum(1 for f in Path("/proc/self/fd").iterdir() if f.is_socket())
+before = count()
+with distributed.distributed_session(60, "cpu") as rank:
+    groups = [dist.new_group(backend="gloo") for _ in range(8)]
+    opened = count() - before
+    ones = torch.ones(3)
+    for group in groups: dist.all_reduce(ones, group=group)
+    answers = [None] * 4
+    dist.all_gather_object(answers, opened)
+    if rank.rank == 0: print(min(answers), max(answers), ones.tolist())
+"""
+
+
+def test_many_ranks_are_connected_when_they_first_talk(tmp_path: Path) -> None:
     """Each pair of each group of 4 ranks has a socket before anything was sent, or only those that have talked."""
+    program = tmp_path / "talk.py"
+    program.write_text(TALKING_RANK)
     sockets = {}
     for ranks_of_lazy in (5, 4):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        code = (
-            "from megatfm.parallel import distributed\n"
-            f"distributed.LAZY_GLOO_RANKS = {ranks_of_lazy}\n"
-            "import os, torch, torch.distributed as dist\n"
-            "from pathlib import Path\n"
-            "def count(): return sum(1 for f in Path('/proc/self/fd').iterdir() if f.is_socket())\n"
-            "with distributed.distributed_session(60, 'cpu') as rank:\n"
-            "    groups = [dist.new_group(backend='gloo') for _ in range(8)]\n"
-            "    made = count()\n"
-            "    ones = torch.ones(3)\n"
-            "    for group in groups: dist.all_reduce(ones, group=group)\n"
-            "    answers = [None] * 4\n"
-            "    dist.all_gather_object(answers, made)\n"
-            "    if rank.rank == 0: print(min(answers), max(answers), ones.tolist())\n"
-        )
-        common = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        common = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [
+            ForkedCommand(
+                [ranks_of_lazy], tmp_path / f"{ranks_of_lazy}-{rank}", tmp_path,
+                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, program=str(program),
             )
             for rank in range(4)
-        ]
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * 4
-        least, most, values = outputs[0].split(maxsplit=2)
+        ]  # fmt: skip
+        assert [rank.wait(120) for rank in ranks] == [0] * 4, [rank.output for rank in ranks]
+        least, most, values = ranks[0].output.split(maxsplit=2)
         assert values.strip() == str([4.0**8] * 3)
         sockets[ranks_of_lazy] = int(least), int(most)
     assert sockets[5][0] >= 9 * 3
