@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megatfm.config import Config, load_config
 from megatfm.data.loader import without_documents
 from megatfm.estimate.devices import load_cluster
-from megatfm.estimate.estimator import estimator
+from megatfm.estimate.estimator import open_estimator
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.shrink import draw_batch, objective_for
@@ -59,7 +59,7 @@ def test_a_cpus_operators_hold_what_is_modelled(workers: Workers, preset: str) -
     """RMSNorm and SiLU of several operators, T5's biases by all scores and the mask of its padded targets, and experts'
     rows that are added up in place."""
     config = load_config(preset, [*SMALL, *MODELS[preset], "data.train=d", "data.tokenizer=t", "parallel.dp_shard=1"])
-    with estimator(config, load_cluster("cpu", 1)) as opened:
+    with open_estimator(config, load_cluster("cpu", 1)) as opened:
         worst = opened.estimate(opened.base).worst
     [executed] = workers.run(measure_peak, 1, config)
     assert worst.total - worst.reserved == pytest.approx(executed, rel=0.015)
