@@ -34,9 +34,7 @@ def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_fails_leaves_the_old_file_and_no_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_failing_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     atomic_write(tmp_path / "a", "old")
 
     def fails(*_: object) -> None:
@@ -62,9 +60,7 @@ def test_file_and_name_are_forced_to_the_disk_in_that_order(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_can_not_sync_folders_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_file_systems_need_not_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     sync = os.fsync
 
     def refuses(descriptor: int) -> None:
@@ -307,9 +303,7 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("place", ["beside the config", "current directory"])
 @pytest.mark.parametrize("kind", ["file", "package"])
-def test_a_plugin_is_found_without_being_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
-) -> None:
+def test_plugins_need_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
     name = f"found_{kind}_{place.replace(' ', '_')}"
     monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -354,9 +348,7 @@ def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, mo
         ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
     ],
 )
-def test_a_plugin_that_fails_is_named_with_its_line(
-    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_plugin.py").write_text(code)
     with pytest.raises(UsageError, match=why):

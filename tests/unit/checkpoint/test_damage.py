@@ -8,7 +8,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,25 +114,23 @@ def test_harm_is_named_and_the_one_before_is_used(
     assert not BOMB_TRACE.exists()
 
 
+def iter_flipped(content: bytes, every: int = 1) -> Iterator[bytes]:
+    """The content with a bit changed: in each byte, or in one of `every`."""
+    for at in range(0, len(content), every):
+        yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
 def test_every_flipped_byte_of_the_metadata_is_seen(path: Path) -> None:
-    file = path / METADATA
-    content = file.read_bytes()
-    for position in range(len(content)):
-        flipped = bytearray(content)
-        flipped[position] ^= 1 << position % 8
-        file.write_bytes(flipped)
+    for flipped in iter_flipped((path / METADATA).read_bytes()):
+        (path / METADATA).write_bytes(flipped)
         with pytest.raises(MegatfmError, match=METADATA):
             read_state(path)
 
 
 def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
-    file = path / SHARD
-    content = file.read_bytes()
     every = 1 if file_format.DIRECT_BYTES else 23  # past the page cache each one goes to the disk and back
-    for position in range(0, len(content), every):
-        flipped = bytearray(content)
-        flipped[position] ^= 1 << position % 8
-        file.write_bytes(flipped)
+    for flipped in iter_flipped((path / SHARD).read_bytes(), every):
+        (path / SHARD).write_bytes(flipped)
         with pytest.raises(MegatfmError, match=f"{SHARD} is damaged: its content doesn't have its hash"):
             load(path, {"b": torch.zeros(6, dtype=torch.int64)})
     assert find_latest(path.parent) == path  # the sizes are right
@@ -196,21 +194,18 @@ def move_file(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def piece_1(body: dict[str, Any]) -> dict[str, Any]:
+def piece_1(body: dict[str, Any]) -> Any:
     """The piece of w in schema 1."""
-    actual: dict[str, Any] = body["tensors"]["w"]["pieces"][0]
-    return actual
+    return body["tensors"]["w"]["pieces"][0]
 
 
-def group(body: dict[str, Any]) -> dict[str, Any]:
+def group(body: dict[str, Any]) -> Any:
     """The group of w."""
-    actual: dict[str, Any] = body["groups"][1]
-    return actual
+    return body["groups"][1]
 
 
-def piece(body: dict[str, Any]) -> dict[str, Any]:
-    actual: dict[str, Any] = group(body)["pieces"][0]
-    return actual
+def piece(body: dict[str, Any]) -> Any:
+    return group(body)["pieces"][0]
 
 
 def grow_shape(body: dict[str, Any], size: int) -> None:
@@ -309,30 +304,18 @@ W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
 @pytest.mark.parametrize(
     "content",
     [
-        pickle.dumps(MaliciousPickle()) + bytes(200),
-        header({}, size=2**63) + bytes(200),
-        header({}, size=2**20) + bytes(200),
-        header(b"\xff" * 9) + bytes(200),
-        header(b"[" * 50_000) + bytes(200),
-        header([1, 2]) + bytes(200),
-        header({"w": 1}) + bytes(200),
-        header({"w": {**W, "dtype": "OBJECT"}}) + bytes(200),
-        header({"w": {**W, "data_offsets": [-96, 0]}}) + bytes(200),
-        header({"w": {**W, "data_offsets": [200, 296]}}) + bytes(200),
-        header({"w": {**W, "data_offsets": [0, 95]}}) + bytes(200),
-        header({"w": {**W, "shape": [-4, -6]}}) + bytes(200),
-        header({"w": {**W, "shape": [2**70, 0], "data_offsets": [0, 0]}}) + bytes(200),
-        header({"w": {**W, "shape": [2**50, 2**50, 0], "data_offsets": [0, 0]}}) + bytes(200),
-        header({"w": {**W, "shape": "ab"}}) + bytes(200),
+        pickle.dumps(MaliciousPickle()),
+        *(header({}, size=2**63), header({}, size=2**20)),
+        *(header(b"\xff" * 9), header(b"[" * 50_000), header([1, 2]), header({"w": 1})),
+        *(header({"w": {**W, "dtype": "OBJECT"}}), header({"w": {**W, "shape": "ab"}})),
+        *(header({"w": {**W, "data_offsets": offsets}}) for offsets in ([-96, 0], [200, 296], [0, 95])),
+        header({"w": {**W, "shape": [-4, -6]}}),
+        *(header({"w": {**W, "shape": s, "data_offsets": [0, 0]}}) for s in ([2**70, 0], [2**50, 2**50, 0])),
     ],
 )
 def test_forged_files_are_refused(path: Path, content: bytes) -> None:
-    forge_shard(path, content)
-    for use in (read_tensors, check_all_bytes):
-        with pytest.raises(MegatfmError, match=re.escape(str(path / SHARD))) as error:
-            use(path)
-        assert "\n" not in str(error.value)
-        assert "not a safetensors file" in str(error.value)
+    forge_shard(path, content + bytes(200))
+    check_refusal(path, f"{path / SHARD} is not a safetensors file")
     assert not BOMB_TRACE.exists()
 
 

@@ -97,9 +97,7 @@ def test_changes_after_a_save_returned_are_not_in_it(workers: Workers, tmp_path:
     assert all(bool((tensor == 1).all()) for tensor in read.values())
 
 
-def test_a_save_returns_before_its_copy_where_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_returns_before_its_copy_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, weights = threading.Event(), tensors(1)
     with Saver(tmp_path) as saving:
         copy = saving._staging.copy

@@ -178,9 +178,7 @@ def write_adapter(folder: Path, base: str | None) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_refuse_an_adapter_without_its_base_model(
-    folder: Path, command: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_refuse_adapters_without_a_base(folder: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(*COMMANDS[command]) == 2
     error = capfd.readouterr().err
     assert HUB in error
@@ -189,9 +187,7 @@ def test_commands_refuse_an_adapter_without_its_base_model(
     assert not (folder / "out").exists()
 
 
-def test_the_refusal_names_the_base_model_as_far_as_it_is_known(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_refusal_names_the_base_model_where_it_is_known(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for base, way_out in (
         (None, "adapter_config.json doesn't name"),
         ("runs/bert/checkpoints/step-00000004", "`megatfm convert runs/bert/checkpoints/step-00000004 BASE --to hf`"),

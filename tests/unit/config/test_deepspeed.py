@@ -132,16 +132,13 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
     expected = {
         "gradient_clipping": 1.0,
         "zero_optimization": {
-            "stage": 3,
-            "zero_quantized_weights": True,
-            "unheard_of": 1,
-            "zero_hpz_partition_size": 8,
+            "stage": 3, "zero_quantized_weights": True, "unheard_of": 1, "zero_hpz_partition_size": 8,
             "offload_optimizer": {"super_offload": True, "ratio": 0.5},
         },
         "optimizer": {"type": "Lion", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupLR"},
         "aio": {"block_size": 1048576, "use_gds": True},
-    }
+    }  # fmt: skip
     with pytest.raises(UsageError) as actual:
         merged(tmp_path, expected)
     for output in (

@@ -79,9 +79,7 @@ def test_a_path_from_the_command_line_is_relative_to_the_current_directory(
 
 
 @pytest.mark.parametrize("preset", list_presets())
-def test_a_preset_s_paths_are_relative_to_the_current_directory(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_s_paths_are_relative_to_here(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_section(kind_of(preset), preset)
     path = config.out if isinstance(config, PrepConfig) else config.data.train

@@ -96,19 +96,15 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("lr_schedule.name=cosin", "lr_schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
         ("lr_schedule.name=inverse_sqrt", "lr_schedule.warmup_steps: is required by name = 'inverse_sqrt'; for ex"),
         ('lr_schedule={name="constant", min_lr_factor=0.1}', "lr_schedule.min_lr_factor: unknown key; known here: na"),
-        (
-            'lr_schedule={name="wsd", decay_ratio=0.9, warmup_steps=2}',
-            "lr_schedule.decay_ratio = 0.9 leaves no room for lr_schedule.warmup_steps = 2 of train.steps = 10: choose",
-        ),
+        ('lr_schedule={name="wsd", decay_ratio=0.9, warmup_steps=2}',
+         "lr_schedule.decay_ratio = 0.9 leaves no room for lr_schedule.warmup_steps = 2 of train.steps = 10: choose"),
         ("optimizer.name=schedule_free_adamw", "lr_schedule.name = 'cosine': optimizer.name = 'schedule_free"),
         # combinations
         ("model.attention.n_heads=3", "model: attention.n_heads = 3 does not divide d_model = 8: choose n_heads = 2"),
         ("model.attention.n_kv_heads=4", "model: attention.n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_he"),
         ("model.attention.head_dim=3", "model: rope turns pairs of channels, so attention.head_dim = 3 must be even: "),
-        (
-            'model.attention.pattern={name="longformer", width=4, global_tokens=[0, 9999]}',
-            "model.attention.pattern.global_tokens names position 9999, but rows have data.sequence_length = ",
-        ),
+        ('model.attention.pattern={name="longformer", width=4, global_tokens=[0, 9999]}',
+         "model.attention.pattern.global_tokens names position 9999, but rows have data.sequence_length = "),
         ("lr_schedule.warmup_steps=11", "lr_schedule.warmup_steps = 11 is longer than the run, train.steps = 10: ch"),
         ("train.micro_batch=3", "train.global_batch = 4 is not a multiple of train.micro_batch = 3: the nearest"),
         ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
@@ -329,9 +325,7 @@ def test_async_tp_is_refused_where_nothing_is_sent_in_pieces(
         (["train.recompute=2 GB"], "train.recompute = '2 GB' measures the memory of each pass"),
     ],
 )
-def test_cuda_graphs_are_refused_where_there_are_none(
-    load: Callable[..., Config], overrides: list[str], why: str
-) -> None:
+def test_cuda_graphs_are_refused_on_a_cpu(load: Callable[..., Config], overrides: list[str], why: str) -> None:
     assert load("train.cuda_graphs=true").train.cuda_graphs
     message = mistake(load, "train.cuda_graphs=true", *overrides)
     assert f"train.cuda_graphs = true: {why}" in message

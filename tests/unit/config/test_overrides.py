@@ -146,11 +146,21 @@ def test_pasted_overrides_survive_the_shell() -> None:
         assert quickstart(word) != quickstart()
 
 
-def test_dashes_before_a_key_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--train.steps", "5"], ["--train.steps=5"]):
-        with pytest.raises(SystemExit):
-            cli.main(["config", "show", "quickstart", *words])
-        assert capsys.readouterr().err.endswith(": settings have no dashes: train.steps=5\n")
+SHOW = ("config", "show", "quickstart")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ((*SHOW, "--train.steps", "5"), ": settings have no dashes: train.steps=5\n"),
+    ((*SHOW, "--train.steps=5"), ": settings have no dashes: train.steps=5\n"),
+    ((*SHOW, "train.steps=2", "train.steps=3"), "train.steps is given twice, by 'train.steps=2' and 'train.steps=3'"),
+    ((*SHOW, "train.steps=2", "~train.steps"), "train.steps is given twice, by 'train.steps=2' and '~train.steps'"),
+    (("trian", "quickstart"), "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'"),
+])  # fmt: skip
+def test_mistakes_of_a_command_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,20 +196,6 @@ def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> N
         load_config("transformer-base", ["model.embedding.scale=d_model"])
     with pytest.raises(UsageError, match=r"model\.embedding\.scale = 0: input should be greater than 0"):
         load_config("transformer-base", ["model.embedding.scale=0"])
-
-
-@pytest.mark.parametrize("words", [["train.steps=2", "train.steps=3"], ["train.steps=2", "~train.steps"]])
-def test_a_key_given_twice_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["config", "show", "quickstart", *words])
-    assert end.value.code == 2
-    assert f"train.steps is given twice, by {words[0]!r} and {words[1]!r}" in capsys.readouterr().err
-
-
-def test_a_command_that_is_none_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["trian", "quickstart"])
-    assert "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'" in capsys.readouterr().err
 
 
 def test_another_tokenizer_brings_its_size(tmp_path: Path) -> None:

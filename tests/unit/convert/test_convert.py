@@ -34,10 +34,12 @@ from tests.support.hf_folders import (
     DECODER_TOKENS,
     build_hf_gpt2,
     build_hf_llama,
+    check_same_tensors,
     copy_to_aligned_memory,
     edit_config,
     edit_tensors,
     get_public_config,
+    load_complete,
     read_folder_tensors,
 )
 from tests.support.reference_gradients import perturb
@@ -59,13 +61,8 @@ def test_gpt2_survives_conversion_there_and_back(make: Callable[[], Any], shards
     assert run(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
     assert run(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--max-shard-size", shards) == 0
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 3) == (shards == "9KB")
-
-    original, back = (read_folder_tensors(tmp_path / name) for name in ("theirs", "back"))
-    assert original.keys() == back.keys()
-    for name, tensor in original.items():
-        assert torch.equal(back[name], tensor), name
-    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(info.values()), info
+    check_same_tensors(tmp_path)
+    loaded = load_complete(type(expected), tmp_path / "back")
     assert get_public_config(loaded) == get_public_config(expected)
     assert torch.equal(copy_to_aligned_memory(loaded)(DECODER_TOKENS).logits, expected(DECODER_TOKENS).logits)
 
@@ -136,9 +133,7 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     (lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1})),
      r"lm_head\.weight differs from transformer\.wte\.weight"),
 ])  # fmt: skip
-def test_a_damaged_foreign_folder_is_named(
-    spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_damaged_folders_are_named(spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path) -> None:
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     if isinstance(spoil, dict):
         edit_config(tmp_path / "theirs", **spoil)
@@ -151,31 +146,23 @@ def test_a_damaged_foreign_folder_is_named(
 
 def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(UsageError, match="exists already"):
-        convert(tmp_path / "theirs", tmp_path / "theirs", "megatfm")
-    with pytest.raises(UsageError, match="already in that format: use --to megatfm"):
-        convert(tmp_path / "theirs", tmp_path / "x", "hf")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "theirs", tmp_path / "empty", "megatfm")
-    with pytest.raises(UsageError, match="already in that format: use --to hf"):
-        convert(tmp_path / "empty", tmp_path / "x", "megatfm")
-    with pytest.raises(UsageError, match="there is no such folder: give one with a run or checkpoint"):
-        convert(tmp_path / "nothing", tmp_path / "x", "hf")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    with pytest.raises(
-        UsageError, match=r"texts: holds no model: .* config\.json.*`megatfm prep` turns text into a corpus$"
+    for source, target, to, message in (
+        ("theirs", "theirs", "megatfm", "exists already"),
+        ("theirs", "x", "hf", "already in that format: use --to megatfm"),
+        ("empty", "x", "megatfm", "already in that format: use --to hf"),
+        ("nothing", "x", "hf", "there is no such folder: give one with a run or checkpoint"),
+        ("texts", "x", "megatfm", r"texts: holds no model: .* config\.json.*`megatfm prep` turns text into a corpus$"),
     ):
-        convert(tmp_path / "texts", tmp_path / "x", "megatfm")
+        with pytest.raises(UsageError, match=message):
+            convert(tmp_path / source, tmp_path / target, to)
 
 
 def test_max_shard_size_is_parsed() -> None:
-    assert (parse_size("5GB"), parse_size("200 mb"), parse_size("1.5KB"), parse_size("7")) == (
-        5 * 10**9,
-        2 * 10**8,
-        1500,
-        7,
-    )
+    assert [parse_size(size) for size in ("5GB", "200 mb", "1.5KB", "7")] == [5 * 10**9, 2 * 10**8, 1500, 7]
     for wrong in ("", "GB", "-1GB", "0", "5 GiB"):
         with pytest.raises(UsageError, match="--max-shard-size"):
             parse_size(wrong)
@@ -208,12 +195,8 @@ def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path)
     opened = HfFolder(tmp_path)
     assert opened.name == name
     assert "its config.json names no class: taken for a" in opened.notes[0]
-    torch.testing.assert_close(
-        megatfm.load(tmp_path)(ENCODER_TOKENS).logits,
-        get_vocabulary_logits(reference(ENCODER_TOKENS)),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    logits = megatfm.load(tmp_path)(ENCODER_TOKENS).logits
+    torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path) -> None:
@@ -259,16 +242,10 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     reference = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**values))
     perturb(reference)
     reference.save_pretrained(tmp_path)
-    edit_config(
-        tmp_path, encoder_sparse_step=steps[0], **({} if steps[1] is None else {"decoder_sparse_step": steps[1]})
-    )
+    edit_config(tmp_path, **{key: value for key, value in values.items() if key.endswith("sparse_step")})
+    names = [name for name in read_folder_tensors(tmp_path) if "experts" in name]
     sparse = {
-        side: {
-            int(name.split(".")[2])
-            for name in read_folder_tensors(tmp_path)
-            if name.startswith(side) and "experts" in name
-        }
-        for side in ("encoder", "decoder")
+        side: {int(name.split(".")[2]) for name in names if name.startswith(side)} for side in ("encoder", "decoder")
     }
     if sparse["encoder"] != sparse["decoder"]:
         with pytest.raises(UsageError, match=r"encoder_sparse_step and decoder_sparse_step.* put experts into other"):

@@ -33,7 +33,14 @@ from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
 from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
-from tests.support.hf_folders import DECODER_TOKENS, copy_to_aligned_memory
+from tests.support.hf_folders import (
+    DECODER_TOKENS,
+    check_same_tensors,
+    copy_to_aligned_memory,
+    edit_config,
+    edit_tensors,
+    load_complete,
+)
 from tests.support.reference_gradients import perturb
 from tests.support.workers import Workers
 
@@ -54,13 +61,10 @@ def test_decoders_survive_conversion_there_and_back(name: str, tmp_path: Path) -
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [HF_DECODERS[name][0]]
     kernel = getattr(reference.config, "_experts_implementation", None)  # other products of experts round otherwise
     same_kernel = {"experts_implementation": kernel} if kernel else {}
-    loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True, **same_kernel)
-    assert not any(info.values()), info
+    loaded = load_complete(type(reference), tmp_path / "back", **same_kernel)
     with torch.no_grad():
         assert torch.equal(decoder_logits(copy_to_aligned_memory(loaded), is_megatfm=False), expected)
-    original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
-    assert original.keys() == back.keys()
-    assert all(torch.equal(original[key], back[key]) for key in original)
+    check_same_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3", "olmoe", "deepseek-v2"])
@@ -86,21 +90,14 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
 
 
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    reference = build_hf_decoder("t5")
-    reference.save_pretrained(tmp_path / "theirs")
-    path = tmp_path / "theirs" / "model.safetensors"
-    tensors = load_file(path)
-    for copy in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head"):
-        tensors[f"{copy}.weight"] = tensors["shared.weight"].clone()
-    tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(32, 4)
-    save_file(tensors, path)
-    megatfm.load(tmp_path / "theirs")
-    tensors["decoder.embed_tokens.weight"] += 1
-    save_file(tensors, path)
+    build_hf_decoder("t5").save_pretrained(tmp_path)
+    copies = [f"{name}.weight" for name in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")]
+    unused = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 4)}
+    edit_tensors(tmp_path, lambda t: t.update(unused | {name: t["shared.weight"].clone() for name in copies}))
+    megatfm.load(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({copies[1]: t[copies[1]] + 1}))
     with pytest.raises(MegatfmError, match=r"decoder\.embed_tokens\.weight differs from shared\.weight"):
-        megatfm.load(tmp_path / "theirs")
+        megatfm.load(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), [
@@ -121,8 +118,7 @@ def test_options_of_decoders_that_megatfm_lacks_are_refused(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     build_hf_decoder(name).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit_config(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):
         HfFolder(tmp_path)
 
@@ -131,22 +127,11 @@ def test_options_of_decoders_that_megatfm_lacks_are_refused(
     ({}, 10_000.0, None),
     ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
     ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, LinearScaling(factor=2.0)),
-    (
-        {
-            "rope_theta": 5e5,
-            "rope_scaling": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        5e5,
-        Llama3Scaling(factor=8.0, original_length=8192),
-    ),
-    (
-        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 9.0}},
-        9.0,
-        YarnScaling(factor=4.0, original_length=64),
-    ),
+    ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+     5e5, Llama3Scaling(factor=8.0, original_length=8192)),
+    ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 9.0}},
+     9.0, YarnScaling(factor=4.0, original_length=64)),
 ])  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
     read = ARCHITECTURES.get("LlamaForCausalLM").parse_config({**LLAMA_OPTIONS, **keys}, "LlamaForCausalLM")
@@ -300,9 +285,7 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         if not shared:
             expected.lm_head.weight = torch.nn.Parameter(expected.lm_head.weight.detach() * 1.5)
         expected.save_pretrained(tmp_path / folder)
-        written = json.loads((tmp_path / folder / "config.json").read_text())
-        written |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
-        (tmp_path / folder / "config.json").write_text(json.dumps(written))
+        edit_config(tmp_path / folder, tie_word_embeddings=True, scale_decoder_outputs=False)
         model = megatfm.load(tmp_path / folder)
         assert model.config.embedding.tied == shared
         with torch.no_grad():

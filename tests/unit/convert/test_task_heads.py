@@ -130,9 +130,7 @@ def test_a_pooler_that_the_class_does_not_use_is_ignored(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "MultipleChoice"])
-def test_a_modernbert_that_pools_by_the_mean_opens_bare(
-    task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_modernbert_with_mean_pooling_opens_bare(task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save_folder(tmp_path, f"ModernBertFor{task}", classifier_pooling="mean")
     output = megatfm.load(tmp_path)(ENCODER_TOKENS)
     assert output.predictions is None

@@ -108,12 +108,10 @@ def test_a_model_that_would_lose_tensors_is_refused(tmp_path: Path, tokenizer_mo
     run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
     state = read_state(find_checkpoint(run))
     for model, message in (
-        (
-            {"n_layers": SMALL_DECODER.n_layers + 1},
-            r"is not in the checkpoint, but in the model that its config describes",
-        ),
+        ({"n_layers": SMALL_DECODER.n_layers + 1},
+         r"is not in the checkpoint, but in the model that its config describes"),
         ({"n_layers": 0}, "this version of megatfm can't read its config"),
-    ):
+    ):  # fmt: skip
         other = {**state, "config": {**state["config"], "model": {**state["config"]["model"], **model}}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatfm.checkpoint.read_state", lambda _, other=other: other)

@@ -301,9 +301,7 @@ def test_a_corpus_that_can_t_be_exported_leaves_no_file(exported_from: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_parquet_without_its_package_is_one_line(
-    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_package_is_named(exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MegatfmError, match=r"a\.parquet: Parquet is written by pyarrow: `pip install"):
         export_corpus(exported_from, tmp_path / "a.parquet", CODEC)
@@ -311,9 +309,7 @@ def test_parquet_without_its_package_is_one_line(
 
 
 @pytest.mark.parametrize("out", ["s3://bucket/a.jsonl", "gs://bucket/tars", Path("s3://bucket/ids.bin")])
-def test_a_url_is_no_folder_of_that_name(
-    exported_from: Path, tmp_path: Path, out: str | Path, monkeypatch: Any
-) -> None:
+def test_url_is_no_folder_of_that_name(exported_from: Path, tmp_path: Path, out: str | Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for write in (
         lambda: export_corpus(exported_from, out, CODEC),

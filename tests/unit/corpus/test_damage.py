@@ -49,9 +49,7 @@ def test_too_many_open_files_are_no_damage(folder: Path) -> None:
     ("number", "advice"),
     [(errno.EIO, "try again later"), (errno.EACCES, "the right to read"), (errno.ENXIO, "restore it")],
 )  # fmt: skip
-def test_read_errors_of_the_system_come_with_advice(
-    folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_errors_come_with_advice(folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError(number, os.strerror(number))
 

@@ -240,9 +240,7 @@ def test_room_is_not_made_of_what_others_map(folder: Path, make_documents: Any, 
     assert not path.exists()
 
 
-def test_a_file_that_is_deleted_stays_for_those_who_map_it(
-    folder: Path, make_documents: Any, cache: ShardCacheConfig
-) -> None:
+def test_a_deleted_file_stays_for_those_who_map_it(folder: Path, make_documents: Any, cache: ShardCacheConfig) -> None:
     corpus = Corpus.open(folder, cache)
     (path,) = files(cache)
     path.unlink()
@@ -263,9 +261,7 @@ def resident(path: Path) -> int:
     return actual
 
 
-def test_a_process_lets_go_of_what_it_has_read(
-    tmp_path: Path, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_release_files_read(tmp_path: Path, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty shards of 80 KB of spans, of which 256 KB may stay."""
     monkeypatch.setattr(memory, "SHARD_DOCUMENTS", 10_000)
     monkeypatch.setattr(index_cache, "MAPPED_BYTES", 2**18)

@@ -146,9 +146,7 @@ def test_reads_a_corpus_over_gcs(
         server.shutdown()
 
 
-def test_a_protocol_whose_package_is_missing_is_one_line(
-    cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_protocol_without_its_package_is_one_line(cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for protocol, package in (("s3", "s3fs"), ("gs", "gcsfs")):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
@@ -326,9 +324,7 @@ def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cach
     assert not cache.folder.exists()
 
 
-def test_check_and_workers_read_urls(
-    memory: str, cache: ShardCacheConfig, causal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_read_urls(memory: str, cache: ShardCacheConfig, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatfm.corpus.corpus.ShardCacheConfig", lambda: cache)
     assert check_corpus(memory).samples == 100
     rows = PackedDataset(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)

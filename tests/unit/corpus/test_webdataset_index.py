@@ -104,12 +104,17 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_pa
     corpus.read_block(bad - 1)
 
 
+def assert_not_indexed(folder: Path, error: type[MegatfmError], message: str) -> None:
+    """Neither where it lies nor as a corpus of its own."""
+    for out in (None, folder.with_name("ours")):
+        with pytest.raises(error, match=message):
+            index_folder(folder, HASH, out)
+
+
 def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -> None:
     frames = [make_tar(GOOD)[:-1024], make_tar(make_member("1.npy", IDS))[:-1024], make_tar(GOOD)]
     (tmp_path / "a.tar.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
-    for out in (None, tmp_path / "ours"):
-        with pytest.raises(MegatfmError, match=r"a\.tar\.zst: sample '0' is there twice"):
-            index_folder(tmp_path, HASH, out)
+    assert_not_indexed(tmp_path, MegatfmError, r"a\.tar\.zst: sample '0' is there twice")
 
 
 def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
@@ -226,9 +231,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatc
     (tmp_path / "a.tar.zst").write_bytes(frame + zstandard.compress(bytes(12 * 2**25)))
     assert (tmp_path / "a.tar.zst").stat().st_size < 2**17
     tracemalloc.start()
-    for out in (None, tmp_path / "ours"):
-        with pytest.raises(MegatfmError, match=r"a\.tar\.zst"):
-            index_folder(tmp_path, HASH, out)
+    assert_not_indexed(tmp_path, MegatfmError, r"a\.tar\.zst")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 5 * 2**25
@@ -242,9 +245,7 @@ def test_damaged_zstd_is_named(tmp_path: Path, damage: str) -> None:
     if damage == "flipped":
         data[40] ^= 255
     path.write_bytes(data[: len(data) - 7 if damage == "cut" else None])
-    for out in (None, tmp_path / "ours"):
-        with pytest.raises(MegatfmError, match=r"some-1\.tar\.zst: .*(damaged|no whole tar|cut off|not a whole tar)"):
-            index_folder(folder, HASH, out)
+    assert_not_indexed(folder, MegatfmError, r"some-1\.tar\.zst: .*(damaged|no whole tar|cut off|not a whole tar)")
 
 
 def test_links_to_shards_are_not_followed(tmp_path: Path) -> None:
@@ -303,17 +304,13 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
 @pytest.mark.parametrize("names", [("mask.npy", "ids.npy"), ("npy", "mask.npy"), ("tokens.npy", "TOKENS.npy")])
 def test_arrays_of_which_any_could_be_the_tokens_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     (tmp_path / "a.tar").write_bytes(make_tar(GOOD, *(make_member(f"1.{name}", IDS) for name in names)))
-    for out in (None, tmp_path / "ours"):
-        with pytest.raises(UsageError, match=r"a\.tar: sample '1' at byte 1024 has several arrays \(.*KEY\.tokens"):
-            index_folder(tmp_path, HASH, out)
+    assert_not_indexed(tmp_path, UsageError, r"a\.tar: sample '1' at byte 1024 has several arrays \(.*KEY\.tokens")
 
 
 def test_shards_that_would_share_an_index_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(make_tar(GOOD))
     (tmp_path / "a.tar.zst").write_bytes(zstandard.compress(make_tar(GOOD)))
-    for out in (None, tmp_path / "ours"):
-        with pytest.raises(UsageError, match=r"a\.tar\.zst: a\.tar lies beside it.*rename one"):
-            index_folder(tmp_path, HASH, out)
+    assert_not_indexed(tmp_path, UsageError, r"a\.tar\.zst: a\.tar lies beside it.*rename one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "a.tar.zst"]
 
 
@@ -322,9 +319,8 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "MAX_FRAME_BYTES", 10_000)
     large = [make_member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
     (tmp_path / "a.tar").write_bytes(make_tar(GOOD, make_member("1.npy", IDS), *large))
-    with pytest.raises(
-        UsageError, match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to"
-    ):
+    message = r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to"
+    with pytest.raises(UsageError, match=message):
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")
     assert check_corpus(tmp_path / "ours").samples == 2

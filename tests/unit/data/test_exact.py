@@ -185,9 +185,7 @@ def test_an_exit_code_that_is_told_late_is_waited_for() -> None:
     assert _exit_code(Late()) == -9
 
 
-def test_the_error_of_a_worker_is_raised_with_its_traceback(
-    memory_corpus: Any, causal_type: Any, threaded_workers: None
-) -> None:
+def test_worker_errors_come_with_their_traceback(memory_corpus: Any, causal_type: Any, threaded_workers: None) -> None:
     corpus = memory_corpus([[30]] * 4)
     rows = PackedDataset(corpus, causal_type(), sequence_length=8, seed=0, streams=1, shuffle=False)
     corpus.documents[2] = corpus.documents[2][:5]

@@ -69,16 +69,11 @@ def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0, workers
     """The global batch of each step, put together from all ranks."""
     loaders = [
         DataLoader(
-            rows,
-            global_batch=BATCH,
-            micro_batch=2,
-            data_rank=rank,
-            data_ranks=ranks,
-            position=position,
+            rows, global_batch=BATCH, micro_batch=2, data_rank=rank, data_ranks=ranks, position=position,
             workers=workers,
         )
         for rank in range(ranks)
-    ]
+    ]  # fmt: skip
     actual = []
     try:
         for _ in range(steps):

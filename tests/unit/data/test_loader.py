@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,26 @@ def padding_row(rows: PackedDataset) -> Batch:
 
 def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
     return np.stack([rows.read_row(position)["tokens"] for position in range(start, start + n)])
+
+
+def watch_reads(rows: PackedDataset, call: Callable[[Sequence[int | None]], Any]) -> None:
+    """Call a function with the positions of each read of rows, once it is done."""
+    read = rows.read_rows
+
+    def watched(positions: Sequence[int | None]) -> Batch:
+        batch = read(positions)
+        call(positions)
+        return batch
+
+    rows.read_rows = watched  # type: ignore[method-assign]
+
+
+def fail_at(rows: PackedDataset, position: int) -> None:
+    def failing(positions: Sequence[int | None]) -> None:
+        if position in positions:
+            raise ZeroDivisionError(f"at {position}")
+
+    watch_reads(rows, failing)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -107,14 +127,7 @@ def test_a_resume_has_the_batches_of_the_run_never_stopped(rows: PackedDataset) 
 
 def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDataset) -> None:
     fetched = threading.Event()
-    read = rows.read_rows
-
-    def watched(positions: Sequence[int | None]) -> Batch:
-        if 15 in positions:
-            fetched.set()
-        return read(positions)
-
-    rows.read_rows = watched  # type: ignore[method-assign]
+    watch_reads(rows, lambda positions: fetched.set() if 15 in positions else None)
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         assert fetched.wait(PATIENCE), "the second step is fetched ahead"
@@ -124,14 +137,8 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDat
 
 def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> None:
     """So a consumer whose step takes longer than its data waits for the first step only."""
-    ready, read = threading.Semaphore(0), rows.read_rows
-
-    def watched(positions: Sequence[int | None]) -> Batch:
-        actual = read(positions)
-        ready.release()
-        return actual
-
-    rows.read_rows = watched  # type: ignore[method-assign]
+    ready = threading.Semaphore(0)
+    watch_reads(rows, lambda _: ready.release())
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         for _ in range(3):
@@ -155,23 +162,14 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
 @pytest.mark.parametrize(
     ("batch", "micro", "ranks", "nearest"), [(10, 4, 2, 8), (13, 4, 2, 16), (1, 4, 2, 8), (0, 4, 1, 4), (7, 1, 3, 6)]
 )
-def test_a_batch_that_does_not_divide_names_the_nearest(
-    rows: PackedDataset, batch: int, micro: int, ranks: int, nearest: int
-) -> None:
+def test_odd_batches_name_the_nearest(rows: PackedDataset, batch: int, micro: int, ranks: int, nearest: int) -> None:
     with pytest.raises(UsageError, match=rf"global batch {batch} is not a multiple of .* is {nearest}$"):
         DataLoader(rows, global_batch=batch, micro_batch=micro, data_ranks=ranks)
     DataLoader(rows, global_batch=nearest, micro_batch=micro, data_ranks=ranks).close()
 
 
 def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedDataset) -> None:
-    read = rows.read_rows
-
-    def failing(positions: Sequence[int | None]) -> Batch:
-        if 16 in positions:
-            raise ZeroDivisionError("at 16")
-        return read(positions)
-
-    rows.read_rows = failing  # type: ignore[method-assign]
+    fail_at(rows, 16)
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         next(loader)
@@ -259,14 +257,9 @@ WARMING = BatchSchedule(8, (BatchStage(2, 4, 4), BatchStage(2, 2, 2)))
 
 @pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])
 def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset, batch: int | BatchSchedule) -> None:
-    n, requested, read = 7, list[int | None](), rows.read_rows
+    n, requested = 7, list[int | None]()
     full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
-
-    def counted(positions: Sequence[int | None]) -> Batch:
-        requested.extend(positions)
-        return read(positions)
-
-    rows.read_rows = counted  # type: ignore[method-assign]
+    watch_reads(rows, requested.extend)
     actual = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
     for item in actual:
         for one, two in zip(full, item, strict=True):
@@ -278,14 +271,7 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset
 
 
 def test_an_error_of_one_reader_is_raised_by_all(rows: PackedDataset) -> None:
-    read = rows.read_rows
-
-    def failing(positions: Sequence[int | None]) -> Batch:
-        if 12 in positions:
-            raise ZeroDivisionError("at 12")
-        return read(positions)
-
-    rows.read_rows = failing  # type: ignore[method-assign]
+    fail_at(rows, 12)
     actual = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
     assert [str(item) for item in actual] == ["at 12"] * 2
     assert any("in failing" in "".join(traceback.format_exception(item)) for item in actual)

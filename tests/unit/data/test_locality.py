@@ -203,9 +203,7 @@ def test_a_resume_within_the_warmup_goes_on(rows: PackedDataset) -> None:
 
 
 @pytest.mark.parametrize("as_one_document", [False, True])
-def test_cut_rows_are_those_of_packing_at_that_length(
-    memory_corpus: Any, causal_type: Any, as_one_document: bool
-) -> None:
+def test_cut_rows_equal_packing_at_that_length(memory_corpus: Any, causal_type: Any, as_one_document: bool) -> None:
     def row(length: int, position: int) -> dict[str, np.ndarray]:
         packed = PackedDataset(
             memory_corpus([[5, 40, 0, 9, 17, 3]]), causal_type(), sequence_length=length, seed=3, shuffle=False,

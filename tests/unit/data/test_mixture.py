@@ -23,14 +23,11 @@ def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
     def make(seed: int = 1, phases: Any = ((0, WEIGHTS), (CHANGE, LATER)), block: int = BLOCK) -> Mixture:
         sources = {
             name: PackedDataset(
-                memory_corpus([[7, 9, 3]] * n),
-                causal_type(),
-                sequence_length=8,
-                seed=make_source_seed(seed, name),
+                memory_corpus([[7, 9, 3]] * n), causal_type(), sequence_length=8, seed=make_source_seed(seed, name),
                 streams=STREAMS,
             )
             for name, n in (("a", 9), ("b", 5), ("c", 11))
-        }
+        }  # fmt: skip
         return Mixture(sources, [Phase(*phase) for phase in phases], seed=seed, streams=STREAMS, block=block)
 
     return make

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,7 @@ def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return lambda *overrides: data_prep.cli(["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides])
 
 
-def test_finished_prep_is_only_reported_again(
-    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_prep_is_reported(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert prep() == 0
     out, output = capfd.readouterr()
     assert out == ""
@@ -123,20 +122,10 @@ def test_usage_errors_are_one_line_with_exit_code_2(
     assert error_line(capfd).count(reason) == 1
 
 
-FAILURES = {
-    "binary": (b"\x7fELF\0", "is a binary file, with a zero at byte 4"),
-    "not UTF-8": (b"caf\xe9", "is not valid UTF-8 at byte 3"),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_bad_input_files_are_named(
-    prep: Callable[..., int], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
-    data, reason = FAILURES[name]
-    path = write_file(corpus / "bad.txt", data)
+def test_a_bad_input_file_is_named(prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_file(corpus / "bad.txt", b"caf\xe9")
     assert prep() == 1
-    assert f"{path}: {reason}" in error_line(capfd)
+    assert f"{path}: is not valid UTF-8 at byte 3" in error_line(capfd)
 
 
 def test_an_unreadable_corpus(
@@ -150,9 +139,7 @@ def test_an_unreadable_corpus(
     assert "corpus: can't list this folder (Permission denied)" in error_line(capfd)
 
 
-def test_an_out_that_can_not_be_made(
-    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_out_that_is_a_file(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_file(tmp_path / "file", b"")
     assert prep("out=file") == 1
     assert "choose another out" in error_line(capfd)
@@ -183,24 +170,19 @@ def test_errors_of_the_system_are_said(
 
 def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
     """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
-    full = file_hashes(data_prep.run(config("whole")).out)
+    complete = file_hashes(data_prep.run(config("whole")).out)
+    path = tmp_path / "prep.toml"
     for kilobytes in (16, 56):
         small = config(f"out{kilobytes}")
-        check_limited(small, tmp_path / "prep.toml", kilobytes * 1024, full)
-
-
-def check_limited(small: PrepConfig, path: Path, most: int, complete: dict[str, str]) -> None:
-    path.write_text(to_toml(small))
-    command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
-    limit = (most, resource.RLIM_INFINITY)
-    full = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )  # fmt: skip
-    assert full.returncode == 1, full.stderr
-    assert "cannot be written (File too large)" in full.stderr.splitlines()[-1]
-    assert "Traceback" not in full.stderr
-    assert nothing_half_written(Path(small.out), complete)
-    assert file_hashes(data_prep.run(small).out) == complete
+        path.write_text(to_toml(small))
+        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (kilobytes * 1024, resource.RLIM_INFINITY))
+        command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
+        limited = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+        assert limited.returncode == 1, limited.stderr
+        assert "cannot be written (File too large)" in limited.stderr.splitlines()[-1]
+        assert "Traceback" not in limited.stderr
+        assert nothing_half_written(Path(small.out), complete)
+        assert file_hashes(data_prep.run(small).out) == complete
 
 
 @pytest.fixture
@@ -215,9 +197,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk(
-    prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk(prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ballast = write_file(small_disk / "ballast", bytes(500_000))
     assert prep(f"out={small_disk / 'out'}") == 1
     assert "cannot be written (No space left on device): make room" in error_line(capfd)

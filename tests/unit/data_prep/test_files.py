@@ -16,29 +16,25 @@ from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import Document, DocumentWriter, read_documents
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.prep_files import write_file
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name in ("b.txt", "a/z.txt", "a/tests/t.txt", ".git/config", "a.md", "c/d/e/f.txt"):
-        path = tmp_path / "root" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        write_file(tmp_path / "root" / name, name.encode())
     return tmp_path / "root"
 
 
 def test_all_files_sorted_without_the_hidden(root: Path) -> None:
     assert names(root) == ["a/tests/t.txt", "a/z.txt", "a.md", "b.txt", "c/d/e/f.txt"]
+    assert [file.size for file in listing(root).files] == [len(name) for name in names(root)]
 
 
 def test_patterns_choose_and_leave_out(root: Path) -> None:
     actual = listing(root, include=("*.txt",), exclude=("tests",))
     assert [file.name for file in actual.files] == ["a/z.txt", "b.txt", "c/d/e/f.txt"]
     assert actual.n_excluded == 3
-
-
-def test_sizes_are_those_on_disk(root: Path) -> None:
-    assert [file.size for file in listing(root).files] == [len(name) for name in names(root)]
 
 
 def test_the_standard_library_without_tests_and_other_packages() -> None:
@@ -58,8 +54,7 @@ def test_a_folder_goes_before_a_source(root: Path) -> None:
 
 
 def test_links_are_followed(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "x.txt").write_text("x")
+    write_file(tmp_path / "elsewhere" / "x.txt", b"x")
     (root / "link").symlink_to(tmp_path / "elsewhere")
     (root / "y.txt").symlink_to(tmp_path / "elsewhere" / "x.txt")
     assert {"link/x.txt", "y.txt"} <= set(names(root))
@@ -246,12 +241,9 @@ def test_nothing_appears_without_a_commit(tmp_path: Path) -> None:
 def test_damage_is_one_clear_line(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "d.jsonl.zst"
     save(path, [Document(f"{number}", f"text {number * number}") for number in range(5000)])
-    data = bytearray(path.read_bytes())
-    if damage == "cut":
-        del data[len(data) // 2 :]
-    else:
-        data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    data = path.read_bytes()
+    half, rest = data[: len(data) // 2], data[len(data) // 2 :]
+    path.write_bytes(half if damage == "cut" else half + bytes([rest[0] ^ 1]) + rest[1:])
     if damage == "gone":
         path.unlink()
     with pytest.raises(MegatfmError, match=f"{path}: can't be read back") as caught:

@@ -274,9 +274,7 @@ BAD = {
 
 @pytest.mark.parametrize(("members", "message"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("lay", [as_folder, as_tar])
-def test_samples_that_are_no_images_are_named_or_skipped(
-    tmp_path: Path, lay: Any, members: dict[str, bytes], message: str
-) -> None:
+def test_bad_samples_are_named_or_skipped(tmp_path: Path, lay: Any, members: dict[str, bytes], message: str) -> None:
     lay(tmp_path / "in", {**samples(12), "500": members})
     with pytest.raises(MegatfmError, match=rf"500.* has .*{message}"):
         data_prep.run(config(tmp_path))

@@ -58,9 +58,7 @@ SIZES: list[tuple[int, ...]] = [(), (0, 1, 0, 90), (600,)]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("memory", [MANY, 6000])
 @pytest.mark.parametrize("kinds", [1, 40, 10**9])
-def test_repeated_keys_are_marked_except_the_first(
-    tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int
-) -> None:
+def test_all_but_the_first_of_a_key_are_marked(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int) -> None:
     rng = np.random.default_rng(kinds)
     stock = rng.integers(0, 2**64, min(kinds, 900), np.uint64)
     values = rng.choice(stock, (600, 1))

@@ -67,13 +67,9 @@ def test_the_numbers_add_up(config: Make) -> None:
     for before, step in pairwise(result["steps"]):
         assert (before["documents_out"], before["bytes_out"]) == (step["documents_in"], step["bytes_in"])
     for name in ("train", "validation"):
-        corpus, totals = Corpus.open(summary.out / name), result[name]
-        assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint) == (
-            totals["documents"],
-            totals["tokens"],
-            totals["text_bytes"],
-            totals["fingerprint"],
-        )
+        corpus = Corpus.open(summary.out / name)
+        totals = [result[name][key] for key in ("documents", "tokens", "text_bytes", "fingerprint")]
+        assert [corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint] == totals
         assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
     assert steps["split"]["documents_out"] == result["train"]["documents"]
     assert steps["split"]["bytes_out"] == result["train"]["text_bytes"]
@@ -176,11 +172,6 @@ def test_a_folder_with_other_things_is_left_alone(config: Make, tmp_path: Path) 
     assert file_hashes(tmp_path / "out").keys() == {"train/precious.txt"}
 
 
-def test_out_inside_the_corpus_is_refused(config: Make, corpus: Path) -> None:
-    with pytest.raises(UsageError, match=r"lies inside read\.folder"):
-        data_prep.run(config(out=str(corpus / "out")))
-
-
 def test_a_mistake_in_the_last_stage_costs_only_that_stage(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
@@ -250,18 +241,12 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
     )
     secret = " ".join(f"word{number}" for number in range(20))
     write_file(corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())
-    listed = {
-        "blocked": write_file(tmp_path / "blocked.txt", b"bad.com\n"),
-        "set": write_file(tmp_path / "set.txt", secret.encode()),
-    }
+    blocked = write_file(tmp_path / "blocked.txt", b"bad.com\n")
+    leaked = write_file(tmp_path / "set.txt", secret.encode())
     steps = [
-        {"name": "url_filter", "file": str(listed["blocked"])},
-        {"name": "html"},
-        {"name": "language"},
-        {"name": "pii"},
-        {"name": "decontaminate", "files": [str(listed["set"])]},
-        {"name": "sample", "rate": 0.95},
-    ]
+        {"name": "url_filter", "file": str(blocked)}, {"name": "html"}, {"name": "language"}, {"name": "pii"},
+        {"name": "decontaminate", "files": [str(leaked)]}, {"name": "sample", "rate": 0.95},
+    ]  # fmt: skip
     duplicates = [{"name": "minhash"}, {"name": "lines"}, {"name": "exact_substrings", "min_bytes": 300}]
     return lambda out="out", **settings: config(out, **{"steps": steps, "dedup": duplicates, **settings})
 

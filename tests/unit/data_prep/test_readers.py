@@ -19,14 +19,13 @@ from megatfm.data_prep.readers import FORMATS, get_reader
 from megatfm.data_prep.readers.record import BadRecord
 from megatfm.data_prep.readers.web import strip_wikitext
 from megatfm.errors import MegatfmError
+from tests.support.prep_files import write_file
 from tests.support.text_files import FILES, TEXTS, URLS, WITHOUT_URL, arrow, formatted, read_documents, zstd_frames
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "in" / name
-    path.parent.mkdir()
-    path.write_bytes(FILES[name]())
+    path = write_file(tmp_path / "in" / name, FILES[name]())
     result, read = read_documents(path)
     texts = [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
     assert [document.text for document in result] == texts
@@ -73,9 +72,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
         data[len(data) // 2] ^= 0x55
     else:
         data = bytearray(b"\x00rubbish " * 20 if damage == "rubbish" else b"")
-    path = tmp_path / "in" / name
-    path.parent.mkdir()
-    path.write_bytes(data)
+    path = write_file(tmp_path / "in" / name, data)
     documents, read = read_documents(path, on_error="skip")
     if bad := read._inputs.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
@@ -89,13 +86,11 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
 
 
 def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "in" / "a.jsonl"
-    path.parent.mkdir()
     lines = [
         '{"text": "good"}', "{", '{"text": 5}', '{"other": "x", "body": "y"}', '"text"', "", "[" * 10**5,
         '{"text": "\\ud83d!"}',
     ]  # fmt: skip
-    path.write_text("\n".join(lines))
+    path = write_file(tmp_path / "in" / "a.jsonl", "\n".join(lines).encode())
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)
     result, read = read_documents(path, on_error="skip")
@@ -109,9 +104,7 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
 
 def test_a_bad_record_is_named_with_its_fault(tmp_path: Path) -> None:
     """The fields that there are, and wrong UTF-8 by its name; records count from 1 in every format."""
-    path = tmp_path / "in" / "a.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(b'{"body": "x"}\n{"body": "caf\xe9"}')
+    path = write_file(tmp_path / "in" / "a.jsonl", b'{"body": "x"}\n{"body": "caf\xe9"}')
     reason = r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.text_key"
     with pytest.raises(MegatfmError, match=rf"a\.jsonl: {reason}; mend it"):
         read_documents(path)
@@ -128,9 +121,7 @@ def test_a_bad_record_is_named_with_its_fault(tmp_path: Path) -> None:
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
-    path = tmp_path / "in" / "a.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"page": {"body": "inside", "at": "u"}}')
+    path = write_file(tmp_path / "in" / "a.jsonl", b'{"page": {"body": "inside", "at": "u"}}')
     result, _ = read_documents(path, text_key="page.body", url_key="page.at")
     assert [(one.text, one.url) for one in result] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})

@@ -50,6 +50,15 @@ def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def memory() -> Iterator[Any]:
+    """The file system of this process, whose bucket is removed after the test."""
+    fs = fsspec.filesystem("memory")
+    yield fs
+    if fs.exists("/bucket"):
+        fs.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A folder of a few formats, with names to be left out, and one that a URL spells otherwise."""
     root = tmp_path / "small"
@@ -122,7 +131,9 @@ class KilledError(BaseException):
     """An exit that, as a kill, nothing handles."""
 
 
-def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_upload_loses_nothing(
+    memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
     put, sent, killed = RemoteFolder.upload, list[str](), set[tuple[str, str]]()
 
@@ -140,26 +151,23 @@ def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(RemoteFolder, "upload", falling)
     config = make_config(str(small), "memory://bucket/out", tmp_path / "scratch")
-    fs = fsspec.filesystem("memory")
     for _ in range(50):
         try:
             summary = data_prep.run(config)
             break
         except KilledError:
-            assert not fs.exists("/bucket/out/prep.json") or "prep.json" in sent
+            assert not memory.exists("/bucket/out/prep.json") or "prep.json" in sent
     assert len(killed) == 2 * len(set(sent)) > 20
     assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
     monkeypatch.setattr(RemoteFolder, "upload", put)
     local = data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
-    assert {name: summary.result[name] for name in ("train", "validation")} == {
-        name: local.result[name] for name in ("train", "validation")
-    }
-    assert without_place(read_remote_files(fs, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
-    fs.rm("/bucket", recursive=True)
+    for name in ("train", "validation"):
+        assert summary.result[name] == local.result[name]
+    assert without_place(read_remote_files(memory, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
 
 
 def test_several_machines_share_the_work_by_a_folder_that_all_see(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
@@ -179,16 +187,12 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
     for thread in threads:
         thread.join(60)
     assert not errors
-    fs = fsspec.filesystem("memory")
-    result = read_remote_files(fs, "/bucket/out")
     data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
-    assert without_place(result) == without_place(read_local_files(tmp_path / "out"))
-    fs.rm("/bucket", recursive=True)
+    assert without_place(read_remote_files(memory, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
 
 
-def test_another_machine_goes_on_only_where_it_sees_the_work(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("memory")
+def test_a_second_machine_needs_to_see_the_work(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KilledError
 
@@ -200,7 +204,6 @@ def test_another_machine_goes_on_only_where_it_sees_the_work(
     with pytest.raises(UsageError, match=r"a prep began here on .*scratch is a folder that all of them see"):
         data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "elsewhere"))
     assert not data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "scratch")).already_done
-    fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
 class Pages(http.server.SimpleHTTPRequestHandler):
@@ -281,48 +284,44 @@ def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
 
 
 def test_remote_files_that_change_or_cannot_be_written_are_named(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fs = fsspec.filesystem("memory")
-    fs.pipe("/box/a.txt", b"one")
-    place = RemoteFolder("memory://box")
+    memory.pipe("/bucket/a.txt", b"one")
+    place = RemoteFolder("memory://bucket")
     (file,) = place.list_files()
-    fs.pipe("/box/a.txt", b"two")
-    with pytest.raises(MegatfmError, match=r"memory://box: a\.txt changed while it was read: run the same"):
+    memory.pipe("/bucket/a.txt", b"two")
+    with pytest.raises(MegatfmError, match=r"memory://bucket: a\.txt changed while it was read: run the same"):
         place.download(file, tmp_path / "a.txt")
     assert not list(tmp_path.glob(".a.txt*"))
     with pytest.raises(ValueError, match="nothing can be written over HTTP: choose a folder"):
         make_config(str(small), "https://example.org/out", tmp_path)
-    with pytest.raises(UsageError, match=r"memory://box: holds 'a.txt', which no prep made"):
-        data_prep.run(make_config(str(small), "memory://box", tmp_path / "scratch"))
+    with pytest.raises(UsageError, match=r"memory://bucket: holds 'a.txt', which no prep made"):
+        data_prep.run(make_config(str(small), "memory://bucket", tmp_path / "scratch"))
 
     def refuse(*_: Any, **more: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(fs.__class__, "put_file", refuse)
+    monkeypatch.setattr(memory.__class__, "put_file", refuse)
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     (tmp_path / "b.txt").write_bytes(b"whole")
-    with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
+    with pytest.raises(UsageError, match=r"memory://bucket: b\.txt can't be written: memory:// has no way"):
         place.upload(tmp_path / "b.txt", "b.txt")
-    monkeypatch.setattr(
-        fs.__class__, "put_file", lambda self, local, destination, **_: self.pipe(destination, b"torn!")
-    )
+    torn = lambda self, local, destination, **_: self.pipe(destination, b"torn!")  # noqa: E731
+    monkeypatch.setattr(memory.__class__, "put_file", torn)
     with pytest.raises(MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"):
         place.upload(tmp_path / "b.txt", "b.txt")
-    fs.rm("/box", recursive=True)
 
 
 def test_an_upload_gets_another_name_where_it_shows_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, names = RemoteFolder(f"file://{tmp_path}/out"), list[str]()
-    put = fsspec.filesystem("file").__class__.put_file
-    monkeypatch.setattr(
-        fsspec.filesystem("file").__class__,
-        "put_file",
-        lambda self, local, destination, **more: (
-            names.append(Path(destination).name),
-            put(self, local, destination, **more),
-        ),
-    )
+    local_files = fsspec.filesystem("file").__class__
+    put = local_files.put_file
+
+    def put_file(self: Any, local: str, destination: str, **more: Any) -> None:
+        names.append(Path(destination).name)
+        put(self, local, destination, **more)
+
+    monkeypatch.setattr(local_files, "put_file", put_file)
     (tmp_path / "x").write_bytes(b"data")
     place.upload(tmp_path / "x", "train/x")
     assert names == [".x.partial"]
@@ -340,10 +339,8 @@ def test_an_upload_in_parts_is_known_by_its_checksum(s3: Any, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("data", [b"[1]", b"\xff{", b"[" * 100_000], ids=["a list", "no text", "deep"])
-def test_a_foreign_file_under_prep_s_names_is_one_line(data: bytes, tmp_path: Path) -> None:
-    fs = fsspec.filesystem("memory")
-    fs.pipe("/stranger/.prep-begun.json", data)
-    away = RemoteOutput("memory://stranger", tmp_path, tmp_path / "notes", ())
-    with pytest.raises(UsageError, match=r"^memory://stranger: \.prep-begun\.json is not what a prep writes: .*$"):
+def test_a_foreign_file_under_prep_s_names_is_one_line(data: bytes, memory: Any, tmp_path: Path) -> None:
+    memory.pipe("/bucket/.prep-begun.json", data)
+    away = RemoteOutput("memory://bucket", tmp_path, tmp_path / "notes", ())
+    with pytest.raises(UsageError, match=r"^memory://bucket: \.prep-begun\.json is not what a prep writes: .*$"):
         away.start(overwrite=False)
-    fs.rm("/stranger", recursive=True)

@@ -48,6 +48,12 @@ def apply(text: str, **values: Any) -> Document | str:
     return make_filter(section(**values))._filter.apply(Document("x", text), StepStats(""))
 
 
+def kept(text: str, **values: Any) -> Document:
+    document = apply(text, **values)
+    assert isinstance(document, Document)
+    return document
+
+
 @pytest.fixture(scope="module")
 def weights() -> LinearClassifier:
     selected = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
@@ -61,11 +67,9 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
     good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
     how = {"name": "linear_classifier", "file": str(path), "min_score": 0.5, "save_as": "quality"}
     for text in good:
-        actual = apply(text, **how)
-        assert isinstance(actual, Document)
         (places,) = hash_features([text], weights.ngrams, len(weights.weight))
         by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
-        assert actual.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
+        assert kept(text, **how).fields["quality"] == pytest.approx(by_hand, abs=1e-6)
     assert {apply(text, **how) for text in bad} == {"probability_below_min_score"}
     assert {apply(text, **{**how, "min_score": 0.0, "max_score": 0.5}) for text in good} == {
         "probability_above_max_score"
@@ -101,8 +105,7 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
     )
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
-    actual = apply(text, **how)
-    assert isinstance(actual, Document)
+    actual = kept(text, **how)
     model = open_text_model(run)
     ids = [model.tokenizer.bos, *model.tokenizer.encode_batch([text], 1)[0][:30]]
     row, total = model.config.data.sequence_length, 0.0
@@ -186,9 +189,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
             applies = "none" if label is None else "softmax"
             (output,) = judge([text], truncation=True, max_length=30, function_to_apply=applies)
             scores.append(next(item["score"] for item in output if label in (None, item["label"])))
-            actual = apply(text, **how)
-            assert isinstance(actual, Document)
-            assert actual.fields["q"] == pytest.approx(scores[-1], abs=2e-6)
+            assert kept(text, **how).fields["q"] == pytest.approx(scores[-1], abs=2e-6)
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
@@ -201,15 +202,13 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         apply("x", name="classifier", folder=str(tmp_path / "1"), label="LABEL_0")
     with pytest.raises(UsageError, match=r"has no config\.json: folder is that of a model"):
         apply("x", name="classifier", folder=str(tmp_path))
+    values: dict[str, Any] = {"out": "x", "read": {"builtin": "python-stdlib"}}
     same, other = (
-        identify_config(PrepConfig.model_validate(values))["steps"]
-        for values in (
-            {"out": "x", "read": {"builtin": "python-stdlib"}, "steps": [{"name": "classifier", "folder": str(folder)}]}
-            for folder in (tmp_path / "1", tmp_path / "3")
-        )
+        identify_config(PrepConfig.model_validate({**values, "steps": [{"name": "classifier", "folder": folder}]}))
+        for folder in (str(tmp_path / "1"), str(tmp_path / "3"))
     )
-    assert same != other
-    assert set(same[0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert same["steps"] != other["steps"]
+    assert set(same["steps"][0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
@@ -231,8 +230,7 @@ def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
     model.save_model(str(tmp_path / "m.bin"))
     how = {"name": "fasttext", "file": str(tmp_path / "m.bin"), "label": "__label__hq"}
     good, bad = texts(PROSE, 1, 5)[0], texts(SPAM, 1, 6)[0]
-    actual = apply(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
-    assert isinstance(actual, Document)
+    actual = kept(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
     by_label = {label: p for p, label in model.f.predict(f"{good}\n", -1, 0.0, "strict")}
     assert actual.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
     assert apply(bad, **how, min_score=0.5) == "probability_below_min_score"
@@ -267,11 +265,9 @@ def test_words_by_spacy_are_datatrove_s() -> None:
 
 def test_presidio_replaces_entities() -> None:
     pytest.importorskip("presidio_analyzer")
-    actual = apply("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
-    assert isinstance(actual, Document)
-    actual = apply("IBAN DE89 3704 0044 0532 0130 00.", name="presidio", entities=["IBAN_CODE"])
-    assert isinstance(actual, Document)
-    assert actual.text == "IBAN <IBAN_CODE>."
+    kept("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
+    text = "IBAN DE89 3704 0044 0532 0130 00."
+    assert kept(text, name="presidio", entities=["IBAN_CODE"]).text == "IBAN <IBAN_CODE>."
     with pytest.raises(UsageError, match="no recogniser of 'en' finds 'PERSON' by its form; there are: "):
         apply("x", name="presidio", entities=["PERSON"])
 
@@ -324,9 +320,5 @@ FALSE = {
 def test_keys_cards_and_accounts(kind: str) -> None:
     text, expected = TRUE[kind] if kind in TRUE else (FALSE[kind], FALSE[kind])
     for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
-        actual = apply(f"{before}{text}{after}", name="pii", phone="")
-        assert isinstance(actual, Document)
-        assert actual.text == f"{before}{expected}{after}"
-    off = apply(text, name="pii", secret="", card="", iban="", phone="")
-    assert isinstance(off, Document)
-    assert off.text == text
+        assert kept(f"{before}{text}{after}", name="pii", phone="").text == f"{before}{expected}{after}"
+    assert kept(text, name="pii", secret="", card="", iban="", phone="").text == text

@@ -19,7 +19,7 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
-from tests.support.prep_files import KILLED, NEVER, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
+from tests.support.prep_files import KILLED, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -199,9 +199,7 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
     assert len(encoded) == 24
 
 
-def test_files_that_no_later_stage_needs_are_removed(
-    make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_finished_stages_are_removed(make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = make("out", dedup=[{"name": "lines"}, {"name": "minhash"}])
     stop(config, "finish", 1, monkeypatch)
     work = Path(config.out, ".work")
@@ -229,19 +227,6 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
         assert finals.items() <= full.items()
         assert file_hashes(data_prep.run(config(f"killed{last}")).out) == full
-
-
-@pytest.mark.slow  # test_pipeline.py does this with every kind of step
-def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
-    full = file_hashes(data_prep.run(config()).out)
-    moments = count_moments(tmp_path, config())
-    rng = random.Random(1)
-    # Each of these is too short for the whole, but long enough for the longest stage.
-    attempts = [rng.randrange(moments // 2, 3 * moments // 4) for _ in range(3)]
-    statuses = run_killed_at(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
-    assert statuses[0] == KILLED
-    assert statuses[-1] == 0
-    assert file_hashes(tmp_path / "chain") == full
 
 
 def test_finished_stages_are_not_repeated(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:

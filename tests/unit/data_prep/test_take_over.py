@@ -105,10 +105,6 @@ def test_ids_are_taken_over(
     assert data_prep.run(config(tmp_path, model, format_)).already_done
 
 
-def index(path: Path) -> Path:
-    return path.with_suffix(".idx")
-
-
 def with_pointer(data: bytes, pointer: int) -> bytes:
     """The index with another place of its last sequence."""
     count = int.from_bytes(data[18:26], "little")
@@ -116,32 +112,27 @@ def with_pointer(data: bytes, pointer: int) -> bytes:
     return data[:at] + pointer.to_bytes(8, "little") + data[at + 8 :]
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no index": (lambda path: index(path).unlink(), r"has no a\.idx beside it"),
-    "rubbish": (lambda path: index(path).write_bytes(b"x" * 99), r"a\.idx is no index of Megatron-LM"),
-    "cut index": (lambda path: index(path).write_bytes(index(path).read_bytes()[:-3]), "is cut off or damaged"),
-    "cut data": (lambda path: path.write_bytes(path.read_bytes()[:-3]), "a sequence lies outside"),
-    "huge count": (
-        lambda path: index(path).write_bytes(
-            index(path).read_bytes()[:18] + b"\xff" * 8 + index(path).read_bytes()[26:]
-        ),
-        "is cut off or damaged",
-    ),
-    "a place past the end of all numbers": (
-        lambda path: index(path).write_bytes(with_pointer(index(path).read_bytes(), 2**63 - 2)),
-        "a sequence lies outside",
-    ),
-    "type": (lambda path: index(path).write_bytes(index(path).read_bytes()[:17] + b"\x06" + bytes(90)), "of type 6"),
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "rubbish": ("a.idx", lambda _: b"x" * 99, r"a\.idx is no index of Megatron-LM"),
+    "cut index": ("a.idx", lambda data: data[:-3], "is cut off or damaged"),
+    "cut data": ("a.bin", lambda data: data[:-3], "a sequence lies outside"),
+    "huge count": ("a.idx", lambda data: data[:18] + b"\xff" * 8 + data[26:], "is cut off or damaged"),
+    "a place past all numbers": ("a.idx", lambda data: with_pointer(data, 2**63 - 2), "a sequence lies outside"),
+    "type": ("a.idx", lambda data: data[:17] + b"\x06" + bytes(90), "of type 6"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(tmp_path: Path, model: Path, documents: list[list[int]], name: str) -> None:
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(
+    tmp_path: Path, model: Path, documents: list[list[int]], file: str, damage: Callable[[bytes], bytes], reason: str
+) -> None:
     (tmp_path / "in").mkdir()
     megatron(tmp_path / "in" / "a.bin", documents)
-    damage, reason = DAMAGE[name]
-    damage(tmp_path / "in" / "a.bin")
+    (tmp_path / "in" / file).write_bytes(damage((tmp_path / "in" / file).read_bytes()))
     with pytest.raises(MegatfmError, match=rf"in/a\.bin: .*{reason}"):
+        data_prep.run(config(tmp_path, model, "megatron"))
+    (tmp_path / "in" / "a.idx").unlink()
+    with pytest.raises(MegatfmError, match=r"in/a\.bin: .*has no a\.idx beside it"):
         data_prep.run(config(tmp_path, model, "megatron"))
 
 

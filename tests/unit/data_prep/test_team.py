@@ -276,9 +276,7 @@ def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.C
     assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--task", "1/2"]) == 2
 
 
-def test_a_worker_leaves_a_folder_whose_client_is_gone(
-    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_leave_when_their_client_is_gone(config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
     monkeypatch.setattr("megatfm.data_prep.execution.dask.CLIENT_SECONDS", 0.05)
     member = _DaskPreparation(config(**DASK_STEPS))

@@ -136,9 +136,7 @@ def expected(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.7), (0.8, 20, 0.9), (1.0, 99, 1.0), (1.0, 0, 0.01)],
 )  # fmt: skip
-def test_tokens_come_with_the_probabilities_of_transformers(
-    logits: Tensor, temperature: float, top_k: int, top_p: float
-) -> None:
+def test_tokens_have_transformers_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> None:
     expected_probabilities = expected(logits, temperature, top_k, top_p)
     actual = frequencies(Sampling(temperature, top_k, top_p), logits)
     assert not actual[expected_probabilities == 0].any(), "a token outside the cut was chosen"

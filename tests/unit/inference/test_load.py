@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,15 +113,16 @@ def test_a_config_of_another_version_is_named(run: Path) -> None:
         open_text_model(run)
 
 
-def test_a_checkpoint_that_does_not_fit_its_config_is_named(run: Path) -> None:
-    write_next_checkpoint(run, {}, {"model.extra": torch.zeros(2)})
-    with pytest.raises(MegatfmError, match=r"model\.extra is in the checkpoint, but not in the model"):
-        open_text_model(run)
-
-
-def test_a_weight_of_another_shape_is_named(run: Path) -> None:
-    write_next_checkpoint(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
-    with pytest.raises(MegatfmError, match=r"model\.decoder\.norm\.weight is \[2\], but \[32\]"):
+@pytest.mark.parametrize(("state", "tensors", "message"), [
+    ({}, {"model.extra": torch.zeros(2)}, r"model\.extra is in the checkpoint, but not in the model"),
+    ({}, {"model.decoder.norm.weight": torch.zeros(2)}, r"model\.decoder\.norm\.weight is \[2\], but \[32\]"),
+    ({"step": None}, {}, r"step-00000031: not a checkpoint of a run: its state has no step"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_its_run_is_named(
+    run: Path, state: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    write_next_checkpoint(run, state, tensors)
+    with pytest.raises(MegatfmError, match=message):
         open_text_model(run)
 
 
@@ -197,12 +199,6 @@ def test_plugins_that_the_user_trusts_or_names_are_imported(stranger: Path, way:
     else:
         megatfm.load(stranger, trust_plugins=way == "trusted")
     assert Path("victim").exists()
-
-
-def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
-    write_next_checkpoint(run, {"step": None})
-    with pytest.raises(MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"):
-        open_text_model(run)
 
 
 def test_wrong_requests_to_a_model_are_one_line(run: Path) -> None:
@@ -286,16 +282,17 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 
-def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
-    with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
-        build_prompts(loaded, TEXT, PromptOptions(begin="bos"))
-
-
-def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(tmp_path, tokenizer_model, PAIRS, "span_corruption")
-    with pytest.raises(UsageError, match="<extra_9>: the tokenizer has 4 sentinels"):
-        build_prompts(loaded, "a <extra_9>")
+@pytest.mark.parametrize(("config", "objective", "text", "options", "message"), [
+    (PAIRS, "causal", TEXT, {"begin": "bos"}, "begin = 'bos': an encoder-decoder's prompt is its encoder's"),
+    (PAIRS, "span_corruption", "a <extra_9>", {}, "<extra_9>: the tokenizer has 4 sentinels"),
+    (SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked", TEXT, {}, "'encoder' makes no text"),
+])  # fmt: skip
+def test_prompts_that_a_model_can_not_continue_are_refused(
+    tmp_path: Path, tokenizer_model: bytes, config: ModelConfig, objective: str, text: str, options: Any, message: str
+) -> None:
+    loaded = opened(tmp_path, tokenizer_model, config, objective)
+    with pytest.raises(UsageError, match=message):
+        build_prompts(loaded, text, PromptOptions(**options))
 
 
 @pytest.mark.parametrize("objective", ["prefix", "ul2"])
@@ -325,12 +322,6 @@ def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model:
     assert not prompts.prefix
 
 
-def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(tmp_path, tokenizer_model, SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked")
-    with pytest.raises(UsageError, match="'encoder' makes no text"):
-        build_prompts(loaded, TEXT)
-
-
 @pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])
 def test_samples_and_beams_from_a_prompt(
     config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
@@ -343,9 +334,7 @@ def test_samples_and_beams_from_a_prompt(
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 
 
-def test_no_more_than_the_positions_there_are(
-    tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_text_ends_with_the_positions(tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture) -> None:
     config = SMALL_DECODER.with_changes({"position.name": "learned", "position.max_positions": 12})
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))

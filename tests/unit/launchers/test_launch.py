@@ -65,12 +65,8 @@ def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.C
     status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "runs" / "my-run" / "logs" / "rank-1.log").read_text())
     assert status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
-    assert (status["RANK"], status["LOCAL_RANK"], status["WORLD_SIZE"], status["MASTER_ADDR"]) == (
-        "0",
-        "0",
-        "2",
-        "127.0.0.1",
-    )
+    facts = status["RANK"], status["LOCAL_RANK"], status["WORLD_SIZE"], status["MASTER_ADDR"]
+    assert facts == ("0", "0", "2", "127.0.0.1")
     assert (logged["RANK"], logged["LOCAL_RANK"], logged["MASTER_PORT"]) == ("1", "1", status["MASTER_PORT"])
     assert status["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
@@ -131,9 +127,7 @@ def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) ->
     assert get_run_status(folder / "runs" / "quickstart").state.name == "DONE"
 
 
-def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_left_with_zero_unfinished_is_tried_again(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x')")
     assert run_launch("--nproc", "1") == 1
     assert "exit code 0, but events.jsonl has no `finished` event" in capfd.readouterr().err

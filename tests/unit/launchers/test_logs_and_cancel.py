@@ -103,9 +103,7 @@ def test_log_lines_are_searched_for_errors_once(make: MakeRun, monkeypatch: pyte
     assert not scanner.has_error(log)
 
 
-def test_all_links_of_a_chain_are_cancelled(
-    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chains_are_cancelled_whole(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     make(launcher="slurm", jobs=["7", "8"])
     fake_slurm.answer("squeue", "PENDING|Dependency|\n")
     assert run_megatfm("cancel", "runs/mine", capsys=capsys) == (0, "cancelled jobs 7, 8\n")
@@ -140,9 +138,7 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     assert (code, output.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
 
 
-def test_everything_of_all_runs_is_cancelled(
-    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_cancels_jobs_of_all_runs(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     make("a", launcher="slurm", jobs=["7"])
     make("b")
     make("c", evaluations=["9"])

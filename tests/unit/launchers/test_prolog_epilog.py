@@ -114,9 +114,7 @@ def test_stopped_ahead_of_its_time_it_is_requeued(
     assert (attempt.step, attempt.code, attempt.asked, attempt.is_failure) == (40, 75, True, False)
 
 
-def test_a_failure_is_tried_again_until_it_gains_nothing(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_tried_until_no_gain(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     codes = []
     while not codes or codes[-1] == 1:
         run_prolog(run)
@@ -210,9 +208,7 @@ def test_out_of_time_while_it_saved_it_is_requeued_nonetheless(run: Path, fake_s
     assert "scontrol requeue 7" in fake_slurm.calls
 
 
-def test_a_host_that_failed_twice_is_excluded(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_host_failing_twice_is_excluded(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\n")
     for _ in range(2):
         run_prolog(run)
@@ -247,9 +243,7 @@ def test_a_host_is_not_excluded_when_the_job_could_then_never_start(
     assert "only 1 other nodes are usable: not excluded" in capsys.readouterr().err
 
 
-def test_a_scheduler_that_refuses_is_said_in_one_line(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run_prolog(run)
     fake_slurm.fail("scontrol-requeue", "Job has\nno requeue\n")
     assert run_epilog(run, 75) == 1

@@ -53,9 +53,7 @@ def test_submit_writes_the_files_and_says_where_to_look(
     assert (note["launcher"], note["jobs"], note["code"]) == ("slurm", ["4711"], code)
 
 
-def test_a_chain_is_submitted_link_by_link(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chains_are_submitted_by_link(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bin").mkdir()
     sbatch = fake_slurm.folder / "bin" / "sbatch"
     sbatch.write_text('#!/bin/bash\necho "$*" >>"$SLURM_FAKE/n"\nwc -l <"$SLURM_FAKE/n"\n')
@@ -146,9 +144,7 @@ def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(folder: Path, fa
     assert "steps = 900\n" in queued
 
 
-def test_an_evaluation_joins_the_record_of_its_run(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_join_the_record(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run_launch("--slurm", name_of(folder))
     run = folder / "runs" / "mine"
@@ -165,9 +161,7 @@ def test_an_evaluation_joins_the_record_of_its_run(
     assert fake_slurm.calls[-1] == "scancel 12 13"
 
 
-def test_an_evaluation_runs_plugins_only_where_they_are_trusted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_runs_plugins_only_where_trusted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "runs" / "mine").mkdir(parents=True)
     config = load_config("quickstart", ["plugins=this"])
     (folder / "runs" / "mine" / "config.toml").write_text(to_toml(config))
@@ -262,9 +256,7 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
 
 
-def test_submit_from_python_writes_the_job(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
     assert run.run_dir == folder / "runs" / "quickstart"

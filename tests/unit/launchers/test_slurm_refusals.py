@@ -193,37 +193,22 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_validation_says_what_training_would_say(layout: list[str]) -> None:
-    config = load_config("quickstart", ["train.global_batch=24", "train.micro_batch=2", *layout])
-    fits = []
-    for processes in range(1, 33):
-        try:
-            sizes = compute_axis_sizes(config.parallel, processes)
-            for batch in make_batch_schedule(config).batches:
-                check_global_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
-            fits.append(processes)
-        except UsageError:
-            pass
-    assert fits, "else this test tests nothing"
-    assert [n for n in range(1, 33) if explain_layout_error(config, n) is None] == fits
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[str]) -> None:
-    words = ["train.global_batch=24", "train.micro_batch=2", "resilience.elastic=true", *layout]
+def test_validation_says_what_training_would_say(layout: list[str], elastic: bool) -> None:
+    words = ["train.global_batch=24", "train.micro_batch=2", f"resilience.elastic={str(elastic).lower()}", *layout]
     config = load_config("quickstart", words)
     fits = []
     for processes in range(1, 33):
         try:
-            fitted, _ = fit_layout(config, processes)
+            fitted = fit_layout(config, processes)[0] if elastic else config
             sizes = compute_axis_sizes(fitted.parallel, processes)
             for batch in make_batch_schedule(fitted).batches:
                 check_global_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
-    assert fits
+    assert fits, "else this test tests nothing"
     assert [n for n in range(1, 33) if explain_layout_error(config, n) is None] == fits
 
 

@@ -96,9 +96,7 @@ def test_after_the_job_has_left_the_queue(
         ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
     ],
 )
-def test_pending_reasons_that_last_come_with_advice(
-    make: MakeRun, fake_slurm: FakeSlurm, reason: str, advice: str
-) -> None:
+def test_pending_reasons_come_with_advice(make: MakeRun, fake_slurm: FakeSlurm, reason: str, advice: str) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
     assert get_run_status(run).state.reason.startswith(f"job 7, {reason}: {advice}")
@@ -114,9 +112,7 @@ def test_a_death_by_the_stop_signal_counts_as_stopped(make: MakeRun, fake_slurm:
     assert (get_run_status(run).state.name, get_run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
-def test_status_shows_the_progress_of_an_array(
-    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_array_progress(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make("made.jobs", steps=0, launcher="slurm", kind="prep", jobs=["7"], array=8)
     (run / "config.toml").unlink()
     work = run.with_name("made") / ".work"

@@ -117,9 +117,7 @@ def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[
     assert supervise(team(tmp_path, behaviours)) == code
 
 
-def test_the_first_child_has_the_terminal_and_the_others_their_logs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_child_has_the_terminal_others_have_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         supervise(team(tmp_path, ["exit0", "exit0"]))
     assert capfd.readouterr().out == "some output\n" * 2
@@ -127,9 +125,7 @@ def test_the_first_child_has_the_terminal_and_the_others_their_logs(
     assert log.count("rank 1 says why") == 2, "a second launch appends"
 
 
-def test_a_rank_that_fails_is_named_and_ends_the_others(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_failed_rank_is_named_and_ends_others(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("save", "save", "exit3")
     _, output = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -158,9 +154,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Callable[
     assert not is_running(tmp_path, 0)
 
 
-def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_others_end_for_the_rank_that_is_stopped(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("save", "hang", "abort-later")
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
     (tmp_path / "now").touch()

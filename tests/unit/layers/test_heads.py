@@ -173,26 +173,14 @@ def test_layouts_compute_the_same(parallel: dict[str, Any], frozen: list[str]) -
 
 
 def layers_config(parallel: dict[str, Any], frozen: list[str]) -> Config:
-    sizes: dict[str, Any] = {
-        "vocab_size": 61, "d_model": 32, "n_layers": 2, "attention": {"n_heads": 4}, "ffn": {"d_ff": 48},
-    }  # fmt: skip
-    sizes |= {"family": "encoder", "lm_head": {"name": "none"}}
-    return Config.model_validate(
-        {
-            "name": "layers",
-            "model": {
-                **sizes,
-                "family": "encoder",
-                "lm_head": {"name": "none"},
-                **head(layers=[-2, -1], pooler="tanh"),
-            },
-            "objective": {"name": "text_classification"},
-            "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "train": {"steps": 1, "global_batch": 4, "micro_batch": 2, "freeze": frozen},
-            "parallel": parallel,
-        }
-    )
+    sizes = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "attention": {"n_heads": 4}, "ffn": {"d_ff": 48}}
+    return Config.model_validate({
+        "name": "layers", "parallel": parallel, "objective": {"name": "text_classification"},
+        "model": {**sizes, "family": "encoder", "lm_head": {"name": "none"}, **head(layers=[-2, -1], pooler="tanh")},
+        "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "train": {"steps": 1, "global_batch": 4, "micro_batch": 2, "freeze": frozen},
+    })  # fmt: skip
 
 
 def test_layers_that_are_not_there_are_refused() -> None:

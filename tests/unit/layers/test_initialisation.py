@@ -188,9 +188,7 @@ def test_constants_and_empty_boxes() -> None:
 
 
 @pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
-def test_threads_draw_the_same_bits_on_threads_of_their_own(
-    initial: InitDistribution, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_draw_the_same_bits_as_one_thread(initial: InitDistribution, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
     assert math.prod(sizes) >= MIN_ELEMENTS_FOR_THREADS
     alone = draw(initial, 7, NAME, shape, offsets, sizes)

@@ -150,9 +150,7 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
     ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
 ])  # fmt: skip
-def test_a_pattern_s_mask_is_what_its_config_asks_for(
-    pattern: dict[str, object], causal: bool, rows: list[str]
-) -> None:
+def test_a_pattern_s_mask_follows_its_config(pattern: dict[str, object], causal: bool, rows: list[str]) -> None:
     config = ModelConfig(
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
     )

@@ -26,8 +26,9 @@ a long map without shift in the second. transformers crashes on maps smaller tha
 COUNTS = {
     "swin-t": 28_288_354, "swin-s": 49_606_258, "swin-b": 87_768_224, "swin-l": 196_532_476,
     "swinv2-t": 28_347_154, "swinv2-s": 49_728_418, "swinv2-b": 87_918_816,
+    "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
 }  # fmt: skip
-"""With 1,000 classes, as transformers counts them."""
+"""With 1,000 classes, as transformers counts them, MViTv2's as timm does."""
 
 
 @pytest.mark.parametrize("preset", COUNTS)
@@ -163,20 +164,7 @@ def test_rows_that_hold_no_whole_image_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------- MViTv2
 
 
-MVIT_COUNTS = {
-    "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
-}  # fmt: skip
-"""With 1,000 classes, as timm counts them."""
 Weights = Mapping[str, Tensor]
-
-
-@pytest.mark.parametrize("preset", MVIT_COUNTS)
-def test_mvit_presets_have_the_published_counts(preset: str) -> None:
-    with torch.device("meta"):
-        model = build(load_config(preset).model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == MVIT_COUNTS[preset]
-    header = (find_config(preset)[0]).read_text(encoding="utf-8").partition("\nname")[0]
-    assert f"{MVIT_COUNTS[preset]:,} parameters" in header
 
 
 def linear(x: Tensor, p: Weights, name: str) -> Tensor:

@@ -67,9 +67,7 @@ def test_short_texts_have_the_same_rate(make_objective: Any, make_text: Any, bui
     assert is_within(chosen, 3000 * n, 0.15)
 
 
-def test_whole_words_are_masked_together(
-    make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens
-) -> None:
+def test_words_are_masked_whole(make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens) -> None:
     result = make_objective("masked", whole_words=True)
     chosen, n = 0, 0
     for sample in range(600):

@@ -88,9 +88,7 @@ def test_ends_of_documents_do_not_reveal_the_label(make_objective: Any, build_on
 
 @pytest.mark.parametrize("lengths", [[3], [1, 2], [40, 3], [1000]])
 @pytest.mark.parametrize("n", [2, 3, 30])
-def test_short_other_documents_limit_the_length_of_b(
-    make_objective: Any, build_one: Any, lengths: list[int], n: int
-) -> None:
+def test_short_documents_limit_the_length_of_b(make_objective: Any, build_one: Any, lengths: list[int], n: int) -> None:
     result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
     labels = {
         split_segments(build_one(result, text, sample=i, partners=OtherDocuments(lengths)))[2] for i in range(200)

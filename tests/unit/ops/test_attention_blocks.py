@@ -244,9 +244,7 @@ def copy_layout(layout: SequenceMetadata) -> SequenceMetadata:
         ("keys beyond the last", Window(7, 9)),
     ],
 )
-def test_faults_of_block_masks_are_found(
-    fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_in_block_masks_show(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
     monkeypatch.setattr(bands, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)

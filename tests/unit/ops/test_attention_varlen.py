@@ -81,12 +81,9 @@ def make_metadata(documents: Tensor | None = DOCUMENTS, **options: Any) -> Seque
 def make_request(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *draw_heads()[:2],
-        pattern_mask,
-        AttentionOptions(),
-        has_dropout=requested.pop("has_dropout", False),
+        *draw_heads()[:2], pattern_mask, AttentionOptions(), has_dropout=requested.pop("has_dropout", False),
         **requested,
-    )
+    )  # fmt: skip
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
 

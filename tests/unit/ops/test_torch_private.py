@@ -113,9 +113,7 @@ def draw_documents(number: int) -> torch.Tensor:
     ids=["causal", "window", "bigbird"],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_attention_is_compiled_once_for_all_batches(
-    count_graphs: Any, pattern: Callable[[], AttentionPattern], kv_heads: int
-) -> None:
+def test_attention_is_compiled_once(count_graphs: Any, pattern: Callable[[], AttentionPattern], kv_heads: int) -> None:
     counts = []
     for number in range(5):
         q, k, v = (torch.randn(2, heads, T, 16) for heads in (2, kv_heads, kv_heads))

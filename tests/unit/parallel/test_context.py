@@ -77,24 +77,12 @@ def test_every_model_is_compared_with_one_device() -> None:
         assert attention_kinds(config) <= compared, name
 
 
-@pytest.mark.parametrize("name", ["swin", "mvit v2"])
-def test_hierarchical_models_need_whole_images(name: str) -> None:
+@pytest.mark.parametrize("name", ["swin", "mvit v2", "simmim swin"])
+def test_hierarchical_models_need_full_rows(name: str) -> None:
     with torch.device("meta"):
-        model = build(FAMILY_MODELS[name])
-    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
-        check_context_plans(model)
-
-
-@pytest.mark.parametrize(
-    ("model_name", "refused", "reason"),
-    [("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches")],
-)
-def test_image_models_that_need_full_rows_are_refused_with_the_reason(
-    model_name: str, refused: str, reason: str
-) -> None:
-    with torch.device("meta"):
-        model = build(IMAGE_MODELS[model_name])
-    with pytest.raises(UsageError, match=rf"parallel\.cp > 1: {refused} needs full rows, because {reason}"):
+        model = build({**FAMILY_MODELS, **IMAGE_MODELS}[name])
+    reason = "needs full rows, because stages merge or pool neighbouring patches"
+    with pytest.raises(UsageError, match=rf"parallel\.cp > 1: PyramidStack \(.*\) {reason}"):
         check_context_plans(model)
 
 

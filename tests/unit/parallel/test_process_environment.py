@@ -47,15 +47,10 @@ STEP = {
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessEnvironment("none")),
         (OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),
         (MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
-        (
-            STEP | OPEN_MPI,
-            ProcessEnvironment("mpirun", 1, 2, 1),
-        ),  # mpirun inside a job: its daemons are the step's tasks
+        (STEP | OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),  # mpirun in a job: its daemons are the step's tasks
         (STEP | MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
-        (
-            STEP | MPICH | {"PMI_SIZE": "3"},
-            ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7),
-        ),  # srun --mpi=pmi2
+        # srun --mpi=pmi2
+        (STEP | MPICH | {"PMI_SIZE": "3"}, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
     ],
 )
 def test_launchers_are_told_apart(environment: dict[str, str], place: ProcessEnvironment) -> None:
@@ -63,41 +58,30 @@ def test_launchers_are_told_apart(environment: dict[str, str], place: ProcessEnv
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("launcher", "change", "words"),
     [
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set, although"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
-        ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
-        ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment: ports are 1 to 65535"),
-        ({"MASTER_PORT": "0"}, "ports are 1 to 65535"),
-        ({"RANK": "9" * 5000}, "RANK='9999"),
-        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment is not a number"),
+        (TORCHRUN, {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, although"),
+        (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+        (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+        (TORCHRUN, {"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
+        (TORCHRUN, {"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
+        (TORCHRUN, {"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
+        (TORCHRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment: ports are 1 to 65535"),
+        (TORCHRUN, {"MASTER_PORT": "0"}, "ports are 1 to 65535"),
+        (TORCHRUN, {"RANK": "9" * 5000}, "RANK='9999"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
+        (TORCHRUN, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment is not a"),
+        (STEP, {"SLURM_PROCID": "first"}, "SLURM_PROCID='first' in the environment is not a number"),
+        (STEP, {"SLURM_PROCID": "first", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_PROCID='first'"),
+        (STEP, {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
+        (STEP, {"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
     ],
 )
-def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None:
+def test_contradictions_are_one_line(launcher: dict[str, str], change: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError) as error:
-        read_process_environment(TORCHRUN | change)
+        read_process_environment(launcher | change)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"SLURM_PROCID": "first"}, "SLURM_PROCID='first' in the environment is not a number"),
-        ({"SLURM_PROCID": "first", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_PROCID='first'"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
-        ({"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
-    ],
-)
-def test_a_contradictory_environment_is_one_line(change: dict[str, str], words: str) -> None:
-    with pytest.raises(UsageError) as error:
-        read_process_environment(STEP | change)
-    assert words in str(error.value)
 
 
 def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:

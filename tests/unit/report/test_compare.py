@@ -28,9 +28,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return [baseline, slower]
 
 
-def test_compare_prints_different_settings_and_results(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_differences(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
     assert exit_info.value.code == 0

@@ -183,9 +183,7 @@ def test_json_in_a_template_is_that_of_transformers() -> None:
     assert template.render([{"role": "ü"}]) == '[{"role": "ü"}] [\n {\n  "role": "\\u00fc"\n }\n]'
 
 
-def test_a_tokenizer_s_template_is_found_by_its_name(
-    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
-) -> None:
+def test_a_tokenizer_s_template_is_found_by_name(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
     tokenizer, hf_tokenizer, _ = tokenizer_pair
     library_tokenizer = copy.deepcopy(hf_tokenizer)
     library_tokenizer.chat_template = {"default": "one", "tool_use": "two"}
@@ -198,9 +196,7 @@ def test_a_tokenizer_s_template_is_found_by_its_name(
             load_chat_template(folder, tokenizer, None, name="rag")
 
 
-def test_unreadable_files_beside_a_tokenizer_are_named(
-    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
-) -> None:
+def test_unreadable_tokenizer_files_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
     tokenizer, *_ = tokenizer_pair
     config = tmp_path / "tokenizer_config.json"
     config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it

@@ -30,9 +30,7 @@ def pairs(folders: dict[str, Path]) -> dict[str, tuple[Tokenizer, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_real_text_has_the_ids_of_transformers(
-    pairs: dict[str, tuple[Tokenizer, Any]], family: str, texts: list[str]
-) -> None:
+def test_real_text_has_transformers_ids(pairs: dict[str, tuple[Tokenizer, Any]], family: str, texts: list[str]) -> None:
     actual, expected = pairs[family]
     for text in (*texts, *texts[0].splitlines(keepends=True)):
         ids = expected(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -154,10 +152,8 @@ LOSES: dict[str, Callable[[File], None]] = {
     "drops matches": lambda file: file.update(
         pre_tokenizer={
             "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False},
-                file["pre_tokenizer"],
-            ],
+            "pretokenizers": [{"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False},
+                              file["pre_tokenizer"]],
         }
     ),
     "lacks a byte": lambda file: file["model"]["vocab"].update(
@@ -166,7 +162,7 @@ LOSES: dict[str, Callable[[File], None]] = {
     "decodes otherwise": lambda file: file.update(decoder={"type": "Fuse"}),
     "an added token swallows spaces": lambda file: file["added_tokens"].append(added("x!", lstrip=True)),
     "an added token can't be decoded": lambda file: file["added_tokens"].append(added("é")),
-}
+}  # fmt: skip
 
 
 def added(content: str, **settings: bool) -> File:
@@ -249,9 +245,7 @@ def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
         (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
     ],
 )
-def test_broken_files_are_refused_in_one_line(
-    plain: File, data: bytes | None, config: bytes | None, message: str
-) -> None:
+def test_broken_files_are_one_line(plain: File, data: bytes | None, config: bytes | None, message: str) -> None:
     with pytest.raises(UsageError, match=f"^x.json: .*{message}") as caught:
         HuggingFaceTokenizer(data or json.dumps(plain).encode(), config, "x.json")
     assert "\n" not in str(caught.value)

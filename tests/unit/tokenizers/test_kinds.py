@@ -271,13 +271,8 @@ def test_foreign_tokenizers_do_not_promise_to_be_lossless(other: tuple[str, byte
     assert tokenizer.byte_lengths() is None
     assert tokenizer.token_bytes() is None
     assert (tokenizer.word_starts() is None) == (other[0] == "spaces as suffix")
-    assert (tokenizer.mask, tokenizer.cls, tokenizer.sep, tokenizer.sentinels, tokenizer.modes) == (
-        None,
-        None,
-        None,
-        (),
-        {},
-    )
+    facts = tokenizer.mask, tokenizer.cls, tokenizer.sep, tokenizer.sentinels, tokenizer.modes
+    assert facts == (None, None, None, (), {})
 
 
 LOSSY = {

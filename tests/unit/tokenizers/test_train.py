@@ -42,9 +42,7 @@ FEW = {"bpe": 295, "unigram": 283}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_training_sentencepiece_is_silent(
-    texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type
-) -> None:
+def test_sentencepiece_trains_silently(texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type) -> None:
     train_sentencepiece(texts[:1], vocab_size=500, model_type=model_type)
     assert capfd.readouterr() == ("", "")
 
@@ -113,23 +111,6 @@ def test_a_vocabulary_that_does_not_fit_names_one_that_does(
     check_fitting_size(train, SentencePieceTokenizer, text, size, message, is_largest=is_largest)
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])
-def test_no_text_is_refused(texts: list[str]) -> None:
-    with pytest.raises(UsageError):
-        train_sentencepiece(texts, vocab_size=400)
-
-
-@pytest.mark.parametrize("failure", [MegatfmError("damaged"), KeyboardInterrupt()])
-def test_errors_of_reading_reach_the_caller(failure: BaseException) -> None:
-    def texts():
-        yield "some text\n"
-        raise failure
-
-    with pytest.raises(type(failure)) as caught:
-        train_sentencepiece(texts(), vocab_size=400)
-    assert caught.value is failure
-
-
 def pieces(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.id_to_piece(token) for token in range(tokenizer.vocab_size)]
 
@@ -140,6 +121,7 @@ TRAIN: dict[str, Callable[..., bytes]] = {
     "wordpiece": train_wordpiece,
     "cased": partial(train_wordpiece, lowercase=False),
 }
+ALL = {"sentencepiece": train_sentencepiece, **TRAIN}
 SCRIPT = """
 import hashlib, inspect, json.decoder, textwrap
 from megatfm.tokenizers import train_byte_bpe, train_wordpiece
@@ -215,22 +197,22 @@ def test_a_json_vocabulary_that_does_not_fit_names_one_that_does(
     check_fitting_size(TRAIN[kind], HuggingFaceTokenizer, text, size, message, is_largest=is_largest)
 
 
-@pytest.mark.parametrize("kind", TRAIN)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])
-def test_no_text_for_a_json_tokenizer_is_refused(kind: str, texts: list[str]) -> None:
+def test_no_text_is_refused(kind: str, texts: list[str]) -> None:
     with pytest.raises(UsageError, match="no text to train a tokenizer on"):
-        TRAIN[kind](texts, vocab_size=400)
+        ALL[kind](texts, vocab_size=400)
 
 
-@pytest.mark.parametrize("kind", TRAIN)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("failure", [MegatfmError("damaged"), KeyboardInterrupt()])
-def test_errors_of_reading_reach_the_caller_of_json_kinds(kind: str, failure: BaseException) -> None:
+def test_errors_of_reading_reach_the_caller(kind: str, failure: BaseException) -> None:
     def texts() -> Iterator[str]:
         yield "some text\n"
         raise failure
 
     with pytest.raises(type(failure)) as caught:
-        TRAIN[kind](texts(), vocab_size=400)
+        ALL[kind](texts(), vocab_size=400)
     assert caught.value is failure
 
 

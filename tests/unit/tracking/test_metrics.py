@@ -326,9 +326,7 @@ APPENDED_FILES: dict[str, Callable[[RunDirectory], object]] = {
 
 
 @pytest.mark.parametrize("name", APPENDED_FILES)
-def test_appended_files_are_not_written_through_symbolic_links(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_appended_files_are_never_symbolic_links(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The file is named and left alone; samples are only for the report, so that a note suffices."""
     (tmp_path / "precious").touch()
     with RunDirectory(tmp_path / "run", 0) as run:

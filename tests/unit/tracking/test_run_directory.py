@@ -134,9 +134,7 @@ def test_a_refused_run_keeps_files_of_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs"])
-def test_checkpoints_and_logs_may_be_links_to_another_disk(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoints_and_logs_may_be_linked(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)

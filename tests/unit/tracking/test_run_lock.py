@@ -72,9 +72,7 @@ def test_a_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
     second_lock.release()
 
 
-def test_a_lock_file_removed_before_it_was_locked_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_removed_before_locking_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder removes it while another opens it: a third would lock the new file, and both would train."""
     path, genuine = tmp_path / "lock", run_lock._try_lock
     attempts = []

@@ -70,11 +70,14 @@ def config(folder: Path, **parallel: Any) -> Config:
     )  # fmt: skip
 
 
-def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows: int) -> dict[str, Any]:
-    settings, tokenizer = open_tokenizer(config(folder, **parallel))
-    corpora = open_corpora(settings, tokenizer)
+def open_engine(settings: Config) -> tuple[Any, Any, Any]:
+    settings, tokenizer = open_tokenizer(settings)
     mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
-    engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
+    return build_engine(settings, mesh, torch.device("cpu"), "fp64"), open_corpora(settings, tokenizer), tokenizer
+
+
+def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows: int) -> dict[str, Any]:
+    engine, corpora, tokenizer = open_engine(config(folder, **parallel))
     return evaluate(
         engine, corpora.validation["all"], corpora.objective, tokenizer.byte_lengths(), micro_batch=micro_batch,
         max_rows=max_rows,
@@ -120,10 +123,7 @@ def by_hand(folder: Path, by_place: dict[int, list[float]] | None = None) -> tup
 
 
 def by_position(folder: Path, parallel: dict[str, Any], n_buckets: int) -> list[float]:
-    settings, tokenizer = open_tokenizer(config(folder, **parallel))
-    corpora = open_corpora(settings, tokenizer)
-    mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
-    engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
+    engine, corpora, _ = open_engine(config(folder, **parallel))
     rows = corpora.validation["all"]
     return compute_loss_by_position(
         engine, rows, corpora.objective, n_buckets=n_buckets, n_rows=len(rows), micro_batch=2
@@ -197,9 +197,7 @@ def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]
 
 def evaluated_zeros(settings: Config) -> dict[str, Any]:
     """The evaluation of a model whose weights are all zero."""
-    settings, tokenizer = open_tokenizer(settings)
-    corpora = open_corpora(settings, tokenizer)
-    engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
+    engine, corpora, tokenizer = open_engine(settings)
     for tensor in engine.local.values():
         tensor.zero_()
     rows = corpora.validation["all"]

@@ -45,13 +45,8 @@ def test_a_rank_that_is_silent_is_blamed_and_not_those_that_wait_for_it(detector
         if second < 10:
             assert detector.diagnose(second) is None
     diagnosis = diagnose(detector, 10.1)
-    assert (diagnosis.ranks, diagnosis.hosts, diagnosis.step, diagnosis.hung, diagnosis.reporter) == (
-        [2],
-        ["n1"],
-        7,
-        True,
-        0,
-    )
+    facts = diagnosis.ranks, diagnosis.hosts, diagnosis.step, diagnosis.hung, diagnosis.reporter
+    assert facts == ([2], ["n1"], 7, True, 0)
     assert (
         diagnosis.text
         == "rank 2 on n1 at step 7, step: no sign of life for 10 s: it was stopped, or its machine is gone"

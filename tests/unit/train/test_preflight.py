@@ -157,9 +157,7 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
 
-def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_are_recorded_on_request_or_after_running_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert should_record_allocations(tmp_path, requested=True)
     assert not should_record_allocations(tmp_path, requested=False)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)

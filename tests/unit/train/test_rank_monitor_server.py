@@ -200,9 +200,7 @@ def test_a_diagnosis_of_any_length_arrives(open_hub: Callable[..., Connect]) -> 
     assert [host for host, _ in diagnosis["hosts"]] == hosts[1:]
 
 
-def test_ranks_that_are_never_heard_are_named(
-    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_never_heard_are_named(open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_monitor_server, "UNHEARD_SECONDS", 0.3)
     warnings: list[str] = []
     connect = open_hub(4, warn=warnings.append, interval=0.05)

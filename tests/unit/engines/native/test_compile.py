@@ -45,9 +45,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
         (["parallel.pp=2", "parallel.pp_schedule=zbv"], False, False),
     ],
 )
-def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(
-    overrides: list[str], on_gpu: bool, on_cpu: bool
-) -> None:
+def test_blocks_are_compiled_on_gpus_where_nothing_forbids(overrides: list[str], on_gpu: bool, on_cpu: bool) -> None:
     config = load_config("quickstart", overrides)
     assert should_compile(config, GPU) is on_gpu
     assert should_compile(config, CPU) is on_cpu

@@ -85,15 +85,9 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
         model = build(config)
     groups = build_optimizer_groups(ADAMW, model)
     return NativeEngine(
-        model,
-        parallelize(model, mesh, sequence_parallel=True),
-        mesh,
-        device=torch.device("cpu"),
-        precision=precision,
-        seed=7,
-        optimizers=groups,
-        options=NativeOptions(graphs=recorder),
-    )
+        model, parallelize(model, mesh, sequence_parallel=True), mesh, device=torch.device("cpu"),
+        precision=precision, seed=7, optimizers=groups, options=NativeOptions(graphs=recorder),
+    )  # fmt: skip
 
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
