@@ -39,7 +39,10 @@ LAYOUTS: dict[int, dict[str, tuple[ParallelConfig, str]]] = {
         "hsdp": (ParallelConfig(dp_replicate=2, dp_shard=2), "fp32"),
         "gpipe": (ParallelConfig(pp=4, pp_schedule="gpipe"), "fp32"),
         "1f1b × zero3": (ParallelConfig(pp=2, dp_shard=2), "fp32"),
-        "interleaved zero bubble × zero0": (ParallelConfig(pp=2, dp_shard=2, zero=0, pp_schedule="interleaved-zero-bubble"), "fp32"),
+        "interleaved zero bubble × zero0": (
+            ParallelConfig(pp=2, dp_shard=2, zero=0, pp_schedule="interleaved-zero-bubble"),
+            "fp32",
+        ),
         "zbv × tp": (ParallelConfig(pp=2, tp=2, pp_schedule="zbv"), "bf16"),
         "dualpipev × zero1": (ParallelConfig(pp=2, dp_shard=2, zero=1, pp_schedule="dualpipev"), "fp16"),
     },
