@@ -160,18 +160,27 @@ def number_bytes(config: Config) -> tuple[int, int]:
     return size, size if config.train.precision in ("fp32", "fp64") else 2
 
 
+def accumulates_whole_gradients(config: Config) -> bool:
+    """Return whether a rank adds up the whole gradients of several micro-batches before it reduces them."""
+    train, parallel = config.train, config.parallel
+    microbatches = train.global_batch // (train.micro_batch * parallel.dp_shard * parallel.dp_replicate)
+    return microbatches > 1 and parallel.grad_accumulation == "unsharded"
+
+
 def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
     """Return the bytes of gradients that wait during the backward pass of split point `index`.
 
     A weight with several uses, such as a tied table, has an incomplete gradient until its first use has run backward.
-    ZeRO 2 and 3 reduce the gradients of weights outside of blocks together, at the end.
+    ZeRO 2 and 3 reduce the gradients of weights outside of blocks together, at the end; whole ones of earlier
+    micro-batches take up new ones of the same precision at once.
     """
     size, compute = number_bytes(config)
     is_fully_sharded = config.parallel.zero >= 2
+    waits_outside = is_fully_sharded and not (accumulates_whole_gradients(config) and size == compute)
     waiting = 0
     for weight in (w for w in weights if w.is_trained):
         uses = [i for i in weight.parts if i in parts]
-        is_outside = is_fully_sharded and not weight.in_block
+        is_outside = waits_outside and not weight.in_block
         if uses and index < uses[-1] and (is_outside or (len(weight.parts) > 1 and uses[0] <= index)):
             waiting += weight.local
     return waiting * (compute if is_fully_sharded else size)
@@ -190,8 +199,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     unsharded_numel = sum(w.local for w in stage_weights)
     # Without mixed precision, ZeRO 1 updates the model's weights in place, which each rank has whole.
     weight_bytes = (unsharded_numel if zero == 1 and not is_mixed else sum(stored.values())) * size
-    accumulates = train.global_batch > train.micro_batch * data_ranks
-    unsharded = zero < 2 or parallel.pp > 1 or (accumulates and parallel.grad_accumulation == "unsharded")
+    unsharded = zero < 2 or parallel.pp > 1 or accumulates_whole_gradients(config)
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     elementwise = [w for w in trained if w.whole_tensor_group is None]

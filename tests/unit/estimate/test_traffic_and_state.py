@@ -13,7 +13,7 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.traffic import axes_of
-from megatfm.estimate.weights import LocalWeight, find_last_bucket, rank_bytes
+from megatfm.estimate.weights import LocalWeight, find_last_bucket, pending_bytes, rank_bytes
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
@@ -283,3 +283,17 @@ def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> Non
     weights = [weight("a", (4096, 4096), is_expert=False), weight("b", (100, 5), is_expert=False)]
     state = rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
     assert state.regathered == 2 * (4096 * 4096 + 100 * 5 + 25 * 5), "the first fills a bucket"
+
+
+@pytest.mark.parametrize(("precision", "batch", "expected"), [("fp32", 8, 0), ("fp32", 4, 4 * 30), ("bf16", 8, 2 * 30)])
+def test_whole_gradients_outside_of_blocks_take_up_new_ones_of_their_precision(
+    precision: str, batch: int, expected: int
+) -> None:
+    """Under ZeRO 3, the head's gradient waits in the block's backward pass, unless it is added to that of an earlier
+    micro-batch at once: FSDP2 does so for gradients in the stored precision."""
+    overrides = ["parallel.dp_shard=2", f"train.precision={precision}", "train.micro_batch=2"]
+    config = load_config("gpt2-124m", [*overrides, f"train.global_batch={batch}", "data.train=d", "data.tokenizer=t"])
+    block, head = (
+        LocalWeight(name, 30, 10, 3, False, True, 0, (part,), part == 0) for part, name in enumerate(("block", "head"))
+    )
+    assert pending_bytes(config, [block, head], [0, 1], 0) == expected
