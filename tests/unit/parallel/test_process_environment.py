@@ -130,9 +130,14 @@ def test_the_head_node_is_the_first_of_the_list(monkeypatch: pytest.MonkeyPatch,
 
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
+from types import SimpleNamespace
 from megatfm.parallel import startup_watch
-startup_watch.SENTINEL_POLLS = 3
+def serve(seconds):  # or until the file is there
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not os.path.exists(sys.argv[3]):
+        time.sleep(0.05)
+startup_watch.time, startup_watch.SENTINEL_POLLS = SimpleNamespace(sleep=serve), 3
 if len(sys.argv) > 3:
     startup_watch.start_sentinel()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -147,7 +152,13 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def reported(tmp_path: Path) -> Path:
+    """File that ends the time for which a stopped rank 0 is announced, once it is there."""
+    return tmp_path / "reported"
+
+
+@pytest.fixture
+def start(reported: Path) -> Iterator[Start]:
     """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
     port, started = str(free_port()), []
 
@@ -156,7 +167,7 @@ def start() -> Iterator[Start]:
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
         command = [sys.executable, "-c", PROGRAM, str(stops), str(requested)]
         if alone:  # below a process of its own, as below a node's launcher
-            command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, "alone"]
+            command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, str(reported)]
         started.append(
             subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         )
@@ -170,7 +181,9 @@ def start() -> Iterator[Start]:
 
 
 @pytest.mark.parametrize(("stopped", "alone"), [(0, False), (0, True), (1, True)])
-def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: int, alone: bool) -> None:
+def test_a_rank_that_is_stopped_before_it_comes_is_named(
+    start: Start, reported: Path, stopped: int, alone: bool
+) -> None:
     """If it is rank 0, the other waits inside torch to reach it."""
     lost = start(stopped, stops=stopped, alone=alone)
     waits = start(1 - stopped, alone=alone)
@@ -179,6 +192,7 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: 
     (line,) = [line for line in output.splitlines() if "is stopped (SIGSTOP)" in line]
     assert f"rank {stopped} of 2 on " in line
     assert line.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it")
+    reported.touch()
     if alone:  # for its launcher to see
         assert lost.wait(timeout=60) == 128 + signal.SIGKILL
 
