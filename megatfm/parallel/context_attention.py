@@ -24,7 +24,7 @@ from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.collectives import all_to_all_no_grad
 from megatfm.parallel.context_global_attention import GlobalQueries, add_global_attention
 from megatfm.parallel.context_parallel import (
-    LENGTHS,
+    MAX_CACHED_LENGTHS,
     ContextParallel,
     FetchPlan,
     fetch,
@@ -97,7 +97,7 @@ def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]
 
 def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make the `forward` of a module that gathers keys and values of the full row, for attention outside a core."""
-    plan_of = lru_cache(LENGTHS)(partial(make_fetch_all_plan, cp))
+    plan_of = lru_cache(MAX_CACHED_LENGTHS)(partial(make_fetch_all_plan, cp))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return KeyValues(k.shape[-1], v.shape[-1]).unpack(fetch(torch.cat([k, v], -1), plan_of(length)))

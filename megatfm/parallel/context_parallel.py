@@ -21,7 +21,7 @@ from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
 
-LENGTHS = 64
+MAX_CACHED_LENGTHS = 64
 """Number of row lengths whose split is cached; a batch schedule has fewer."""
 
 
@@ -57,7 +57,7 @@ class ContextParallel:
         return [*compute_token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
 
 
-@lru_cache(LENGTHS)
+@lru_cache(MAX_CACHED_LENGTHS)
 def compute_token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
     """Return each rank's token indices. unit: chunk lengths are multiples of it."""
     n_chunks, n_units = ranks * (1 + is_zigzag), length // unit
@@ -91,7 +91,7 @@ def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
     patterns = dict.fromkeys(
         pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
     )
-    return lru_cache(LENGTHS)(partial(_has_uneven_work, [*patterns]))
+    return lru_cache(MAX_CACHED_LENGTHS)(partial(_has_uneven_work, [*patterns]))
 
 
 def _has_uneven_work(patterns: Sequence[Any], length: int) -> bool:
