@@ -98,7 +98,7 @@ class BaseEngine:
 
     def _build_pipeline(self, model: nn.Module, pipeline: Pipeline) -> ForwardBackward:
         """Build the passes of a pipeline, with a process group for each direction. A collective."""
-        self.pipeline_groups = [self.mesh.group(PIPELINE), self.mesh.new_group_along(PIPELINE)]
+        self.pipeline_groups = [self.mesh.group(PIPELINE), self.mesh.create_group_along(PIPELINE)]
         dtype = self.precision.compute_dtype
         return PipelineForwardBackward(model, pipeline, *self.pipeline_groups, dtype=dtype, device=self.device)
 

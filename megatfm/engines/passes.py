@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megatfm.engines.interface import Batch, ComparingLoss, Features, LossFunction, compares_samples
-from megatfm.parallel.pipeline_schedule import backward_part
+from megatfm.parallel.pipeline_schedule import mark_backward_part
 
 Terms = dict[str, Tensor]
 LossScaler = Callable[[Terms], Tensor]
@@ -219,7 +219,7 @@ def backward_input(
             branches[node].append(weight)
     saved: dict[Node, Sequence[Tensor | None]] = {}
     hooks = [node.register_prehook(_save_gradients(saved, node)) for node in branches]
-    with backward_part("inputs"):
+    with mark_backward_part("inputs"):
         torch.autograd.backward(roots, gradients, inputs=first_part, retain_graph=True)
     for hook in hooks:
         hook.remove()
@@ -230,7 +230,7 @@ def backward_input(
     def backward_weights() -> None:
         for node, weights in branches.items():
             edges = [(GradientEdge(node, i), g) for i, g in enumerate(saved.pop(node)) if g is not None]
-            with backward_part("weights"):
+            with mark_backward_part("weights"):
                 torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
         root_edges.clear()
 

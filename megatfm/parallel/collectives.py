@@ -300,28 +300,28 @@ class TensorParallelGroup:
     def gather_input(self, x: Tensor) -> Tensor:
         """Residual stream → replicated input of sharded weights."""
         if self.sequence_parallel:
-            return _in_rows(all_gather(x.flatten(0, 1), 0, self.group), x)
+            return _unflatten_rows(all_gather(x.flatten(0, 1), 0, self.group), x)
         return copy_to_group(x, self.group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Partial output of sharded weights → residual stream."""
         if self.sequence_parallel:
-            return _in_rows(reduce_scatter(x.flatten(0, 1), 0, self.group), x)
+            return _unflatten_rows(reduce_scatter(x.flatten(0, 1), 0, self.group), x)
         return reduce_from_group(x, self.group)
 
     def gather_replicated(self, x: Tensor) -> Tensor:
         """Residual stream → replicated, for computations that all ranks repeat."""
         if self.sequence_parallel:
-            return _in_rows(all_gather_replicated(x.flatten(0, 1), 0, self.group), x)
+            return _unflatten_rows(all_gather_replicated(x.flatten(0, 1), 0, self.group), x)
         return x
 
     def split_tokens(self, x: Tensor) -> Tensor:
         """Replicated → residual stream; each rank keeps its shard of the tokens."""
         if self.sequence_parallel:
-            return _in_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
+            return _unflatten_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
         return x
 
-    def row_sums(self, x_BTX: Tensor) -> Tensor:
+    def sum_rows(self, x_BTX: Tensor) -> Tensor:
         """Residual stream → sums [B, X] over this rank's tokens of each row."""
         if not self.sequence_parallel:
             return x_BTX.sum(1)
@@ -334,6 +334,6 @@ class TensorParallelGroup:
         return sums_BX.index_add(0, row_indices_N, x_BTX.flatten(0, 1).to(precise)).to(x_BTX.dtype)
 
 
-def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+def _unflatten_rows(x: Tensor, like: Tensor) -> Tensor:
     """Reshape tokens [N, ...] to [B, N/B, ...], with as many rows B as `like`."""
     return x.unflatten(0, (len(like), -1))

@@ -24,7 +24,7 @@ from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.collectives import all_to_all_no_grad
 from megatfm.parallel.context_global_attention import GlobalQueries, add_global_attention
 from megatfm.parallel.context_parallel import (
-    LENGTHS,
+    MAX_CACHED_LENGTHS,
     ContextParallel,
     FetchPlan,
     fetch,
@@ -97,7 +97,7 @@ def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]
 
 def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make the `forward` of a module that gathers keys and values of the full row, for attention outside a core."""
-    plan_of = lru_cache(LENGTHS)(partial(make_fetch_all_plan, cp))
+    plan_of = lru_cache(MAX_CACHED_LENGTHS)(partial(make_fetch_all_plan, cp))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return KeyValues(k.shape[-1], v.shape[-1]).unpack(fetch(torch.cat([k, v], -1), plan_of(length)))
@@ -234,7 +234,7 @@ class _TokensHeadsExchange(torch.autograd.Function):
 def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n, T, ·] → [B, n / c, S, ·], tokens in row order."""
     indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.cp.size
-    shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in indices_by_rank]
+    shapes = [(x.shape[0], heads, len(indices), x.shape[3]) for indices in indices_by_rank]
     received = _exchange(x.chunk(row.cp.size, 1), shapes, row.cp)
     return torch.cat(received, 2)[:, :, move_to_device(torch.cat(indices_by_rank).argsort(), x.device)]
 
@@ -243,7 +243,7 @@ def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
     indices_by_rank, cp = row.indices_by_rank, row.cp
     shape = *x.shape[:2], len(indices_by_rank[cp.rank]), x.shape[3]
-    parts = [x[:, :, move_to_device(at, x.device)] for at in indices_by_rank]
+    parts = [x[:, :, move_to_device(indices, x.device)] for indices in indices_by_rank]
     return torch.cat(_exchange(parts, [shape] * cp.size, cp), 1)
 
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.ops.attention import block_sparse
-from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.parallel.collectives import all_gather, all_reduce_no_grad, copy_to_group, reduce_from_group
 from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.ring_attention import (
+    compute_partial_attention,
+    compute_partial_attention_backward,
     make_bias_gradient_buffer,
     make_block_attention_plan,
-    partial_attention,
-    partial_attention_backward,
 )
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, G global queries, H head width, V value width
@@ -131,14 +131,14 @@ def _attend_to_local_keys(
     if not len(columns):
         return torch.zeros_like(v_BNTV)
     key_indices, device = cp.token_indices(sequence.length)[cp.rank], q_BNTH.device
-    at = move_to_device(columns, device)
+    local = move_to_device(columns, device)
     queries = sequence.with_queries_at(
         ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
     dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
-    plan = make_block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNTH[:, :, at])
-    out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
-    return torch.zeros_like(v_BNTV).index_copy(2, at, out)
+    plan = make_block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNTH[:, :, local])
+    out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, local], k_BNTH, v_BNTV, dropout_keys, plan)
+    return torch.zeros_like(v_BNTV).index_copy(2, local, out)
 
 
 class _LocalKeysAttention(torch.autograd.Function):
@@ -148,7 +148,7 @@ class _LocalKeysAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_keys: Tensor | None, plan: BlockAttentionPlan
     ) -> Tensor:
-        out, lse = partial_attention(q, k, v, None, dropout_keys, plan)
+        out, lse = compute_partial_attention(q, k, v, None, dropout_keys, plan)
         ctx.save_for_backward(q, k, v, dropout_keys, out, lse)
         ctx.plan = plan
         return out.to(q.dtype)
@@ -156,7 +156,8 @@ class _LocalKeysAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, dropout_keys, out, lse = ctx.saved_tensors
-        dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, None, dropout_keys, ctx.plan)
+        inputs = BackwardInputs(g, q, k, v, out, lse)
+        dq, dk, dv = compute_partial_attention_backward(inputs, None, dropout_keys, ctx.plan)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -171,11 +172,11 @@ class _AllKeysAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_keys: Tensor | None,
         sinks: Tensor | None, plan: BlockAttentionPlan, cp: ContextParallel,
     ) -> Tensor:  # fmt: skip
-        out, lse = partial_attention(q, k, v, bias, dropout_keys, plan)
+        out, lse = compute_partial_attention(q, k, v, bias, dropout_keys, plan)
         packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
-        (out, lse), *more_parts = (part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, cp.group))
-        for more_part in more_parts:
-            out, lse = merge_partial(out, lse, *more_part)
+        (out, lse), *rank_outputs = (x.split([v.shape[-1], 1], -1) for x in all_gather(packed, 0, cp.group))
+        for rank_output in rank_outputs:
+            out, lse = merge_partial(out, lse, *rank_output)
         out, lse = block_sparse.add_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
         ctx.plan, ctx.cp = plan, cp
@@ -188,7 +189,8 @@ class _AllKeysAttention(torch.autograd.Function):
         cp: ContextParallel = ctx.cp
         bias_grad = make_bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
         summed_grad = all_reduce_no_grad(g, cp.group)
-        dq, dk, dv = partial_attention_backward(summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
+        inputs = BackwardInputs(summed_grad, q, k, v, out, lse)
+        dq, dk, dv = compute_partial_attention_backward(inputs, bias, dropout_keys, plan, bias_grad)
         sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

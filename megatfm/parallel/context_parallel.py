@@ -21,7 +21,7 @@ from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
 
-LENGTHS = 64
+MAX_CACHED_LENGTHS = 64
 """Number of row lengths whose split is cached; a batch schedule has fewer."""
 
 
@@ -57,7 +57,7 @@ class ContextParallel:
         return [*compute_token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
 
 
-@lru_cache(LENGTHS)
+@lru_cache(MAX_CACHED_LENGTHS)
 def compute_token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
     """Return each rank's token indices. unit: chunk lengths are multiples of it."""
     n_chunks, n_units = ranks * (1 + is_zigzag), length // unit
@@ -91,7 +91,7 @@ def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
     patterns = dict.fromkeys(
         pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
     )
-    return lru_cache(LENGTHS)(partial(_has_uneven_work, [*patterns]))
+    return lru_cache(MAX_CACHED_LENGTHS)(partial(_has_uneven_work, [*patterns]))
 
 
 def _has_uneven_work(patterns: Sequence[Any], length: int) -> bool:
@@ -244,8 +244,8 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sends = [(r, x[:, :, move_to_device(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
-        receives = [(r, _allocate_like(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
+        sends = [(r, x[:, :, move_to_device(i, x.device)]) for r, i in enumerate(plan.send_indices) if len(i)]
+        receives = [(r, _allocate_like(x, len(i))) for r, i in enumerate(plan.recv_indices) if len(i)]
         received = P2PExchange(plan.cp.group, sends, receives).wait()
         return torch.cat([x, *received], 2)[:, :, move_to_device(plan.permutation, x.device)]
 
@@ -284,8 +284,8 @@ def make_span_boundary_forward(_: nn.Module, cp: ContextParallel) -> Callable[..
         local, fetched = (move_to_device(x, left_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = local[columns] - left_BT[rows, columns], local[columns] + right_BT[rows, columns]
-        at_left, at_right = (torch.searchsorted(fetched, at) for at in (left_M, right_M))
-        return x_BLD[rows, at_left], x_BLD[rows, at_right]
+        left_M, right_M = (torch.searchsorted(fetched, indices_M) for indices_M in (left_M, right_M))
+        return x_BLD[rows, left_M], x_BLD[rows, right_M]
 
     return forward
 
@@ -293,26 +293,26 @@ def make_span_boundary_forward(_: nn.Module, cp: ContextParallel) -> Callable[..
 def make_token_gather_forward(_: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a module that looks up tokens of another row, of which each rank fetches what it needs."""
 
-    def forward(x_BSD: Tensor, at_BT: Tensor, length: int) -> Tensor:
-        host_BT, indices_by_rank = to_host(at_BT), cp.token_indices(at_BT.shape[1])
+    def forward(x_BSD: Tensor, indices_BT: Tensor, length: int) -> Tensor:
+        host_BT, indices_by_rank = to_host(indices_BT), cp.token_indices(indices_BT.shape[1])
         needed = [find_gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
         plan = FetchPlan.build(cp, cp.token_indices(length), needed)
         x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
-        local, fetched = (move_to_device(x, at_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
+        local, fetched = (move_to_device(x, indices_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
         # searchsorted wants contiguous input; an index of −1 becomes 0.
-        at_BT = torch.searchsorted(fetched, at_BT[:, local].contiguous())
-        return x_BLD.gather(1, at_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))
+        indices_BT = torch.searchsorted(fetched, indices_BT[:, local].contiguous())
+        return x_BLD.gather(1, indices_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))
 
     return forward
 
 
-def find_gathered_indices(at_BT: Tensor) -> Tensor:
+def find_gathered_indices(indices_BT: Tensor) -> Tensor:
     """Return the sorted indices that tokens look up in any row, without −1."""
-    return at_BT[at_BT >= 0].unique()
+    return indices_BT[indices_BT >= 0].unique()
 
 
-def find_span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:
-    """Return the sorted row indices of tokens beside spans that masked tokens at `masked_at` look up in any row."""
-    rows, columns = (left_BS[:, masked_at] > 0).nonzero(as_tuple=True)
-    at = masked_at[columns]
-    return torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]]).unique()
+def find_span_boundary_indices(left_BS: Tensor, right_BS: Tensor, token_indices: Tensor) -> Tensor:
+    """Return the sorted indices of tokens beside spans that the masked ones of `token_indices` look up in any row."""
+    rows, columns = (left_BS[:, token_indices] > 0).nonzero(as_tuple=True)
+    masked = token_indices[columns]
+    return torch.cat([masked - left_BS[rows, masked], masked + right_BS[rows, masked]]).unique()

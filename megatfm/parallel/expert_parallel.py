@@ -103,8 +103,8 @@ def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     If the data ranks do not divide the number of experts, ZeRO shards within each expert. Otherwise 2 experts on 8
     ranks would leave 6 ranks with padding.
     """
-    if (parts := mesh.size(EXPERT)) > 1:
-        shard = Shard(EXPERT, 0, mesh.rank(EXPERT), parts)
+    if (ep_size := mesh.size(EXPERT)) > 1:
+        shard = Shard(EXPERT, 0, mesh.rank(EXPERT), ep_size)
         layout = replace(layout, shards=(shard, *layout.shards), data_axes=EXPERT_DATA_AXES)
     (_, (experts, *inner)), ranks = layout.region, mesh.size(layout.data_axes.shard)
     is_cut_within = experts % ranks and inner and inner[0] % ranks == 0
@@ -112,16 +112,19 @@ def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
 
 
 def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
-    if (parts := mesh.size(EXPERT)) > 1:
-        (_, (local, *_)), (experts, *_) = layouts["w_up"].region, layouts["w_up"].shape
-        install_exchange(module, parts, mesh.group(EXPERT), local * parts / experts)
+    if (ep_size := mesh.size(EXPERT)) > 1:
+        (_, (local_experts, *_)), (experts, *_) = layouts["w_up"].region, layouts["w_up"].shape
+        install_exchange(module, ep_size, mesh.group(EXPERT), local_experts * ep_size / experts)
 
 
-def install_exchange(experts: nn.Module, parts: int, group: ProcessGroup, reached_share: float) -> None:
-    """Have experts exchange tokens over a group. parts: ranks over which they are divided; reached_share: as above."""
-    local: ExpertFunction = experts.run_experts  # type: ignore[assignment]
-    experts.ep_size = parts  # type: ignore[assignment]
-    experts.run_experts = dispatch_and_combine(local, group, reached_share)  # type: ignore[assignment]
+def install_exchange(experts: nn.Module, ep_size: int, group: ProcessGroup, reached_share: float) -> None:
+    """Have experts exchange tokens over a group.
+
+    ep_size: ranks that share the experts. reached_share: see `dispatch_and_combine`.
+    """
+    run_local_experts: ExpertFunction = experts.run_experts  # type: ignore[assignment]
+    experts.ep_size = ep_size  # type: ignore[assignment]
+    experts.run_experts = dispatch_and_combine(run_local_experts, group, reached_share)  # type: ignore[assignment]
     # FSDP2 wraps experts separately. It hooks the tensors that a module returns, and warns about views.
     experts.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
 

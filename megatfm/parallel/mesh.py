@@ -202,7 +202,7 @@ class Mesh:
         ordered = sort_axes(nontrivial)
         return self._find_mesh(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
-    def new_group_along(self, axis: str) -> ProcessGroup:
+    def create_group_along(self, axis: str) -> ProcessGroup:
         """Create a second group of the ranks of `group(axis)`, with its own communicator, so that its collectives don't
         queue behind those of the first. A collective of all ranks; each call creates another group."""
         mesh = self._find_mesh(axis)

@@ -72,6 +72,8 @@ Beside a column-wise matrix, B is sharded by the same output features. Beside a 
 input features: its partial output goes through B, and is summed together with the matrix's output. So adapters add no
 communication.
 """
+MAX_DIMS = 8
+"""Upper bound of a parameter's number of dims."""
 UNPLANNED = ParallelStyle("no row")
 """Style of a module without a plan row, in a model without tensor parallelism."""
 GENERIC_PACKAGES = (
@@ -94,33 +96,16 @@ def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, cp_met
     tp = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if tp_size > 1 else None
     rows_by_module = _match_rows(model)
     styles = match_styles(model, rows_by_module, complete=tp_size > 1)
-    local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
-    buffers: dict[str, TensorLayout] = {}
-    state: list[str] = []
+    shards = _LocalTensors()
     modules = dict(model.named_modules())
     for path, planned in styles.items():
         module = modules[path]
         style = styles[path] = planned.resolve(module, tp_size, mesh.expert_tp)
         layouts: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            layouts[key] = layout = _make_tensor_layout(
-                f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel
-            )
-            shard = torch.empty(layout.region[1], dtype=tensor.dtype, device=tensor.device)
-            if not isinstance(tensor, nn.Parameter):
-                buffers[layout.name] = layout
-                if is_stored := key not in module._non_persistent_buffers_set:
-                    state.append(layout.name)
-                module.register_buffer(key, shard, persistent=is_stored)
-                continue
-            if tensor not in local:
-                local[tensor] = layout, nn.Parameter(shard, requires_grad=tensor.requires_grad)
-            elif not local[tensor][0].has_same_shards(layout):
-                raise UsageError(
-                    f"{layout.name} is tied to {local[tensor][0].name}, but their plan rows shard different dims: "
-                    "give both the same style, or untie them"
-                )
-            setattr(module, key, local[tensor][1])
+            name = f"{path}.{key}".lstrip(".")
+            layouts[key] = layout = _make_tensor_layout(name, tensor, style, mesh, sequence_parallel)
+            shards.replace(module, key, layout)
         if style.apply_expert_parallel:
             style.apply_expert_parallel(module, mesh, layouts)
         if tp and style.apply:
@@ -129,10 +114,40 @@ def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, cp_met
     if cp:
         install_context_parallel(model, cp)
     install_data_ring(model, mesh)
-    layout_by_name = {layout.name: layout for layout, _ in local.values()}
+    layout_by_name = {layout.name: layout for layout, _ in shards.parameters.values()}
     plan_rows = {path: rows_by_module.get(modules[path], []) for path in styles}
     table = _format_table(plan_rows, styles, layout_by_name, mesh)
-    return ModelLayout(layout_by_name, table, buffers, state, cp)
+    return ModelLayout(layout_by_name, table, shards.buffers, shards.stored_buffers, cp)
+
+
+class _LocalTensors:
+    """The rank's shards, which replace a model's parameters and buffers."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
+        """Full parameter → layout under its first name, and the shard, which tied parameters share."""
+        self.buffers: dict[str, TensorLayout] = {}
+        self.stored_buffers: list[str] = []
+
+    def replace(self, module: nn.Module, key: str, layout: TensorLayout) -> None:
+        """Replace a module's tensor by an empty shard. Raises UsageError for tied ones that are sharded differently."""
+        tensor = getattr(module, key)
+        shard = torch.empty(layout.region[1], dtype=tensor.dtype, device=tensor.device)
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[layout.name] = layout
+            if is_stored := key not in module._non_persistent_buffers_set:
+                self.stored_buffers.append(layout.name)
+            module.register_buffer(key, shard, persistent=is_stored)
+            return
+        if tensor not in self.parameters:
+            self.parameters[tensor] = layout, nn.Parameter(shard, requires_grad=tensor.requires_grad)
+        first_layout, shard = self.parameters[tensor]
+        if not first_layout.has_same_shards(layout):
+            raise UsageError(
+                f"{layout.name} is tied to {first_layout.name}, but their plan rows shard different dims: "
+                "give both the same style, or untie them"
+            )
+        setattr(module, key, shard)
 
 
 def _make_tensor_layout(
@@ -159,10 +174,6 @@ def _make_tensor_layout(
             )
     layout = TensorLayout(name, shape, shards, partial_axes)
     return style.shard_experts(layout, mesh) if style.shard_experts else layout
-
-
-MAX_DIMS = 8
-"""Upper bound of a parameter's number of dims."""
 
 
 @dataclass(frozen=True)
@@ -363,8 +374,10 @@ def check_context_plans(model: nn.Module) -> None:
 
 
 def _iter_modules_that_need_cp_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module: the model, its direct submodules, and in each block the attention,
-    its core and the feed-forward network."""
+    """Yield path and module of those whose class must declare a `cp_plan`.
+
+    These are the model, its direct submodules and, in each block, attention, its core and the feed-forward network.
+    """
     yield "", model
     in_blocks = {module for block in iter_blocks(model) for module in block.modules()}
     for path, module in model.named_modules():

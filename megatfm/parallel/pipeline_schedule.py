@@ -175,7 +175,7 @@ _backward_parts: list[BackwardPart] = []
 
 
 @contextmanager
-def backward_part(part: BackwardPart) -> Iterator[None]:
+def mark_backward_part(part: BackwardPart) -> Iterator[None]:
     """Mark which part of a split backward pass runs, for autograd functions that compute both at once."""
     _backward_parts.append(part)
     try:
@@ -184,6 +184,6 @@ def backward_part(part: BackwardPart) -> Iterator[None]:
         _backward_parts.pop()
 
 
-def current_backward_part() -> BackwardPart | None:
+def get_current_backward_part() -> BackwardPart | None:
     """Return the part of the backward pass that runs now; None if it is not split."""
     return _backward_parts[-1] if _backward_parts else None

@@ -19,7 +19,7 @@ from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
-from megatfm.parallel.pipeline_schedule import current_backward_part
+from megatfm.parallel.pipeline_schedule import get_current_backward_part
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
@@ -49,7 +49,7 @@ def make_block_attention_plan(
     )
 
 
-def partial_attention(
+def compute_partial_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,17 +65,20 @@ def partial_attention(
     return out[:, :, :queries], lse[:, :, :queries]
 
 
-def partial_attention_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
-    dropout_keys: Tensor | None, plan: BlockAttentionPlan, bias_grad: Tensor | None = None,
-) -> Sequence[Tensor]:  # fmt: skip
-    """Return gradients of q and, in the dtype of `lse`, of these k and v.
+def compute_partial_attention_backward(
+    inputs: BackwardInputs,
+    bias: Tensor | None,
+    dropout_keys: Tensor | None,
+    plan: BlockAttentionPlan,
+    bias_grad: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """Return gradients of q and, in the dtype of the log-sum-exp, of these k and v.
 
-    out, lse: over all keys. bias_grad: accumulates the gradient of a learned bias.
+    inputs: the output and its log-sum-exp are over all keys. bias_grad: accumulates the gradient of a learned bias.
     """
-    sizes = q.shape[2], k.shape[2], v.shape[2]
+    sizes = inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
-    padded_inputs = BackwardInputs(*(pad_to_blocks(x, plan.size) for x in (g, q, k, v, out, lse)))
+    padded_inputs = BackwardInputs(*(pad_to_blocks(x, plan.size) for x in inputs))
     gradients = block_sparse.compute_backward(padded_inputs, dropout_keys, plan, bias, bias_grad)
     return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
 
@@ -188,13 +191,13 @@ class _RingAttention(torch.autograd.Function):
         kv_format: KeyValueFormat,
         *weights: Tensor,
     ) -> Tensor:
-        current, transfer = kv, _shift(kv, cp, plans[1:2])
-        out, lse = partial_attention(q, *kv_format.unpack(kv), bias, dropout_keys, plans[0])
+        current, transfer = kv, _start_shift(kv, cp, plans[1:2])
+        out, lse = compute_partial_attention(q, *kv_format.unpack(kv), bias, dropout_keys, plans[0])
         for step, plan in enumerate(plans[1:], 1):
             (current,) = transfer.wait()
-            transfer = _shift(current, cp, plans[step + 1 : step + 2])
-            part = partial_attention(q, *kv_format.unpack(current), bias, dropout_keys, plan)
-            out, lse = merge_partial(out, lse, *part)
+            transfer = _start_shift(current, cp, plans[step + 1 : step + 2])
+            shard_output = compute_partial_attention(q, *kv_format.unpack(current), bias, dropout_keys, plan)
+            out, lse = merge_partial(out, lse, *shard_output)
         out, lse = block_sparse.add_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
         ctx.plans, ctx.cp, ctx.kv_format = plans, cp, kv_format
@@ -202,7 +205,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        saved = vars(ctx).pop("weight_gradients", None) if current_backward_part() == "weights" else None
+        saved = vars(ctx).pop("weight_gradients", None) if get_current_backward_part() == "weights" else None
         if saved is not None:  # computed in the input half: nothing is sent again
             return None, None, saved.bias, None, saved.sinks, None, None, None, *saved.weights
         q, kv, bias, dropout_keys, sinks, out, lse, *weights = ctx.saved_tensors
@@ -211,35 +214,36 @@ class _RingAttention(torch.autograd.Function):
         kv_format: KeyValueFormat = ctx.kv_format
         bias_grad = make_bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
 
-        def gradients_of(current: Tensor, plan: BlockAttentionPlan) -> tuple[Tensor, ...]:
+        def compute_gradients(current: Tensor, plan: BlockAttentionPlan) -> tuple[Tensor, ...]:
             k, v = kv_format.unpack(current)
-            dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
+            inputs = BackwardInputs(g, q, k, v, out, lse)
+            dq, dk, dv = compute_partial_attention_backward(inputs, bias, dropout_keys, plan, bias_grad)
             return dq, *kv_format.backward(current, weights, dk, dv)
 
-        current, kv_transfer, grad_transfer = kv, _shift(kv, cp, plans[1:2]), None
-        dq, kv_grad, *weight_grads = gradients_of(kv, plans[0])
+        current, kv_transfer, grad_transfer = kv, _start_shift(kv, cp, plans[1:2]), None
+        dq, kv_grad, *weight_grads = compute_gradients(kv, plans[0])
         dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once per step
         for step, plan in enumerate(plans[1:], 1):
             (current,) = kv_transfer.wait()
-            kv_transfer = _shift(current, cp, plans[step + 1 : step + 2])
-            dq_part, kv_part, *weight_parts = gradients_of(current, plan)
+            kv_transfer = _start_shift(current, cp, plans[step + 1 : step + 2])
+            dq_part, kv_part, *weight_parts = compute_gradients(current, plan)
             dq = dq + dq_part
             weight_grads = [total + x for total, x in zip(weight_grads, weight_parts, strict=True)]
             if grad_transfer is not None:
                 kv_part = grad_transfer.wait()[0] + kv_part
-            grad_transfer = _shift(kv_part, cp, [plans[(step + 1) % len(plans)]])
+            grad_transfer = _start_shift(kv_part, cp, [plans[(step + 1) % len(plans)]])
         if grad_transfer is not None:
             kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
-        if current_backward_part() == "inputs":
+        if get_current_backward_part() == "inputs":
             ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
         kv_grad = kv_grad.to(kv.dtype)
         return dq.to(q.dtype), kv_grad, bias_grad, None, sinks_grad, None, None, None, *weight_grads
 
 
-def _shift(x: Tensor, cp: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
+def _start_shift(x: Tensor, cp: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
     """Start to send x to the next rank and to receive the next step's shard from the previous one.
 
     Sends nothing if there is no next step.

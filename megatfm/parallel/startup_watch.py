@@ -89,12 +89,18 @@ def find_stopped_ranks(env: ProcessEnvironment) -> list[int]:
     ranks = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
-            with contextlib.suppress(psutil.Error, MegatfmError):
-                if process.status() == psutil.STATUS_STOPPED:
-                    environment = read_process_environment(process.environ())
-                    if (environment.launcher, environment.world_size) == (env.launcher, env.world_size):
-                        ranks.append(environment.rank)
+            stopped = _read_stopped(process)
+            if stopped and (stopped.launcher, stopped.world_size) == (env.launcher, env.world_size):
+                ranks.append(stopped.rank)
     return ranks
+
+
+def _read_stopped(process: psutil.Process) -> ProcessEnvironment | None:
+    """Return the environment of a stopped process; None if it runs, or can't be read."""
+    with contextlib.suppress(psutil.Error, MegatfmError):
+        if process.status() == psutil.STATUS_STOPPED:
+            return read_process_environment(process.environ())
+    return None
 
 
 def start_sentinel() -> None:

@@ -142,7 +142,7 @@ def _sum_over_shards(module: nn.Module, tp: TensorParallelGroup, layouts: Layout
 
 
 def _sum_rows(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
-    replace_forward(module, tp.row_sums)
+    replace_forward(module, tp.sum_rows)
 
 
 def _sum_non_padding_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
@@ -201,8 +201,16 @@ def _shard_vocabulary_head(module: nn.Module, tp: TensorParallelGroup, layouts: 
         weights_M: Tensor | None = None,
     ) -> Tensor:
         options = variant if loss_module.training else replace(variant, smoothing=0.0)
-        return vocab_parallel_cross_entropy(
-            hidden_MD, weight_WD, targets_M, bias_W, options, first, tp.group, 1024, losses_M, weights_M
+        return cross_entropy(
+            hidden_MD,
+            weight_WD,
+            targets_M,
+            bias_W,
+            options,
+            chunk=VOCAB_PARALLEL_CHUNK,
+            shard=make_vocabulary_shard(first, tp.group),
+            losses_M=losses_M,
+            weights_M=weights_M,
         )
 
     def gather_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -245,30 +253,9 @@ VOCAB_PARALLEL_CHUNK = 1024
 """Tokens whose logits a vocabulary-parallel loss holds at once, on any device."""
 
 
-def vocab_parallel_cross_entropy(
-    hidden_MD: Tensor,
-    weight_WD: Tensor,
-    targets_M: Tensor,
-    bias_W: Tensor | None,
-    variant: LogitOptions,
-    vocab_start: int,
-    group: ProcessGroup,
-    chunk: int = VOCAB_PARALLEL_CHUNK,
-    losses_M: Tensor | None = None,
-    weights_M: Tensor | None = None,
-) -> Tensor:
-    """Return the summed cross-entropy, equal on all ranks; `hidden` gets a partial gradient. vocab_start: first row."""
-    return cross_entropy(
-        hidden_MD,
-        weight_WD,
-        targets_M,
-        bias_W,
-        variant,
-        chunk=chunk,
-        shard=VocabularyShard(vocab_start, lambda values: all_gather_no_grad(values, group)),
-        losses_M=losses_M,
-        weights_M=weights_M,
-    )
+def make_vocabulary_shard(vocab_start: int, group: ProcessGroup) -> VocabularyShard:
+    """Return what `cross_entropy` needs of a rank's rows of the vocabulary. vocab_start: the first of them."""
+    return VocabularyShard(vocab_start, lambda values: all_gather_no_grad(values, group))
 
 
 REPLICATED_KV_HEADS = register_style(

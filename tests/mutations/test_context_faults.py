@@ -44,7 +44,7 @@ def a_ring_step_is_skipped(patch: Patch) -> None:
 
 
 def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
-    real = ring_attention._shift
+    real = ring_attention._start_shift
 
     @dataclass
     class Lost:
@@ -59,7 +59,7 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
 
-    patch.setattr(ring_attention, "_shift", shift)
+    patch.setattr(ring_attention, "_start_shift", shift)
 
 
 def gradients_of_fetched_keys_stay(patch: Patch) -> None:
@@ -122,13 +122,13 @@ def a_bias_counts_from_the_cut(patch: Patch) -> None:
 
 
 def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
-    real = ring_attention.partial_attention_backward
+    real = ring_attention.compute_partial_attention_backward
 
     def backward(*inputs: Any) -> Any:
         *remaining, of_bias = inputs
         return real(*remaining, of_bias.zero_())
 
-    patch.setattr(ring_attention, "partial_attention_backward", backward)
+    patch.setattr(ring_attention, "compute_partial_attention_backward", backward)
 
 
 def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:

@@ -41,7 +41,7 @@ def count_one_rank_s_choices(patch: Patch) -> None:
 
 def balance_parts_as_if_they_were_rows(patch: Patch) -> None:
     """A rank's part of the tokens has the shape of rows, but is the first of them."""
-    patch.setattr(TensorParallelGroup, "row_sums", lambda self, x_BTX: x_BTX.sum(1))
+    patch.setattr(TensorParallelGroup, "sum_rows", lambda self, x_BTX: x_BTX.sum(1))
 
 
 def give_each_rank_the_first_experts(patch: Patch) -> None:

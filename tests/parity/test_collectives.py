@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import LogitOptions, cross_entropy_reference
+from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.parallel import collectives
 from megatfm.parallel.collectives import all_reduce_no_grad
-from megatfm.parallel.styles import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from megatfm.parallel.styles import make_vocabulary_shard, vocab_parallel_embedding
 from tests.support.workers import Workers
 
 Form = Literal["sharded", "replicated", "partial"]
@@ -134,8 +134,8 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     expected = cross_entropy_reference(hidden, table, targets, bias, variant)
     shard, hidden_here = select_rank_rows(table.detach()), hidden.detach().clone().requires_grad_()
     own_bias = None if bias is None else select_rank_rows(bias.detach())
-    first = group.rank() * len(shard)
-    loss = vocab_parallel_cross_entropy(hidden_here, shard, targets, own_bias, variant, first, group, chunk)
+    compute_loss = partial(cross_entropy, chunk=chunk, shard=make_vocabulary_shard(group.rank() * len(shard), group))
+    loss = compute_loss(hidden_here, shard, targets, own_bias, variant)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
     torch.testing.assert_close(shard.grad, select_rank_rows(table.grad).detach(), rtol=1e-11, atol=1e-12)
@@ -143,10 +143,10 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     if bias is not None and own_bias is not None:
         torch.testing.assert_close(own_bias.grad, select_rank_rows(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        repeated = vocab_parallel_cross_entropy(hidden, shard, targets, own_bias, variant, first, group, chunk)
+        repeated = compute_loss(hidden, shard, targets, own_bias, variant)
     assert torch.equal(repeated, loss)
     none = torch.full_like(targets, -100)
-    nothing = vocab_parallel_cross_entropy(hidden_here, shard, none, own_bias, variant, first, group, chunk)
+    nothing = compute_loss(hidden_here, shard, none, own_bias, variant)
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])
     assert float(nothing.detach()) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)

@@ -12,11 +12,12 @@ from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
+from megatfm.ops.attention.tile import BackwardInputs
 from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather
 from megatfm.parallel.context_attention import make_attention_forward, make_latent_forward
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, compute_token_indices
-from megatfm.parallel.pipeline_schedule import backward_part
+from megatfm.parallel.pipeline_schedule import mark_backward_part
 from megatfm.parallel.ring_attention import LatentKeyValues
 from tests.support.models import TINY_LATENT, TINY_MODEL
 from tests.support.workers import Workers
@@ -61,9 +62,9 @@ def gradients_twice() -> bool:
     first, second = (torch.autograd.grad(loss, arguments, retain_graph=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-    with backward_part("inputs"):
+    with mark_backward_part("inputs"):
         third = torch.autograd.grad(loss, arguments, retain_graph=True)
-    with backward_part("weights"):
+    with mark_backward_part("weights"):
         assert torch.autograd.grad(loss, arguments, retain_graph=True, allow_unused=True) == (
             None,
             None,
@@ -115,17 +116,17 @@ def events() -> tuple[list[str], list[str]]:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
-            (ring_attention, "partial_attention"),
-            (ring_attention, "partial_attention_backward"),
+            (ring_attention, "compute_partial_attention"),
+            (ring_attention, "compute_partial_attention_backward"),
             (P2PExchange, "wait"),
         ):
             real = getattr(owner, name)
             message = "wait" if name == "wait" else "compute"
             patch.setattr(owner, name, lambda *a, real=real, message=message: (messages.append(message), real(*a))[1])
-        send = ring_attention._shift
+        send = ring_attention._start_shift
         patch.setattr(
             ring_attention,
-            "_shift",
+            "_start_shift",
             lambda x, contexts, hows: (messages.append("send") if hows else None, send(x, contexts, hows))[1],
         )
         arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
@@ -153,14 +154,14 @@ def sums_of_parts() -> tuple[set[float], set[float]]:
         size = iter([256.0, 0.5, 0.5, 0.5])
         now = [0.0]
 
-        def part_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *remaining: Any) -> list[Tensor]:
+        def part_backward(inputs: BackwardInputs, *remaining: Any) -> list[Tensor]:
             now[0] = next(size)
-            return [torch.full_like(q, now[0]), torch.zeros_like(k), torch.zeros_like(v)]
+            return [torch.full_like(inputs.q, now[0]), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)]
 
         def back(latents: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *remaining: Any) -> list[Tensor]:
             return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
 
-        patch.setattr(ring_attention, "partial_attention_backward", part_backward)
+        patch.setattr(ring_attention, "compute_partial_attention_backward", part_backward)
         patch.setattr(LatentKeyValues, "backward", back)
         q, latent, of_keys, of_values = inputs(
             (1, 2, TOKENS, 8 + 4), (1, 1, TOKENS, 6 + 4), (16, 6), (16, 6), dtype=torch.bfloat16

@@ -40,7 +40,6 @@ class OffloadDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self._lock: IO[bytes] | None = None
         way_out = "name a folder on a local disk in deepspeed.nvme_path, or set deepspeed.offload_… = 'cpu'"
         if not path.is_dir():
             raise UsageError(f"deepspeed.nvme_path = {str(path)!r} is no folder of this machine: make it, or {way_out}")
@@ -51,19 +50,16 @@ class OffloadDirectory:
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
                 _remove_stale(parent, host)
                 self.path = Path(tempfile.mkdtemp(prefix=f"{host}-", dir=parent))
-                (self.path / MARKER_FILENAME).write_bytes(MARKER_CONTENT)
-                self._lock = _lock_marker(self.path)
+                self._lock = _mark(self.path)
         except OSError as error:
-            self.remove()
             raise UsageError(
                 f"deepspeed.nvme_path = {str(path)!r} can't be written ({error.strerror}): {way_out}"
             ) from None
 
     def remove(self) -> None:
         """Remove the folder, once no engine needs it."""
-        if self._lock:
-            rmtree(self.path, ignore_errors=True)
-            self._lock.close()
+        rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
 def _make_user_folder(path: Path) -> Path:
@@ -74,6 +70,16 @@ def _make_user_folder(path: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(0, f"{parent} is another user's, or no folder: remove it")
     return parent
+
+
+def _mark(folder: Path) -> IO[bytes]:
+    """Mark a new folder as megatfm's and lock the marker, or remove the folder. Raises OSError."""
+    try:
+        (folder / MARKER_FILENAME).write_bytes(MARKER_CONTENT)
+        return _lock_marker(folder)
+    except OSError:
+        rmtree(folder, ignore_errors=True)  # without its marker's content, no later run would
+        raise
 
 
 def _lock_marker(folder: Path) -> IO[bytes]:

@@ -1,6 +1,7 @@
 """The DeepSpeed engine: compiled operators, buffers, files to the bit, and folders that go with it."""
 
 import ast
+import errno
 import importlib.util
 import re
 import signal
@@ -214,6 +215,19 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, place: str) -> N
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"deepspeed.nvme_path = '.*name a folder on a local disk"):
         OffloadDirectory(tmp_path / place)
+
+
+def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its marker's content, no later run would remove it."""
+
+    def fail(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(UsageError, match=r"can't be written \(No space left on device\): name a folder"):
+        OffloadDirectory(tmp_path)
+    assert not list_offload_folders(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ internals

@@ -213,7 +213,7 @@ def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
     return (
         tokens.flatten().int().tolist(),
         ranks.gather_replicated(tokens).flatten().int().tolist(),
-        ranks.row_sums(tokens).tolist(),
+        ranks.sum_rows(tokens).tolist(),
     )
 
 
