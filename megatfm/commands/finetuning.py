@@ -15,12 +15,12 @@ from megatfm.commands.arguments import (
     add_trust_argument,
     split_config,
 )
-from megatfm.commands.training import enable_expandable_segments, remove_on_refusal
-from megatfm.config import Config, load_config, to_toml
+from megatfm.commands.training import enable_expandable_segments, remove_on_refusal, write_run_config
+from megatfm.config import Config, load_config
 from megatfm.config.load import apply_overrides
 from megatfm.config.sources import merge_files, read_files
 from megatfm.errors import EXIT_OK, UsageError
-from megatfm.files import NewPaths, atomic_write
+from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
 from megatfm.terminal import print_table
 
@@ -96,9 +96,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     from megatfm.tracking.run_directory import run_folder
 
     folder, new_paths = run_folder(config), NewPaths()
-    new_paths.make_folder(folder)
-    new_paths.will_replace(folder / RESOLVED_CONFIG)
-    atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
+    write_run_config(config, folder / RESOLVED_CONFIG, new_paths)
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
         return EXIT_OK, None
