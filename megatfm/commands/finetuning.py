@@ -131,6 +131,7 @@ def finetuning_config(source: str | None, path: str | None, overrides: Sequence[
         raise UsageError("a config with a [task] is missing: give a TOML file, and a model to start from as --from")
     if path is not None:
         _check_has_task(path, overrides)
+    _refuse_corpora(overrides)
     placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
     if source is None:
         assert path is not None
@@ -162,6 +163,17 @@ def _check_has_task(path: str, overrides: Sequence[str]) -> None:
         raise UsageError(
             f"{path}: has no [task]: name the training file, for example task.train=reviews.csv, or use `megatfm train`"
         )
+
+
+def _refuse_corpora(overrides: Sequence[str]) -> None:
+    """Raise UsageError for an override that names corpora, which the task's files would replace."""
+    for override in overrides:
+        key, _, value = (part.strip() for part in override.partition("="))
+        if key.startswith(("data.validation", "data.mixture")) and value not in ("", "{}"):
+            raise UsageError(
+                f"{override}: a task is trained and evaluated on its own files: give them as task.train, "
+                "task.validation and task.test, and other corpora to `megatfm evaluate RUN --validation NAME=DIR`"
+            )
 
 
 def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list[str]:
