@@ -15,12 +15,12 @@ from megatfm.commands.arguments import (
     add_trust_argument,
     split_config,
 )
-from megatfm.commands.training import enable_expandable_segments, remove_on_refusal
-from megatfm.config import Config, load_config, to_toml
+from megatfm.commands.training import enable_expandable_segments, remove_on_refusal, write_run_config
+from megatfm.config import Config, load_config
 from megatfm.config.load import apply_overrides
 from megatfm.config.sources import merge_files, read_files
 from megatfm.errors import EXIT_OK, UsageError
-from megatfm.files import NewPaths, atomic_write
+from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
 from megatfm.terminal import print_table
 
@@ -96,9 +96,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     from megatfm.tracking.run_directory import run_folder
 
     folder, new_paths = run_folder(config), NewPaths()
-    new_paths.make_folder(folder)
-    new_paths.will_replace(folder / RESOLVED_CONFIG)
-    atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
+    write_run_config(config, folder / RESOLVED_CONFIG, new_paths)
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
         return EXIT_OK, None
@@ -133,6 +131,7 @@ def finetuning_config(source: str | None, path: str | None, overrides: Sequence[
         raise UsageError("a config with a [task] is missing: give a TOML file, and a model to start from as --from")
     if path is not None:
         _check_has_task(path, overrides)
+    _refuse_corpora(overrides)
     placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
     if source is None:
         assert path is not None
@@ -164,6 +163,17 @@ def _check_has_task(path: str, overrides: Sequence[str]) -> None:
         raise UsageError(
             f"{path}: has no [task]: name the training file, for example task.train=reviews.csv, or use `megatfm train`"
         )
+
+
+def _refuse_corpora(overrides: Sequence[str]) -> None:
+    """Raise UsageError for an override that names corpora, which the task's files would replace."""
+    for override in overrides:
+        key, _, value = (part.strip() for part in override.partition("="))
+        if key.startswith(("data.validation", "data.mixture")) and value not in ("", "{}"):
+            raise UsageError(
+                f"{override}: a task is trained and evaluated on its own files: give them as task.train, "
+                "task.validation and task.test, and other corpora to `megatfm evaluate RUN --validation NAME=DIR`"
+            )
 
 
 def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list[str]:

@@ -108,6 +108,12 @@ def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Pat
     """Write the config of a run that starts from a model into its run directory; return the file."""
     config = load_training_config(args, new_paths)
     path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
+    write_run_config(config, path, new_paths)
+    return path
+
+
+def write_run_config(config: Config, path: Path, new_paths: NewPaths) -> None:
+    """Write a run's config into its directory, and register the file. Raises LockedError, MegatfmError."""
     check_no_process(path.parent)  # a running launcher's restarts would read the new file
     try:
         new_paths.make_folder(path.parent)
@@ -115,4 +121,3 @@ def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Pat
         atomic_write(path, to_toml(config))
     except OSError as error:
         raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error
-    return path

@@ -14,6 +14,7 @@ import numpy as np
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, to_strict_json
@@ -96,7 +97,8 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         results[name] |= {**summary, "metrics": metrics, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
-    atomic_write(run_dir / RESULTS, to_strict_json(stored, indent=2) + "\n")
+    with disk_errors_as_megatfm_errors(run_dir / RESULTS):
+        atomic_write(run_dir / RESULTS, to_strict_json(stored, indent=2) + "\n")
     return TaskResults(source, int(str(step)), results)
 
 
@@ -154,6 +156,12 @@ def predict_file(
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     if target.exists() and target.samefile(file):
         raise UsageError(f"--out {target}: the predictions would overwrite the rows: give another file")
+    evaluated_file = {"validation": task.validation, "test": task.test}.get(Path(file).stem)
+    if out is None and evaluated_file and not _are_same_file(evaluated_file, file):
+        raise UsageError(
+            f"{file}: {target} is for the predictions of task.{Path(file).stem} = {evaluated_file}, which the report "
+            "shows: give --out FILE"
+        )
     evaluated = _evaluate_files(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if evaluated is None:
         return None
@@ -162,6 +170,10 @@ def predict_file(
     if isinstance(predictions, SpanPredictions):
         predictions = replace(predictions, threshold=_read_threshold(run_dir))
     return target, _write_predictions(target, predictions)
+
+
+def _are_same_file(first: str, second: str) -> bool:
+    return Path(first).exists() and Path(first).samefile(second)
 
 
 def _read_threshold(run_dir: Path) -> float:
@@ -242,6 +254,7 @@ def _generate_answers(engine: Any, tokenizer: Tokenizer, config: Config, file: s
 def _write_predictions(file: Path, predictions: FilePredictions) -> int:
     """Write a line for each row; return the number of lines."""
     rows = list(predictions.rows())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(to_strict_json(row, ensure_ascii=False) + "\n" for row in rows))
+    with disk_errors_as_megatfm_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, "".join(to_strict_json(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)

@@ -14,7 +14,7 @@ import pytest
 
 import megatfm
 from megatfm.cli import main
-from megatfm.commands import doctor, training
+from megatfm.commands import doctor, finetuning, training
 from megatfm.commands.doctor import Finding, doctor_command
 from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import load_config
@@ -45,6 +45,31 @@ def test_the_config_of_a_running_run_is_not_replaced(tmp_path: Path, monkeypatch
     with pytest.raises(LockedError, match=f"process {os.getpid()} runs this already"):
         training.launch_command(parser.parse_args(["--from", "a-model", "--nproc", "1"]))
     assert (tmp_path / training.RESOLVED_CONFIG).read_text() == "of the run\n"
+
+
+def test_the_config_of_a_running_task_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`launch RUN/finetune.toml` reads it at each restart. A folder that can't be made is one line, too."""
+    config = load_config("quickstart", [f"run_dir={tmp_path}"])
+    monkeypatch.setattr(finetuning, "finetuning_config", lambda *_: (config, []))
+    note = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    (tmp_path / "launch.json").write_text(json.dumps(note))
+    (tmp_path / "finetune.toml").write_text("of the run\n")
+    assert run_command("finetune", "task.toml", "--prepare") == LockedError.exit_code
+    assert f"process {os.getpid()} runs this already" in capfd.readouterr().err
+    assert (tmp_path / "finetune.toml").read_text() == "of the run\n"
+    config = config.with_changes({"run_dir": f"{tmp_path}/launch.json/below"})
+    assert run_command("finetune", "task.toml", "--prepare") == 1
+    assert "finetune.toml: can't write the run's config: Not a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("override", ["data.validation.web=corpora/web", 'data.mixture.web={path = "corpora/web"}'])
+def test_corpora_beside_a_task_are_refused(tmp_path: Path, override: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """They would be left out without a word."""
+    (tmp_path / "task.toml").write_text('[task]\ntrain = "a.csv"\n')
+    assert run_command("finetune", str(tmp_path / "task.toml"), "--from", str(tmp_path / "model"), override) == 2
+    assert f"error: {override}: a task is trained and evaluated on its own files" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 from megatfm.commands.finetuning import print_results, print_spread
 from megatfm.config import load_config
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import harness, task_evaluation
 from megatfm.inference.evaluation_tasks import PREDICTIONS, EvaluatedTask, write_results
 from megatfm.inference.harness import run_harness
-from megatfm.inference.task_evaluation import EvaluatedFile, evaluate_task
+from megatfm.inference.task_evaluation import EvaluatedFile, evaluate_task, predict_file
 from megatfm.inference.text import TextModel
 from megatfm.tasks.question_scores import Likelihood, average_metrics, score_cloze
 from megatfm.tasks.questions import Question
@@ -69,6 +69,34 @@ def test_a_cloze_beyond_floats_has_infinite_perplexity(tmp_path: Path) -> None:
     stored = read_strict_json((tmp_path / "evaluation_tasks.json").read_text())
     assert stored["tasks"]["mine"]["metrics"]["perplexity"] == "Infinity"
     assert read_strict_json((tmp_path / PREDICTIONS / "mine.jsonl").read_text())["log_probability"] == "-Infinity"
+
+
+def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "predictions").write_text("a file in the place of the folder")
+    task = EvaluatedTask({"metrics": {}, "intervals": {}}, [])
+    with pytest.raises(MegatfmError, match=r"predictions/tasks: cannot be written \(Not a directory\)"):
+        write_results(tmp_path, 3, {"mine": task})
+    with pytest.raises(MegatfmError, match=r"predictions/x\.jsonl: cannot be written"):
+        task_evaluation._write_predictions(tmp_path / "predictions/x.jsonl", cast(Any, SimpleNamespace(rows=list)))
+
+
+@pytest.mark.parametrize("name", ["validation", "test"])
+def test_predictions_do_not_replace_those_of_the_evaluation(
+    name: str, tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report shows these beside the rows of the task's own file."""
+    evaluated, other = tmp_path / f"{name}.csv", tmp_path / "other" / f"{name}.csv"
+    other.parent.mkdir()
+    for file in (evaluated, other):
+        file.write_text("text,label\na,b\n")
+    config = load_config(run / "config.toml")
+    config = config.with_changes({"task": {"train": "a.csv", name: str(evaluated)}})
+    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: None)  # as on a rank other than 0
+    with pytest.raises(UsageError, match=rf"predictions/{name}\.jsonl is for the predictions of task\.{name}"):
+        predict_file(run, str(other))
+    for file, out in ((evaluated, None), (other, str(tmp_path / "out.jsonl"))):
+        assert predict_file(run, str(file), out) is None
 
 
 def test_a_perplexity_of_the_harness_beyond_floats_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
