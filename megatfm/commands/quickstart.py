@@ -58,6 +58,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
     _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", run_path, "--baselines"])
     _run_in_process("Write the report", ["report", run_path])
     _print_summary(config, run_dir, time.monotonic() - start)
+    _print_next_commands(config, run_path, overrides)
     return 0
 
 
@@ -166,11 +167,16 @@ def _print_summary(config: Config, run_dir: Path, seconds: float) -> None:
         table.add_row(label, os.path.relpath(path))
     console.print()
     console.print(table)
-    run_path = os.path.relpath(run_dir)
+
+
+def _print_next_commands(config: Config, run_path: str, overrides: Sequence[str]) -> None:
+    """Print commands to try. The job is of a new run: the one that is finished would be refused."""
+    kept = [override for override in overrides if override.partition("=")[0].strip() not in ("name", "run_dir")]
+    job = ["launch", "quickstart", *kept, f"name={config.name}-2"]
     console.print("\n[bold]Next[/bold]")
     for command in (
-        f"megatfm generate {run_path} --prompt 'class ' --temperature 0.6",
-        "megatfm verify quickstart parallel.tp=2",
-        "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 1 --time 1:00:00 --dry-run",
+        ["generate", run_path, "--prompt", "class ", "--temperature", "0.6"],
+        ["verify", "quickstart", "parallel.tp=2"],
+        [*job, "--slurm", "--nodes", "2", "--gpus-per-node", "1", "--time", "1:00:00", "--dry-run"],
     ):
-        console.print(f"  {command}")
+        console.print(f"  megatfm {shlex.join(command)}", markup=False)

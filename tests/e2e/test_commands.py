@@ -88,6 +88,10 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     assert "stopped" in (run / "events.jsonl").read_text()
     with subprocess.Popen(["true"]) as started_again:
         assert not quickstart._wait_for_step(started_again, run, 20), "it would be stopped again"
+    last_command = shlex.split(message.splitlines()[-1])
+    script = run_megatfm(*last_command[1:], output=tmp_path / "job", cwd=tmp_path)
+    assert "#SBATCH --nodes=2" in script
+    assert "would be refused" not in script
 
 
 TUTORIALS = {

@@ -68,10 +68,11 @@ class Cluster:
         """Kill or start a node."""
         run_command(TESTCLUSTER / "node", command, name, env=self.environment)
 
-    def wait_until_idle(self, timeout: float = 120) -> None:
-        """Wait for the last nodes of the last jobs."""
+    def wait_until_idle(self, nodes: str = "", timeout: float = 120) -> None:
+        """Wait for the last jobs on these nodes, in SLURM's compressed list, or on all of them."""
         end = time.monotonic() + timeout
-        while set(self.slurm("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
+        chosen = ["-n", nodes] if nodes else []
+        while set(self.slurm("sinfo", "-h", "-N", *chosen, "-o", "%t").split()) != {"idle"}:
             assert time.monotonic() < end, self.slurm("squeue")
             time.sleep(0.1)
 
