@@ -42,7 +42,8 @@ COLLECTIVES = {"c10d", "_c10d_functional"}
 class Operator:
     """One kernel. reads, writes: storage → bytes. dims: (batch, m, n, k) of a matmul. itemsize: bytes of an element.
     sent_bytes: bytes that this rank sends in a ring collective. fetched_tokens: of local attention under context
-    parallelism, the most tokens whose keys a rank sends; 0: all go around."""
+    parallelism, the most tokens whose keys a rank sends; 0: all go around. is_eager: of a module that stays eager in
+    compiled blocks."""
 
     name: str
     kind: Kind
@@ -55,6 +56,7 @@ class Operator:
     collective: str = ""
     sent_bytes: int = 0
     fetched_tokens: int = 0
+    is_eager: bool = False
 
     @property
     def moved_bytes(self) -> int:

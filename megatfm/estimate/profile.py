@@ -85,7 +85,7 @@ class LocalModel:
         self._is_data_dependent = depends_on_values(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
-        self._eager_depth = 0
+        self._is_in_eager, self._eager_start, self._eager_ranges = False, 0, list[range]()
         with quiet_fake_tensors():
             self._build(build_mesh(tp_only, dist.get_world_size(), "cpu"))
 
@@ -116,12 +116,17 @@ class LocalModel:
             self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
                 if not getattr(module, "is_compiled", True):
-                    module.register_forward_pre_hook(partial(self._count_eager, 1))
-                    module.register_forward_hook(partial(self._count_eager, -1))
+                    module.register_forward_pre_hook(self._enter_eager)
+                    module.register_forward_hook(self._leave_eager)
             self._kernels.install(self.model)
 
-    def _count_eager(self, change: int, *_: Any) -> None:
-        self._eager_depth += change
+    def _enter_eager(self, *_: Any) -> None:
+        self._eager_start = len(self._kernels.recorder.recording.operators)
+        self._is_in_eager = True
+
+    def _leave_eager(self, *_: Any) -> None:
+        self._eager_ranges.append(range(self._eager_start, len(self._kernels.recorder.recording.operators)))
+        self._is_in_eager = False
 
     @property
     def _fraction(self) -> float:
@@ -173,9 +178,9 @@ class LocalModel:
         saved: dict[int, SavedTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            number, is_eager = recorder.number(tensor), self._eager_depth > 0
-            if number not in weights and (number not in saved or is_eager):
-                saved[number] = SavedTensor(number, tensor.untyped_storage().nbytes(), is_eager)
+            number = recorder.number(tensor)
+            if number not in weights and (number not in saved or self._is_in_eager):
+                saved[number] = SavedTensor(number, tensor.untyped_storage().nbytes(), self._is_in_eager)
             return tensor
 
         with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -194,13 +199,20 @@ class LocalModel:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         self._kernels.mark_fused_backward(backward.operators)
+        for index in (index for indices in self._eager_ranges for index in indices):
+            forward.operators[index] = replace(forward.operators[index], is_eager=True)
+        self._eager_ranges.clear()
+        eager_numbers = {tensor.number for tensor in saved.values() if tensor.is_eager}
+        backward_operators = [
+            replace(op, is_backward=True, is_eager=not eager_numbers.isdisjoint(op.reads)) for op in backward.operators
+        ]
         peak, gradients, moments = self._backward_peak(backward)
         for parameter in self._parameters.values():
             parameter.grad = None
         return PartProfile(
             point.name,
             forward.operators,
-            [replace(op, is_backward=True) for op in backward.operators],
+            backward_operators,
             list(saved.values()),
             sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
             sum(tensor.nbytes for tensor in carried.values()),

@@ -58,15 +58,14 @@ def estimate_pass_seconds(
     """Estimate the seconds of a pass's kernels, without collectives."""
     matmul = sum(estimate_matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
     attention = sum(estimate_attention_seconds(device, op) for op in operators if op.kind == "attention")
-    elementwise = [op for op in operators if op.kind == "pointwise"]
-    rate = device.memory_bandwidth * device.memory_efficiency
+    elementwise = [op for op in operators if op.kind == "pointwise" and (op.is_eager or not compiled)]
+    n_kernels: float = len(elementwise)
+    pointwise = sum(estimate_elementwise_seconds(device, op) for op in elementwise)
     if compiled:
+        rate = device.memory_bandwidth * device.memory_efficiency
         regions = list(iter_fused_regions(operators))
-        n_kernels = KERNELS_PER_REGION * len(regions)
-        pointwise = sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
-    else:
-        n_kernels = len(elementwise)
-        pointwise = sum(estimate_elementwise_seconds(device, op) for op in elementwise)
+        n_kernels += KERNELS_PER_REGION * len(regions)
+        pointwise += sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
     kernels = n_kernels + sum(op.kind != "pointwise" for op in operators)
     return Seconds(matmul, attention, pointwise, kernels * device.host_seconds)
 
@@ -144,12 +143,13 @@ def estimate_attention_seconds(device: Device, operator: Operator) -> float:
 
 
 def iter_fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
-    """Yield the bytes that each region of elementwise operators reads and writes; results within it cost nothing."""
+    """Yield the bytes that each compiled region of elementwise operators reads and writes; results within it cost
+    nothing."""
     ops = list(operators)
     last_read = {number: i for i, op in enumerate(ops) for number in op.reads}
     start = 0
     for end in range(len(ops) + 1):
-        if end < len(ops) and ops[end].kind == "pointwise":
+        if end < len(ops) and ops[end].kind == "pointwise" and not ops[end].is_eager:
             continue
         if region := ops[start:end]:
             writes = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}

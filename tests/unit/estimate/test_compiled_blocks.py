@@ -11,6 +11,7 @@ from megatfm.engines.activation_checkpointing import measure_saved_bytes
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.part_profile import PartProfile
+from megatfm.estimate.roofline import estimate_elementwise_seconds, estimate_pass_seconds
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.train.build import build_model
 from megatfm.verify.shrink import draw_batch
@@ -94,3 +95,14 @@ def test_experts_stay_eager_in_a_compiled_block() -> None:
     assert eager >= 4 * tokens * 2 * (3 * HIDDEN + WIDTH), "of two experts a token: input, and three hidden vectors"
     assert block.compiled_bytes() >= eager + 4 * tokens * 6 * WIDTH
     assert block.compiled_bytes() <= block.saved_bytes("none", compiled=False)
+    for operators in (block.forward, block.backward):
+        pointwise = [op for op in operators if op.kind == "pointwise"]
+        of_experts = [op for op in pointwise if op.is_eager]
+        assert of_experts
+        assert len(of_experts) < len(pointwise), "norms and attention are compiled"
+        device = load_cluster("h100", 1).device
+        alone = sum(estimate_elementwise_seconds(device, op) for op in of_experts)
+        compiled, eager = (
+            estimate_pass_seconds(device, operators, compiled=compiled).pointwise for compiled in (True, False)
+        )
+        assert alone < compiled < eager
