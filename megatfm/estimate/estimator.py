@@ -170,7 +170,7 @@ class Estimator:
         key = (
             parallel.tp,
             parallel.sequence_parallel,
-            parallel.expert_tp == "by_channel",
+            parallel.expert_tp,
             parallel.ep > 1,
             config.train.precision,
             self.cluster.device.kind,

@@ -77,7 +77,7 @@ class ProfiledKernels:
     @property
     def _reached_share(self) -> float:
         """Share of all choices that are of this rank's experts, or of those of its peers on other data ranks."""
-        return 1.0 if self.config.parallel.expert_tp == "by_channel" else 1 / self.tp
+        return 1 / self.tp if self.config.parallel.expert_tp == "by_expert" else 1.0
 
     def experts_by_shapes(self) -> AbstractContextManager[object]:
         """Run experts on as many rows as they get on average. Rows that a CPU doesn't reach, it cuts off at once."""

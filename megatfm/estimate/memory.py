@@ -1,11 +1,12 @@
 """Memory of each pipeline rank: state, gathered weights, saved activations, and the workspace of a pass."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pending_bytes, rank_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, effective_zero, number_bytes, pending_bytes, rank_bytes
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,17 @@ def rank_memory(
         for place, (stage, indices) in enumerate(parts_by_stage.items())
     )
     waiting += sum(in_flight.get(stage, 1) * sent_bytes.get(stage, 0) for stage in parts_by_stage)
-    running_stage = next(iter(parts_by_stage.values()), ())
+    running, running_stage = next(iter(parts_by_stage.items()), (0, ()))
     is_single_pass = config.parallel.pp == 1 and microbatches == 1
-    moments = _moments(config, weights, running_stage, profiles, saved_bytes, state, is_single_pass, compiled)
+    stage_moments = partial(_moments, config, weights, running_stage, profiles, saved_bytes, state, compiled=compiled)
+    moments = stage_moments(is_single_pass=is_single_pass)
+    starts_full = len(parts_by_stage) == 1 and 1 < microbatches <= in_flight.get(running, 1)
+    if effective_zero(config) < 2 and starts_full:
+        # All passes forward come first: the first one backward has no gradients yet, the second one less is waiting.
+        freed = sum(saved_bytes[index] for index in running_stage)
+        later = [moment for moment in moments if moment.phase == "backward"]
+        moments = stage_moments(is_single_pass=True)
+        moments += [replace(moment, activations=moment.activations - freed) for moment in later]
     peak = max(moments, key=lambda moment: moment.bytes)
     constant = state.at_rest + reserved
     phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
@@ -126,6 +135,7 @@ def _moments(
     profiles: Sequence[PartProfile],
     saved_bytes: Mapping[int, int],
     state: RankBytes,
+    *,
     is_single_pass: bool,
     compiled: bool,
 ) -> list[_Moment]:
@@ -133,7 +143,7 @@ def _moments(
 
     The gradients of a single pass grow while its activations are freed; later passes add to whole gradients.
     """
-    moments, saved = [], 0
+    moments, saved, zero = [], 0, effective_zero(config)
     size, compute = number_bytes(config)
     copies = [1.0, size / compute] if size > compute else [1.0]  # of a gradient: as computed, and its cast
     if is_single_pass:
@@ -146,7 +156,7 @@ def _moments(
         saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
-    reduces_at_once = config.parallel.zero >= 2 and not state.keeps_whole_gradients
+    reduces_at_once = zero >= 2 and not state.keeps_whole_gradients
     for index in reversed(parts):
         reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[0])  # complete at its first use
         if is_single_pass:
@@ -155,18 +165,18 @@ def _moments(
         if profiles[index].is_block and config.train.recompute != "none":
             recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
         pending = pending_bytes(config, weights, parts, index)
-        if config.parallel.zero < 2:
+        if zero < 2:
             accumulating = profiles[index].accumulation_peak(sum(copies), config.parallel.ep)
             pass_peak = max(profiles[index].backward_peak, accumulating)
         else:
             experts = sum(w.local for w in weights if w.is_trained and w.is_expert and index == w.parts[0])
             reducing_experts = experts * size * reduces_at_once
-            if config.parallel.zero == 3 and not config.parallel.splits_backward:
+            if zero == 3 and not config.parallel.splits_backward:
                 reducing_experts -= experts * compute  # no longer gathered
             pass_peak = profiles[index].unreduced_peak(config.parallel.ep, reducing, reducing_experts)
         moments.append(_Moment("backward", saved, pass_peak + recomputed + pending, gradients))
         saved -= saved_bytes[index]
-        if config.parallel.zero >= 2 and profiles[index].is_block:
+        if zero >= 2 and profiles[index].is_block:
             block = sum(w.local for w in weights if w.is_trained and w.in_block and index == w.parts[0]) - experts
             reducing = block * size * reduces_at_once
             workspace = reducing + block * compute + profiles[index].input_bytes + pending

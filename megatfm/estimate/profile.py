@@ -79,7 +79,6 @@ class LocalModel:
                 "ep": 1,
                 "dp_replicate": 1,
                 "dp_shard": -1,
-                "expert_tp": _expert_tp(config),
             }
         )
         self._is_data_dependent = depends_on_values(config)
@@ -320,8 +319,3 @@ def depends_on_values(config: Config) -> bool:
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
     return spec.length_of(fields) if spec.length_of else fields[spec.shape_of].shape[1]
-
-
-def _expert_tp(config: Config) -> str:
-    """Return the experts' layout of a profile: ranks of "folded" experts compute like those without tp."""
-    return "by_expert" if config.parallel.expert_tp == "folded" else config.parallel.expert_tp

@@ -160,6 +160,12 @@ def number_bytes(config: Config) -> tuple[int, int]:
     return size, size if config.train.precision in ("fp32", "fp64") else 2
 
 
+def effective_zero(config: Config) -> int:
+    """Return the ZeRO stage: a single data rank shards nothing."""
+    parallel = config.parallel
+    return parallel.zero if parallel.dp_shard * parallel.dp_replicate > 1 else 0
+
+
 def accumulates_whole_gradients(config: Config) -> bool:
     """Return whether a rank adds up the whole gradients of several micro-batches before it reduces them."""
     train, parallel = config.train, config.parallel
@@ -175,7 +181,7 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     micro-batches take up new ones of the same precision at once.
     """
     size, compute = number_bytes(config)
-    is_fully_sharded = config.parallel.zero >= 2
+    is_fully_sharded = effective_zero(config) >= 2
     waits_outside = is_fully_sharded and not (accumulates_whole_gradients(config) and size == compute)
     waiting = 0
     for weight in (w for w in weights if w.is_trained):
@@ -190,8 +196,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     """Add up the bytes of some split points on the fullest rank. ahead: blocks that are prefetched."""
     parallel, train = config.parallel, config.train
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
-    data_ranks = parallel.dp_shard * parallel.dp_replicate
-    zero = parallel.zero if data_ranks > 1 else 0
+    zero = effective_zero(config)
     size, compute = number_bytes(config)
     is_mixed = train.precision not in ("fp32", "fp64")
     shards = {w.name: _count_shards(w, parallel) if zero else 1 for w in stage_weights}

@@ -11,7 +11,9 @@ from megatfm.describe.per_rank import count_rank_state
 from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
+from megatfm.estimate.memory import rank_memory
 from megatfm.estimate.operators import OperatorRecorder
+from megatfm.estimate.part_profile import PartProfile, SavedTensor
 from megatfm.estimate.traffic import axes_of
 from megatfm.estimate.weights import LocalWeight, find_last_bucket, pending_bytes, rank_bytes
 from megatfm.verify.rank_processes import _step
@@ -105,6 +107,16 @@ def test_combined_axes_send_what_six_and_eight_executed_ranks_send(
     workers: Workers, preset: str, parallel: ParallelConfig
 ) -> None:
     check_flows(workers, small(preset, parallel))
+
+
+def test_folded_experts_gather_no_tokens_over_tensor_parallel_ranks(workers: Workers) -> None:
+    """Each rank sends its own tokens to experts; by expert, ranks would gather those of all first."""
+    parallel = ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded")
+    config = small("mixtral-8x7b", parallel)
+    modelled = estimated(config).flows.sent
+    for flows in workers.run(executed, 4, config, 4):
+        for name in ("all_gather", "reduce_scatter"):
+            assert flows["tp", name] == modelled["tp", name] > LEAST, name
 
 
 @pytest.mark.parametrize(
@@ -297,3 +309,20 @@ def test_whole_gradients_outside_of_blocks_take_up_new_ones_of_their_precision(
         LocalWeight(name, 30, 10, 3, False, True, 0, (part,), part == 0) for part, name in enumerate(("block", "head"))
     )
     assert pending_bytes(config, [block, head], [0, 1], 0) == expected
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("microbatches", "gradients"), [(2, 100), (3, 200)])
+def test_a_pipeline_has_no_gradients_while_all_its_micro_batches_wait(
+    zero: int, microbatches: int, gradients: int
+) -> None:
+    """Two parts of a stage have 100 bytes of weights each and save 1,000 bytes; two micro-batches are in flight. The
+    first backward pass adds to earlier gradients only if there are more; a single data rank shards nothing."""
+    overrides = ["parallel.pp=2", "parallel.dp_shard=1", f"parallel.zero={zero}", "train.precision=fp32"]
+    overrides += ["train.micro_batch=1", f"train.global_batch={microbatches}", "data.train=d", "data.tokenizer=t"]
+    weights = [LocalWeight(name, 25, 25, 1, False, True, 0, (part,), True) for part, name in enumerate("ab")]
+    profiles = [PartProfile(name, [], [], [SavedTensor(1, 1000)], 0, 0, 0, 0, [], True) for name in "ab"]
+    config = load_config("gpt2-124m", overrides)
+    rank = rank_memory(config, weights, {0: [0, 1]}, profiles, {0: 2}, {}, 0, microbatches, compiled=False, reserved=0)
+    assert (rank.activations, rank.gradients, rank.workspace) == (4000, gradients, 0)
+    assert rank.total == 200 + 4000 + gradients
