@@ -4,6 +4,8 @@
 """
 
 import argparse
+import atexit
+import gc
 import itertools
 import time
 from collections.abc import Sequence
@@ -111,6 +113,8 @@ def _verify_presets(args: argparse.Namespace) -> int:
     forkserver.start_server()
     from megatfm.verify.verify import verify_presets
 
+    gc.freeze()  # what is imported need not be traversed after each case
+    atexit.register(gc.unfreeze)  # or libraries report their objects as leaked
     start, cases = time.monotonic(), []
     width = max(map(len, presets))
     print(f"{'':{width}}  {'  '.join(f'{layout:9}' for layout in layouts)}".rstrip(), flush=True)

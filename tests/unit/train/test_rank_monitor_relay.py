@@ -142,8 +142,9 @@ def test_a_server_that_is_silent_is_told_of() -> None:
     assert messages[-1]["hung"] is True
     assert messages[-1]["server_lost"].startswith("no sign of life for")
     assert {"heartbeat": True} in messages, "the relay itself is well"
+    line.close()  # as long as a rank is there, the relay waits for its last message
     relay.join(20)
-    line.close()
+    assert not relay.is_alive()
     silent.close()
 
 
@@ -201,9 +202,10 @@ def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
     assert relayed[2][1]["age"] > 1.0
     assert relayed[3][1]["age"] < 1.0
     upstream.close()
-    relay.join(20)
     for line in lines.values():
         line.close()
+    relay.join(20)
+    assert not relay.is_alive()
 
 
 def test_relays_of_nodes() -> None:
