@@ -3,7 +3,7 @@
 import argparse
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,6 +162,8 @@ def _draw_images(args: argparse.Namespace) -> str:
         image_token = config.model.connector.image_token_id if config.model.connector else None
         images += iter_seen_images(rows.read_rows([position]), patch_size, names, decode, image_token)
         position += 1
+        if not images and isinstance(rows, Sized) and position >= len(rows):
+            raise UsageError(f"--images: no sample of {args.dir} has an image: name a corpus of images")
     out = io.BytesIO()
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
     atomic_write(Path(args.images), out.getvalue())

@@ -80,7 +80,7 @@ def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[st
         changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
         values = merge_section(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _get_table(file, "data") and not file.is_preset]
-    if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
+    if tokenizers and is_vocab_size_of_preset(files) and isinstance(values.get("model"), dict):
         values["model"].pop("vocab_size", None)  # the user's tokenizer decides it
     return values
 

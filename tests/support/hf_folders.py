@@ -98,7 +98,7 @@ def get_public_config(model: PreTrainedModel) -> dict[str, Any]:
     return {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
 
 
-def load_complete(kind: type[PreTrainedModel], folder: Path, **options: Any) -> Any:
+def load_complete(kind: Any, folder: Path, **options: Any) -> Any:
     """A folder's model as transformers loads it, which misses no tensor and finds none too many."""
     loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info

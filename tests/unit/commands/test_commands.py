@@ -8,7 +8,9 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,7 +20,9 @@ from megatfm.commands import doctor, finetuning, training
 from megatfm.commands.doctor import Finding, doctor_command
 from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import load_config
+from megatfm.corpus.corpus import Corpus
 from megatfm.errors import LockedError, UsageError
+from megatfm.train import corpora
 from tests.support.hf_folders import run_command
 from tests.support.small_runs import SMALL_CONFIG
 
@@ -102,6 +106,35 @@ def test_the_report_of_no_run_is_refused_once(tmp_path: Path, capfd: pytest.Capt
     assert run_command("report", str(tmp_path / "none")) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}/none: not a run directory")
+
+
+class RowsWithoutImages:
+    """Three rows of texts alone, as a corpus of images and texts may have them."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def read_rows(self, positions: list[int]) -> dict[str, np.ndarray]:
+        assert positions[0] < 3, "begins the next epoch"
+        return {
+            "encoder_patches": np.zeros((1, 4, 12), np.uint8),
+            "encoder_grid": np.zeros((1, 4, 4), np.int32),
+            "encoder_documents": np.full((1, 4), -1),
+        }
+
+
+def test_a_corpus_without_images_is_not_searched_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
+    monkeypatch.setattr(corpora, "open_corpora", lambda *_: SimpleNamespace(train=RowsWithoutImages()))
+    manifest = SimpleNamespace(provenance={})
+    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=manifest))
+    sheet = tmp_path / "sheet.png"
+    words = ["data", "show", "corpora/texts", "--config", "vit-b16", "--images", str(sheet)]
+    assert run_command(*words) == 2
+    assert "error: --images: no sample of corpora/texts has an image" in capfd.readouterr().err
+    assert not sheet.exists()
 
 
 # ------------------------------------------------------------------------------------------- megatfm estimate

@@ -172,6 +172,7 @@ def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
     ('extends = "gpt2"\nwithout = "model"', r"without = 'model': give a list of keys"),
     ('extends = "gpt2"\nwithout = [3]', r"without = \[3\]: give a list of keys"),
     ('without = ["model"]', r"takes keys out of a base: give it by `extends`"),
+    ('extends = "gpt2"\nwithout = ["model"]\ndata.tokenizer = "t.model"', r"model: is required"),
 ])  # fmt: skip
 def test_a_key_that_can_not_be_taken_out_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -225,8 +225,10 @@ def test_bombs_are_refused_in_little_memory(name: str, tmp_path: Path, monkeypat
 def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path: Path) -> None:
     lines = [b"x" * 1000 + b"\n", b"\n", b"%d\n" * 20_000, b"", b"no end"]
     if suffix == ".zst":
-        options = ({}, {"write_checksum": True}, {"write_content_size": False}, {"level": 19, "write_checksum": True})
-        packed = [zstandard.ZstdCompressor(**options[n % 4]).compress(line) for n, line in enumerate(lines)]
+        plain, checked = zstandard.ZstdCompressor(), zstandard.ZstdCompressor(level=19, write_checksum=True)
+        unsized = zstandard.ZstdCompressor(write_content_size=False)
+        compressors = (plain, zstandard.ZstdCompressor(write_checksum=True), unsized, checked)
+        packed = [compressors[n % 4].compress(line) for n, line in enumerate(lines)]
         packed.insert(2, b"\x5a\x2a\x4d\x18\x05\x00\x00\x00-skip")
     else:
         packed = [lzma.compress(line) + bytes(4 * (n % 3)) for n, line in enumerate(lines)]

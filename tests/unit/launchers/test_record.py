@@ -132,24 +132,30 @@ srun: error: n3: task 0: Killed
 """From SLURM 22.05, where n4 had lost power when srun began."""
 
 
-@pytest.mark.parametrize(("text", "host", "rank"), [
-    ("srun: error: n2: task 3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 1\n", "n2", 3),
-    ("srun: error: n1: tasks 0-1: Exited with exit code 1\nsrun: error: n2: task 2: Aborted\n", "n2", 2),
-    ("srun: error: n1: tasks 0,3: Segmentation fault (core dumped)\n", "n1", 0),
-    ("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1\n",
-     None, None),
-    ("srun: error: Node failure on n3\nsrun: error: n1: task 0: Killed\n", "n3", None),
-    ("nothing of interest\n", None, None),
-    (DIED_BEFORE_LAUNCH, "n4", None),
-    (DIED_BEFORE_LAUNCH.replace("Killed", "Exited with exit code 1"), "n4", None),
-    (
-        "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
-        "srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation\n"
-        "srun: error: n1: task 0: Killed\n",
-        None,
-        None,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "host", "rank"),
+    [
+        ("srun: error: n2: task 3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 1\n", "n2", 3),
+        ("srun: error: n1: tasks 0-1: Exited with exit code 1\nsrun: error: n2: task 2: Aborted\n", "n2", 2),
+        ("srun: error: n1: tasks 0,3: Segmentation fault (core dumped)\n", "n1", 0),
+        (
+            "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1\n",
+            None,
+            None,
+        ),
+        ("srun: error: Node failure on n3\nsrun: error: n1: task 0: Killed\n", "n3", None),
+        ("nothing of interest\n", None, None),
+        (DIED_BEFORE_LAUNCH, "n4", None),
+        (DIED_BEFORE_LAUNCH.replace("Killed", "Exited with exit code 1"), "n4", None),
+        (
+            "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
+            "srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation\n"
+            "srun: error: n1: task 0: Killed\n",
+            None,
+            None,
+        ),
+    ],
+)
 def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
     write_log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
     result = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
@@ -183,7 +189,9 @@ def test_in_a_chain_the_next_link_goes_on(
     assert fake_slurm.calls[-1] == "scancel 9", "a finished run needs no further link"
 
 
-def test_a_link_that_outlives_the_next_s_begin_notes_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SLURM starts the next link while the script of the one before has some seconds (KillWait) left."""
     write_chain(run, 7, 8)
     run_prolog(run)
@@ -231,7 +239,9 @@ def test_a_chain_that_could_not_be_cancelled_is_not_said_to_be(
 
 
 @pytest.mark.parametrize(("code", "requested"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
-def test_a_run_stopped_after_its_last_step_is_done(run: Path, fake_slurm: FakeSlurm, code: int, requested: str) -> None:
+def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
+    run: Path, fake_slurm: FakeSlurm, code: int, requested: str
+) -> None:
     run_prolog(run)
     finish_run(run)
     assert run_epilog(run, code, *(["--asked", requested] if requested else [])) == 0
