@@ -60,12 +60,17 @@ CASES = (
     ("t5-base", 2, "parallel.tp=2"),
     ("vit-ti16", 2, "parallel.zero=0"),
     ("vit-ti16", 2, "parallel.zero=3"),
+    ("gpt2-124m", 2, "parallel.zero=1 train.compile=true"),
+    ("llama3-8b", 2, "parallel.zero=3 train.compile=true"),
+    ("olmoe-1b-7b", 2, "parallel.zero=1 train.compile=true"),
+    ("bert-base", 2, "parallel.zero=1 train.compile=true"),
+    ("vit-ti16", 2, "parallel.zero=0 train.compile=true"),
 )
 
 
 def make_config(preset: str, ranks: int, layout: str) -> Config:
     """The small model in a layout, with two micro-batches."""
-    words = [*FAMILIES[preset], *layout.split(), "train.precision=fp32", "train.compile=false", "train.device=cpu"]
+    words = [*FAMILIES[preset], *layout.split(), "train.precision=fp32", "train.device=cpu"]
     words += [f"model.{key}dropout=0" for key in ("", "attention.", "ffn.")]  # with it, a CPU computes all scores
     words += ["data.train=d", "data.tokenizer=t"] if preset != "vit-ti16" else []
     config = load_config(preset, [*words, "parallel.dp_shard=-1", "train.global_batch=1024"])
