@@ -58,7 +58,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     clock = Clock(device)
     kind, dtype = device.type, DTYPES[precision]
     shapes = list_matmul_shapes(kind)
-    matmuls = clock.measure_fastest([_make_matmul(shape, dtype, device) for shape in shapes])
+    matmuls = clock.measure_fastest([make_matmul(shape, dtype, device) for shape in shapes])
     rows = [[*shape, seconds] for shape, seconds in zip(shapes, matmuls, strict=True)]
     sizes = MOVED_BYTES[kind]
     moves = clock.measure_fastest([_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes])
@@ -139,7 +139,8 @@ class Clock:
         return least
 
 
-def _make_matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def make_matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Return a function that multiplies x [m, k] by the transpose of a weight [n, k]. shape: (m, n, k)."""
     m, n, k = shape
     x, weight = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
     return lambda: x @ weight.T
