@@ -141,7 +141,7 @@ class Clock:
 
 
 def make_matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a function that multiplies [m, k] by the transpose of [n, k]. shape: (m, n, k)."""
+    """Return a function that multiplies x [m, k] by the transpose of a weight [n, k]. shape: (m, n, k)."""
     m, n, k = shape
     x, weight = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
     return lambda: x @ weight.T
