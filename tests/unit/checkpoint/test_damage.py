@@ -312,6 +312,7 @@ W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
         header({"w": {**W, "shape": [-4, -6]}}),
         *(header({"w": {**W, "shape": s, "data_offsets": [0, 0]}}) for s in ([2**70, 0], [2**50, 2**50, 0])),
     ],
+    ids=lambda content: f"{len(content)} bytes",
 )
 def test_forged_files_are_refused(path: Path, content: bytes) -> None:
     forge_shard(path, content + bytes(200))
