@@ -1,12 +1,13 @@
 """From images with captions to two towers that find them, by the commands that a user types; resumed to the bit."""
 
 import json
+import math
 from pathlib import Path
 
 from PIL import Image
 
 from tests.support.forked_commands import run_megatfm
-from tests.support.images import write_captioned_images
+from tests.support.images import COLOURS, SHAPES, write_captioned_images
 from tests.support.training_runs import training_curve
 
 CONFIG = """
@@ -89,6 +90,16 @@ def prepare_shapes(folder: Path, log: Path) -> None:
     run_megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=folder)
 
 
+def compute_loss_of_text_alone(images: Path, n_tokens: int) -> float:
+    """The lowest mean loss that a model can expect which sees no images.
+
+    Two shapes and two colours are drawn alike and apart, so a caption has (colours × shapes)² equally likely forms; it
+    needs the logarithm of their number in nats, however well its other tokens are predicted.
+    """
+    n_captions = len(list(images.glob("*.txt")))
+    return n_captions * 2 * math.log(len(COLOURS) * len(SHAPES)) / n_tokens
+
+
 def test_images_are_described(tmp_path: Path) -> None:
     """A vision-language model describes images that it never saw, on two ranks as on one, and resumes to the bit."""
     log, run = tmp_path / "log", tmp_path / "runs/captioner"
@@ -98,6 +109,7 @@ def test_images_are_described(tmp_path: Path) -> None:
     curve = training_curve(run)
     (evaluation,) = curve[-1]["evaluation"].values()
     assert evaluation["loss"] < 0.05
+    assert evaluation["loss"] < 0.5 * compute_loss_of_text_alone(tmp_path / "images/validation", evaluation["tokens"])
     described = []
     for image in sorted((tmp_path / "images/validation").glob("*.png"))[:5]:
         words = ["--image", image, "--temperature", "0", "--max-tokens", "40"]

@@ -162,7 +162,7 @@ def test_uniform_draws_pass_a_chi_squared_test(key: tuple[int | str, ...]) -> No
 
 @pytest.mark.parametrize(("count", "n"), [(0, 5), (1, 1), (3, 5), (5, 5), (6, 1000), (40, 2**16)])
 def test_a_sample_is_the_start_of_a_permutation(count: int, n: int) -> None:
-    """The first two expectations are stored."""
+    """Two orders are those of an earlier version, as numbers."""
     assert rng.sample(6, 1000, 0, "shots", 7) == [14, 478, 236, 392, 5, 587]
     assert rng.sample(5, 5, 3, "shots", 2) == [3, 0, 1, 2, 4]
     for seed in range(4):

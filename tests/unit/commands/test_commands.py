@@ -70,7 +70,7 @@ def test_the_config_of_a_running_task_is_not_replaced(
 
 @pytest.mark.parametrize("override", ["data.validation.web=corpora/web", 'data.mixture.web={path = "corpora/web"}'])
 def test_corpora_beside_a_task_are_refused(tmp_path: Path, override: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """They would be left out without a word."""
+    """Corpora that the files of the task would replace."""
     (tmp_path / "task.toml").write_text('[task]\ntrain = "a.csv"\n')
     assert run_command("finetune", str(tmp_path / "task.toml"), "--from", str(tmp_path / "model"), override) == 2
     assert f"error: {override}: a task is trained and evaluated on its own files" in capfd.readouterr().err
