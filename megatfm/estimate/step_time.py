@@ -1,7 +1,7 @@
 """Time of a step: passes by roofline, traffic on its links, overlap, and the pipeline's schedule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatfm.config import Config
 from megatfm.estimate.contrastive import takes_two_passes
@@ -186,6 +186,7 @@ def part_time(
 ) -> PartTime:
     """Estimate the seconds of a split point's two passes."""
     parallel, device, node = config.parallel, cluster.device, cluster.node
+    part = with_local_experts(part, parallel.ep)
     fp8 = config.train.precision.startswith("fp8") and part.is_block
     fused = compiled and part.is_block
     forward = pass_seconds(device, part.forward, compiled=fused, fp8=fp8)
@@ -221,6 +222,30 @@ def part_time(
         (sent_backward + resent) * on_link[TENSOR] + exchanged * 2 / 3,
         count_all_gathers(config, True, 2) == 1,
     )
+
+
+def with_local_experts(part: PartProfile, ep: int) -> PartProfile:
+    """Return a profile whose grouped matmuls are of the experts of one of `ep` ranks: fewer groups of more rows.
+
+    A rank receives as many rows as it sends, for its own experts alone.
+    """
+    if ep == 1 or not any(op.name == "_grouped_mm" for op in part.forward):
+        return part
+    passes = ([_of_local_experts(op, ep, part.weight_numbers) for op in ops] for ops in (part.forward, part.backward))
+    forward, backward = passes
+    return replace(part, forward=forward, backward=backward)
+
+
+def _of_local_experts(op: Operator, ep: int, weights: frozenset[int]) -> Operator:
+    if op.name != "_grouped_mm" or op.dims is None:
+        return op
+    groups, m, n, k = op.dims
+    local = max(1, groups // ep)
+    if weights.isdisjoint(op.reads):  # the gradient of weights sums over rows
+        writes = {number: n_bytes * local // groups for number, n_bytes in op.writes.items()}
+        return replace(op, dims=(local, m, n, k * groups // local), writes=writes)
+    reads = {key: size * local // groups if key in weights else size for key, size in op.reads.items()}
+    return replace(op, dims=(local, m * groups // local, n, k), reads=reads)
 
 
 def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
