@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatfm.estimate.operators import Operator, Recording
 
@@ -84,6 +85,11 @@ class PartProfile:
     weight_numbers: frozenset[int] = frozenset()
     whole_backward_peak: int = 0
     expert_moments: Sequence[ExpertMoment] = ()
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether it runs grouped matmuls."""
+        return any(op.name == "_grouped_mm" for op in self.forward)
 
     def unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
         """Return the most bytes that a backward pass has live if it keeps all gradients, but those of experts until

@@ -1,7 +1,7 @@
 """Time of one part of a model: its kernels by roofline, and its traffic over tp, cp, ep and ZeRO's ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatfm.config import Config
 from megatfm.estimate.devices import Cluster, Device
@@ -48,9 +48,10 @@ class PartKernels:
 
 
 def estimate_part_kernels(
-    device: Device, part: PartProfile, recompute: str, *, compiled: bool, fp8: bool
+    device: Device, part: PartProfile, recompute: str, ep: int, *, compiled: bool, fp8: bool
 ) -> PartKernels:
-    """Estimate the kernels of a split point's two passes. compiled, fp8: of blocks."""
+    """Estimate the kernels of a split point's two passes. ep: ranks that share the experts; compiled, fp8: of blocks."""
+    part = with_local_experts(part, ep)
     compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
     repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
     repeated = list_recomputed_operators(part, recompute) if repeats else []
@@ -66,6 +67,32 @@ def estimate_part_kernels(
         estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
         _count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
     )
+
+
+def with_local_experts(part: PartProfile, ep: int) -> PartProfile:
+    """Return a profile whose grouped matmuls are of the experts of one of `ep` ranks: fewer groups of more rows.
+
+    A rank receives as many rows as it sends, for its own experts alone.
+    """
+    if ep == 1 or not part.has_experts:
+        return part
+    forward, backward = (
+        [_with_local_experts(op, ep, part.weight_numbers) for op in operators]
+        for operators in (part.forward, part.backward)
+    )
+    return replace(part, forward=forward, backward=backward)
+
+
+def _with_local_experts(op: Operator, ep: int, weights: frozenset[int]) -> Operator:
+    if op.name != "_grouped_mm" or op.dims is None:
+        return op
+    groups, m, n, k = op.dims
+    local = max(1, groups // ep)
+    if weights.isdisjoint(op.reads):  # the gradient of weights sums over rows
+        writes = {number: n_bytes * local // groups for number, n_bytes in op.writes.items()}
+        return replace(op, dims=(local, m, n, k * groups // local), writes=writes)
+    reads = {key: size * local // groups if key in weights else size for key, size in op.reads.items()}
+    return replace(op, dims=(local, m * groups // local, n, k), reads=reads)
 
 
 def _list_collectives(operators: Sequence[Operator]) -> list[tuple[str, float]]:

@@ -278,7 +278,8 @@ class QuickScores:
             for index, part in enumerate(profile.parts):
                 if part not in times:
                     scaled = self._scale_profile(part, train.micro_batch, tokens)
-                    kernels = self._part_kernels(scaled, train.recompute, compiled=compiled, fp8=fp8)
+                    ep = parallel.ep if part.has_experts else 1
+                    kernels = self._part_kernels(scaled, train.recompute, ep, compiled=compiled, fp8=fp8)
                     time = estimate_part_time(config, self.cluster, scaled, kernels, index, (), axes)
                     saved = self._saved_bytes(scaled, train.recompute, compiled)
                     recomputed = 0

@@ -73,7 +73,9 @@ def step_time(
     times = []
     for index, part in enumerate(profile.parts):
         if id(part) not in cache:
-            kernels = estimate_part_kernels(cluster.device, part, config.train.recompute, compiled=compiled, fp8=fp8)
+            kernels = estimate_part_kernels(
+                cluster.device, part, config.train.recompute, parallel.ep, compiled=compiled, fp8=fp8
+            )
             cache[id(part)] = estimate_part_time(config, cluster, part, kernels, index, weights, axes)
         times.append(cache[id(part)])
     busiest = max(

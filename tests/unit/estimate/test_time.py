@@ -16,6 +16,7 @@ from megatfm.config import Config, load_config, to_toml
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Link, Node, load_cluster
 from megatfm.estimate.estimator import open_estimator
+from megatfm.estimate.part_time import PartTime, with_local_experts
 from megatfm.estimate.recorded import find_device, read_recorded, read_snapshot_owners
 from megatfm.estimate.roofline import Seconds
 from megatfm.estimate.schedule import simulate
@@ -25,7 +26,6 @@ from megatfm.estimate.stalls import (
     estimate_effective_share,
     estimate_fullest_share,
 )
-from megatfm.estimate.step_time import PartTime
 from megatfm.estimate.traffic import Axis, Flows, estimate_axis_seconds
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
 from tests.support.layouts import bubble_fraction
@@ -348,3 +348,23 @@ def test_the_report_has_the_estimate_beside_what_was_measured(run: Path, capsys:
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "Estimated and measured" in page
     assert "<td>step, s</td><td>0.5</td>" in page
+
+
+def test_grouped_products_are_of_a_ranks_own_experts() -> None:
+    """Of 8 experts, each of 4 ranks has 2, which get the rows of 2 choices of all its tokens; so has their gradient."""
+    overrides = ["model.n_layers=1", "data.sequence_length=512", "train.micro_batch=2", "train.global_batch=8"]
+    config = load_config("mixtral-8x7b", [*overrides, "parallel.ep=4", "parallel.dp_shard=4"])
+    with open_estimator(config, load_cluster("h100", 4)) as opened:
+        block = next(part for part in opened.profile(opened.base).parts if part.is_block)
+    local = with_local_experts(block, 4)
+    rows = 2 * 512 * 2
+    d_model, d_ff = config.model.d_model, 14336
+    products = [op for op in (*local.forward, *local.backward) if op.name == "_grouped_mm"]
+    assert {op.dims for op in products} == {
+        (2, rows // 2, d_ff, d_model),
+        (2, rows // 2, d_model, d_ff),
+        (2, d_ff, d_model, rows // 2),
+        (2, d_model, d_ff, rows // 2),
+    }
+    assert all(op.flops == 2 * rows * d_model * d_ff for op in products)
+    assert {max(op.reads.values()) for op in local.forward if op.name == "_grouped_mm"} == {2 * d_model * d_ff * 2}
