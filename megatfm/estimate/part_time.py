@@ -50,7 +50,7 @@ class PartKernels:
 def estimate_part_kernels(
     device: Device, part: PartProfile, recompute: str, ep: int, *, compiled: bool, fp8: bool
 ) -> PartKernels:
-    """Estimate the kernels of a split point's two passes. ep: ranks that share the experts; compiled, fp8: of blocks."""
+    """Estimate the kernels of a split point's two passes. ep: ranks that share experts; compiled, fp8: of blocks."""
     part = with_local_experts(part, ep)
     compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
     repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
