@@ -6,7 +6,15 @@ from functools import partial
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.weights import LocalWeight, RankBytes, effective_zero, number_bytes, pending_bytes, rank_bytes
+from megatfm.estimate.weights import (
+    BUCKET_NUMEL,
+    LocalWeight,
+    RankBytes,
+    effective_zero,
+    number_bytes,
+    pending_bytes,
+    rank_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -145,9 +153,13 @@ def _moments(
     """
     moments, saved, zero = [], 0, effective_zero(config)
     size, compute = number_bytes(config)
-    copies = [1.0, size / compute] if size > compute else [1.0]  # of a gradient: as computed, and its cast
+    cast = size / compute if size > compute else 0.0
+    copies = expert_copies = 1.0 + cast  # of a gradient: as computed, and its cast
+    reduces_in_pass = is_single_pass and zero == 1 and config.parallel.pp == 1
     if is_single_pass:
-        copies.pop()  # it becomes the accumulated gradient
+        # The cast becomes the accumulated gradient. That of experts is transposed, and copied into the weight's order.
+        copies = 1.0 + (cast if reduces_in_pass else 0.0)
+        expert_copies = (cast or 1.0) * (2 if reduces_in_pass else 1)
     gradients = 0 if is_single_pass else state.gradients
     for index in parts:
         beyond = state.beyond_in_forward if profiles[index].is_block else state.beyond_outside
@@ -155,18 +167,24 @@ def _moments(
         moments.append(_Moment("forward", saved + saved_bytes[index], forward_peak, gradients))
         saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
-    reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
+    reduced = reducing = waiting = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
     reduces_at_once = zero >= 2 and not state.keeps_whole_gradients
     for index in reversed(parts):
-        reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[0])  # complete at its first use
-        if is_single_pass:
+        completed = [w for w in weights if w.is_trained and index == w.parts[0]]  # complete at its first use
+        if reduces_in_pass:  # shards of complete buckets, one that waits for gradients, and this part's own small ones
+            small = sum(w.local for w in completed if w.local <= BUCKET_NUMEL)
+            shards = state.reduced * min(reduced, trained) // trained
+            gradients = shards + (small + min(waiting, BUCKET_NUMEL)) * size
+            waiting += small
+        reduced += sum(w.local for w in completed)
+        if is_single_pass and not reduces_in_pass:
             gradients = state.gradients * min(reduced, trained) // trained
         recomputed = 0
         if profiles[index].is_block and config.train.recompute != "none":
             recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
         pending = pending_bytes(config, weights, parts, index)
         if zero < 2:
-            accumulating = profiles[index].accumulation_peak(sum(copies), config.parallel.ep)
+            accumulating = profiles[index].accumulation_peak(copies, expert_copies, config.parallel.ep)
             pass_peak = max(profiles[index].backward_peak, accumulating)
         else:
             experts = sum(w.local for w in weights if w.is_trained and w.is_expert and index == w.parts[0])

@@ -104,12 +104,15 @@ class PartProfile:
             for moment in self.expert_moments
         )
 
-    def accumulation_peak(self, copies: float, ep: int) -> int:
+    def accumulation_peak(self, copies: float, expert_copies: float, ep: int) -> int:
         """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.
 
-        copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
+        copies, expert_copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
         """
-        peaks = (g.live + (copies - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients)
+        peaks = (
+            g.live + ((expert_copies if g.is_expert else copies) - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1)
+            for g in self.gradients
+        )
         return max(map(int, peaks), default=0)
 
     def saved_bytes(self, recompute: str, compiled: bool) -> int:

@@ -167,6 +167,7 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
          "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=8"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
+        ("gpt2-124m", 0.01, "parallel.zero=1 train.global_batch=8 model.n_layers=12"),
         ("t5-base", 0.01, "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_encoder_layers=2"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16"),
         ("gpt3-13b", 0.01, "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8"),
@@ -174,13 +175,14 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
         ("olmoe-1b-7b", 0.002,
          "parallel.ep=4 train.global_batch=16 model.vocab_size=5030 parallel.grad_accumulation=sharded"),
     ],
-    ids=["pipeline zero1", "zero3", "tied, one micro-batch", "whole tensors", "zero3 sharded", "zero2 × tp2",
+    ids=["pipeline zero1", "zero3", "tied, one micro-batch", "zero1, one micro-batch", "whole tensors", "zero3 sharded",
+         "zero2 × tp2",
          "experts", "experts sharded"],
 )  # fmt: skip
 def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layout: str) -> None:
     """A pipeline's first rank keeps what it sent until the backward pass; a tied table's gradient is complete at its
-    first use; optimizers see reduced gradients, and ZeRO 1 gathers the new weights after them; experts are gathered and
-    reduced by themselves, and hold the rows that they exchange."""
+    first use; a single pass reduces each bucket under ZeRO 1; optimizers see reduced gradients, and ZeRO 1 gathers the
+    new weights after them; experts are gathered and reduced by themselves, and hold the rows that they exchange."""
     overrides = ["train.compile=false", "train.micro_batch=1", "model.n_layers=2", *layout.split()]
     trace = run_trace(preset, overrides, 8, 0)
     with open_estimator(load_config(preset, overrides), load_cluster("h100", 8)) as opened:
