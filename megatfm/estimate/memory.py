@@ -147,38 +147,21 @@ def _moments(
     is_single_pass: bool,
     compiled: bool,
 ) -> list[_Moment]:
-    """List the moments of a stage's two passes at which memory may be fullest.
-
-    The gradients of a single pass grow while its activations are freed; later passes add to whole gradients.
-    """
+    """List the moments of a stage's two passes at which memory may be fullest."""
     moments, saved, zero = [], 0, effective_zero(config)
     size, compute = number_bytes(config)
-    cast = size / compute if size > compute else 0.0
-    copies = expert_copies = 1.0 + cast  # of a gradient: as computed, and its cast
     reduces_in_pass = is_single_pass and zero == 1 and config.parallel.pp == 1
-    if is_single_pass:
-        # The cast becomes the accumulated gradient. That of experts is transposed, and copied into the weight's order.
-        copies = 1.0 + (cast if reduces_in_pass else 0.0)
-        expert_copies = (cast or 1.0) * (2 if reduces_in_pass else 1)
-    gradients = 0 if is_single_pass else state.gradients
+    copies, expert_copies = _count_copies(config, is_single_pass, reduces_in_pass)
     for index in parts:
         beyond = state.beyond_in_forward if profiles[index].is_block else state.beyond_outside
         forward_peak = max(0, profiles[index].forward_peak + beyond)
+        gradients = 0 if is_single_pass else state.gradients
         moments.append(_Moment("forward", saved + saved_bytes[index], forward_peak, gradients))
         saved += saved_bytes[index]
-    trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
-    reduced = reducing = waiting = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
+    gradients_by_part = _count_gradients(config, weights, parts, state, is_single_pass, reduces_in_pass)
+    reducing = 0  # bytes of the last block's gradients in a reduce-scatter
     reduces_at_once = zero >= 2 and not state.keeps_whole_gradients
     for index in reversed(parts):
-        completed = [w for w in weights if w.is_trained and index == w.parts[0]]  # complete at its first use
-        if reduces_in_pass:  # shards of complete buckets, one that waits for gradients, and this part's own small ones
-            small = sum(w.local for w in completed if w.local <= BUCKET_NUMEL)
-            shards = state.reduced * min(reduced, trained) // trained
-            gradients = shards + (small + min(waiting, BUCKET_NUMEL)) * size
-            waiting += small
-        reduced += sum(w.local for w in completed)
-        if is_single_pass and not reduces_in_pass:
-            gradients = state.gradients * min(reduced, trained) // trained
         recomputed = 0
         if profiles[index].is_block and config.train.recompute != "none":
             recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
@@ -192,11 +175,58 @@ def _moments(
             if zero == 3 and not config.parallel.splits_backward:
                 reducing_experts -= experts * compute  # no longer gathered
             pass_peak = profiles[index].unreduced_peak(config.parallel.ep, reducing, reducing_experts)
-        moments.append(_Moment("backward", saved, pass_peak + recomputed + pending, gradients))
+        moments.append(_Moment("backward", saved, pass_peak + recomputed + pending, gradients_by_part[index]))
         saved -= saved_bytes[index]
         if zero >= 2 and profiles[index].is_block:
             block = sum(w.local for w in weights if w.is_trained and w.in_block and index == w.parts[0]) - experts
             reducing = block * size * reduces_at_once
             workspace = reducing + block * compute + profiles[index].input_bytes + pending
-            moments.append(_Moment("backward", saved, workspace, gradients))
+            moments.append(_Moment("backward", saved, workspace, gradients_by_part[index]))
     return moments
+
+
+def _count_copies(config: Config, is_single_pass: bool, reduces_in_pass: bool) -> tuple[float, float]:
+    """Return the most copies of a gradient beside the accumulated ones, as multiples of its bytes; the same of experts.
+
+    It exists as computed and cast. In a single pass the cast becomes the accumulated gradient; that of experts is
+    transposed, and copied into the weight's order.
+    """
+    size, compute = number_bytes(config)
+    cast = size / compute if size > compute else 0.0
+    if not is_single_pass:
+        return 1.0 + cast, 1.0 + cast
+    if not reduces_in_pass:
+        return 1.0, cast or 1.0
+    return 1.0 + cast, 2 * (cast or 1.0)
+
+
+def _count_gradients(
+    config: Config,
+    weights: Sequence[LocalWeight],
+    parts: Sequence[int],
+    state: RankBytes,
+    is_single_pass: bool,
+    reduces_in_pass: bool,
+) -> dict[int, int]:
+    """Return the bytes of gradients while each part runs backward.
+
+    Those of a single pass grow. If it reduces them, they are shards of complete buckets, one bucket that waits for
+    more, and the part's own small ones; larger ones are a bucket each.
+    """
+    if not is_single_pass:
+        return dict.fromkeys(parts, state.gradients)
+    size, _ = number_bytes(config)
+    trained = [w for w in weights if w.is_trained]
+    n_trained = sum(w.local for w in trained if set(w.parts) & set(parts)) or 1
+    n_complete = n_waiting = 0
+    gradients = {}
+    for index in reversed(parts):
+        completed = [w for w in trained if index == w.parts[0]]  # complete at its first use
+        small = sum(w.local for w in completed if w.local <= BUCKET_NUMEL)
+        if reduces_in_pass:
+            shards = state.reduced * min(n_complete, n_trained) // n_trained
+            gradients[index] = shards + (small + min(n_waiting, BUCKET_NUMEL)) * size
+        n_complete, n_waiting = n_complete + sum(w.local for w in completed), n_waiting + small
+        if not reduces_in_pass:
+            gradients[index] = state.gradients * min(n_complete, n_trained) // n_trained
+    return gradients
