@@ -351,7 +351,7 @@ def test_the_report_has_the_estimate_beside_what_was_measured(run: Path, capsys:
 
 
 def test_grouped_products_are_of_a_ranks_own_experts() -> None:
-    """Of 8 experts, each of 4 ranks has 2, which get the rows of 2 choices of all its tokens; so has their gradient."""
+    """Each of 4 ranks has 2 of 8 experts, which get the rows of 2 choices of all its tokens; so has their gradient."""
     overrides = ["model.n_layers=1", "data.sequence_length=512", "train.micro_batch=2", "train.global_batch=8"]
     config = load_config("mixtral-8x7b", [*overrides, "parallel.ep=4", "parallel.dp_shard=4"])
     with open_estimator(config, load_cluster("h100", 4)) as opened:
