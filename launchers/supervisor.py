@@ -20,7 +20,7 @@ POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # from the first failure to SIGTERM: the others may end by themselves and log why
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 TAIL_LINES, TAIL_BYTES = 8, 2**16
-"""What is shown of the log of the child that failed first, and how much of its end is searched for these lines."""
+"""Lines of the log of the first child that failed which are shown, and bytes of its end that are searched for them."""
 COMMON_CODES = (EXIT_OK, EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED)  # passed on if all children agree
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1

@@ -171,8 +171,9 @@ def _print_summary(config: Config, run_dir: Path, seconds: float) -> None:
 
 def _print_next_commands(config: Config, run_path: str, overrides: Sequence[str]) -> None:
     """Print commands to try. The job is of a new run: the one that is finished would be refused."""
-    kept = [override for override in overrides if override.partition("=")[0].strip() not in ("name", "run_dir")]
-    job = ["launch", "quickstart", *kept, f"name={config.name}-2"]
+    names = ("name", "run_dir")
+    job_overrides = [override for override in overrides if override.partition("=")[0].strip() not in names]
+    job = ["launch", "quickstart", *job_overrides, f"name={config.name}-2"]
     console.print("\n[bold]Next[/bold]")
     for command in (
         ["generate", run_path, "--prompt", "class ", "--temperature", "0.6"],

@@ -30,7 +30,7 @@ from megatfm.parallel.ring_attention import (
 
 @dataclass(frozen=True)
 class GlobalQueries:
-    """Where the global queries of a row are."""
+    """Places of the global queries of a row."""
 
     row_indices: Tensor
     """Row indices of all global queries [G]."""

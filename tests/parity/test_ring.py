@@ -49,7 +49,7 @@ def part_group() -> Any:
 
 
 def places_of(rank: int) -> Tensor:
-    """Where a rank's tokens stand."""
+    """Places of a rank's tokens."""
     ranks = dist.get_world_size()
     return compute_token_indices(TOKENS * ranks, ranks, is_zigzag=True)[rank]
 

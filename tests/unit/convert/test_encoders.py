@@ -295,11 +295,12 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
     for half, name in DEBERTA_CLASSES.items():
         output = load_complete(getattr(transformers, name), tmp_path / "pair" / half).eval()(ENCODER_TOKENS)
         if half == "generator":
-            theirs, ours = output.logits, actual.generator(ENCODER_TOKENS).logits
+            reference, converted = output.logits, actual.generator(ENCODER_TOKENS).logits
         else:
-            theirs, ours = output.last_hidden_state, actual(ENCODER_TOKENS).hidden
-            assert torch.equal(megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], ours[0, 0, 0])
-        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+            reference, converted = output.last_hidden_state, actual(ENCODER_TOKENS).hidden
+            hidden = megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden
+            assert torch.equal(hidden[0, 0, 0], converted[0, 0, 0])
+        torch.testing.assert_close(reference, converted, rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")
 

@@ -93,7 +93,7 @@ def test_a_lock_file_removed_before_locking_is_opened_again(tmp_path: Path, monk
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path: Path) -> None:
-    """As it would with POSIX record locks."""
+    """A POSIX record lock would be released when any descriptor of the file is closed."""
     held = RunLock(tmp_path / "lock")
     held.acquire()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()

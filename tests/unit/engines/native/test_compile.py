@@ -67,7 +67,7 @@ LEFT = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", LEFT)
 def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With the gradients of a mask of all pairs."""
+    """Gradients equal those of a mask of all pairs."""
     torch._dynamo.reset()
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     model = build(ModelConfig.from_dotted({**sizes, **LEFT[name]})).double().train()
@@ -89,7 +89,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["shaw", "deberta", "xlnet"])
 def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With the gradients of all at once."""
+    """Gradients equal those of all queries at once."""
     torch._dynamo.reset()
     config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
     inputs = score_inputs(config.family, prefix=False)
