@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test bare-machine system-deps deepspeed moe clean
+.PHONY: help quickstart test test-extended test-all test-cpus gpu soak lint docs wheel-test bare-machine system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,8 +28,11 @@ quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume
 # Where PYTHONDONTWRITEBYTECODE is set, each process would compile all modules and tests again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder
 
-test: test-setup ## the suite on the CPU, less what is marked slow
-	$(PYTEST) -m "not slow" --durations=30 $(ARGS)
+test: test-setup ## the suite on the CPU, less what is marked extended or slow
+	$(PYTEST) -m "not extended and not slow" --durations=30 $(ARGS)
+
+test-extended: test-setup ## the extended cases, which CI runs besides
+	$(PYTEST) -m "extended and not slow" --durations=30 $(ARGS)
 
 test-all: test-setup ## the whole suite on the CPU: the further cases of each grid, too
 	$(PYTEST) $(ARGS)
