@@ -47,8 +47,8 @@ from megatfm import checkpoint, data_prep
 from megatfm.checkpoint import file_io
 from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
+from megatfm.launchers.local import find_free_port
 from tests.support import kill_series, killed_ranks
-from tests.support.rank_processes import free_port
 
 # ---------------------------------------------------------------------------------------------------- speed
 
@@ -345,7 +345,7 @@ def train_with_kills(
 
 def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     """Fork all ranks of a run."""
-    port = free_port()
+    port = find_free_port()
     pids = []
     for rank in range(world):
         variables = {

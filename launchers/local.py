@@ -193,7 +193,7 @@ def make_default_env(processes: int) -> dict[str, str]:
 
 def find_free_port() -> int:
     """Return a port on which no process listens. Raises MegatfmError when none is found."""
-    for port in random.sample(PORTS, 100):
+    for port in random.SystemRandom().sample(PORTS, 100):  # two processes with one seed would choose alike
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

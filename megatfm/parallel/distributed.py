@@ -35,8 +35,8 @@ RENDEZVOUS_SECONDS = 300.0
 TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
 """torch's default timeouts of gloo and NCCL."""
 
-POLL_INTERVAL = timedelta(seconds=1)
-"""Interval at which waiting ranks check for a stopped rank."""
+FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
+"""First and longest pause of a rank that waits for the others, between two looks into the store."""
 RESTART_POLL_SECONDS = 0.02
 MISSING_RANKS_TIMEOUT = timedelta(seconds=60)
 """Timeout of waiting for the rank that lists the missing ones."""
@@ -247,22 +247,27 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
     if store.add("megatfm/arrived", 1) == env.world_size:
         store.set("megatfm/all", "1")
     deadline = since + timeout.total_seconds()
-    while (error := _poll_store(store)) is not None:
+    pause = FIRST_POLL_SECONDS
+    # `check` and not `wait`, which prints two warnings for each time that it times out (torch 2.13).
+    while not store.check(["megatfm/all"]):
         if store.check([STOPPED_KEY]):
             if env.rank == 0:
-                time.sleep(2 * POLL_INTERVAL.total_seconds())  # so that the others can still read its store
+                time.sleep(2 * MAX_POLL_SECONDS)  # so that the others can still read its store
             raise MegatfmError(store.get(STOPPED_KEY).decode())
         if time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
             continue
         names = _name_missing_ranks(store, env.world_size)
         if not names:  # the last rank has arrived, but not yet set "megatfm/all"
-            raise error
+            store.wait(["megatfm/all"], MISSING_RANKS_TIMEOUT)
+            return
         if env.rank == 0:
-            time.sleep(2 * POLL_INTERVAL.total_seconds())
+            time.sleep(2 * MAX_POLL_SECONDS)
         raise MegatfmError(
             f"rank {names} of {env.world_size} did not start within {timeout.total_seconds():g} s: check its log "
             "or its node"
-        ) from error
+        )
 
 
 def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
@@ -278,15 +283,6 @@ def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
     names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
     store.set("megatfm/missing", names)
     return names
-
-
-def _poll_store(store: dist.Store) -> dist.DistError | None:
-    """Wait for a poll interval; returns the error if not all ranks have arrived."""
-    try:
-        store.wait(["megatfm/all"], POLL_INTERVAL)
-    except dist.DistError as error:
-        return error
-    return None
 
 
 def _rendezvous_over_mpi(env: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:

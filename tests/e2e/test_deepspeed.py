@@ -21,9 +21,10 @@ from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from megatfm.launchers.local import find_free_port
 from megatfm.train.trainer import train
 from tests.support.forked_commands import keep_last_override
-from tests.support.rank_processes import Fault, Start, free_port
+from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import (
     delete_checkpoints_after,
     have_same_tensors,
@@ -194,7 +195,7 @@ def test_training_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_pat
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
     completed = subprocess.run(
-        [*launcher, f"--master_port={free_port()}", "--module", "megatfm", "train", config_file, *words],
+        [*launcher, f"--master_port={find_free_port()}", "--module", "megatfm", "train", config_file, *words],
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import ForkedCommand, run_megatfm
-from tests.support.rank_processes import free_port
 from tests.support.watched_ranks import STEPS, WatchedRanks
 
 TOTAL = 30
@@ -76,7 +76,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 @pytest.fixture
 def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
     (tmp_path / "pauses.py").write_text(PAUSES)
-    port = free_port()
+    port = find_free_port()
     words = [str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["pauses"]', *OVERRIDES]
     nodes = [Node(number, port, words, tmp_path) for number in range(3)]
     yield nodes

@@ -27,9 +27,9 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import step_from_path
+from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import keep_last_override
 from tests.support.killed_ranks import ENGINES, Kill, fork_process, run_rank, wait_for_any
-from tests.support.rank_processes import free_port
 from tests.support.training_runs import training_curve
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
@@ -146,7 +146,7 @@ class KillSeries:
     def _run_ranks(self, run: Path, kill: Kill | None) -> bool:
         """Start all ranks and wait for them; returns whether the kill was carried out."""
         start, number = time.monotonic(), next(self._numbers)
-        port = free_port()
+        port = find_free_port()
         output = [self.folder / f"said-{number}-{rank}" for rank in range(self.world)]
         hit = self.folder / f"hit-{number}"
         pids = {}

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import keep_last_override
 from tests.support.workers import PRELOAD
 
@@ -49,7 +49,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.folder.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        port = find_free_port()
         self.started = time.monotonic()
         for rank in range(count):
             variables = {
@@ -103,13 +103,6 @@ class Ranks:
 
 
 Start = Callable[..., Ranks]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ------------------------------------------------------------------------------------------------ in the process

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatfm.errors import MegatfmError
+from megatfm.launchers.local import find_free_port
 from megatfm.parallel.distributed import distributed_session
 from megatfm.train import rank_monitor_client
 from megatfm.train.rank_monitor_client import RankMonitor
@@ -29,8 +29,7 @@ class WatchedRanks:
     def __init__(self, folder: Path, machines: str, hang_timeout: float, failing: int | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = find_free_port()
         self._outputs = [folder / f"{rank}.txt" for rank in range(len(machines))]
         self._processes = [
             context.Process(target=_run_rank, args=(output, port, rank, machines, hang_timeout, failing))

@@ -171,13 +171,12 @@ def test_misuse_is_refused(workers: Workers) -> None:
 
 
 SESSION = """
-import os
+import os, tempfile
 import tests.support.workers
-from tests.support.rank_processes import free_port  # any function that pulls in nothing
 tests.support.workers.PRELOAD[:] = ["torch.distributed.tensor.debug"]  # and nothing else that takes seconds
 if __name__ == "__main__":
     workers = tests.support.workers.Workers()
-    workers.run(free_port, 2)
+    workers.run(tempfile.gettempdir, 2)
     print(*[worker.process.pid for worker in workers._team], flush=True)
     os.kill(os.getpid(), 9)
 """

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatfm.config import ParallelConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers.local import find_free_port
 from megatfm.parallel import distributed
 from megatfm.parallel.distributed import (
     TIMEOUTS,
@@ -32,7 +33,6 @@ from megatfm.parallel.distributed import (
 from megatfm.parallel.mesh import build_mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import ProcessEnvironment
 from tests.support.forked_commands import ForkedCommand
-from tests.support.rank_processes import free_port
 from tests.support.workers import Workers
 
 
@@ -176,7 +176,7 @@ class CountingStore:
 
 
 def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "POLL_INTERVAL", timedelta(seconds=0.1))
+    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     counts, errors = Counter[str](), []
 
@@ -195,6 +195,28 @@ def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(monkeypat
     assert set(errors) == {"rank 3, 6, 8 of 9 did not start within 0.5 s: check its log or its node"}
     assert len(errors) == len(threads)
     assert counts["megatfm/here"] == 9
+
+
+LATE_RANK = """
+import os, time
+from megatfm.parallel import distributed
+if os.environ["RANK"] == "1": time.sleep(2.5)
+with distributed.distributed_session(60, "cpu"): pass
+"""
+
+
+def test_ranks_that_wait_for_a_late_one_print_nothing(tmp_path: Path) -> None:
+    """`TCPStore.wait` would print two warnings of torch's in each second."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE_RANK)
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    ranks = [
+        ForkedCommand(
+            [], tmp_path / rank, tmp_path, {**common, "RANK": rank, "LOCAL_RANK": rank}, program=str(program)
+        )
+        for rank in ("0", "1")
+    ]
+    assert [(rank.wait(120), rank.output) for rank in ranks] == [(0, "")] * 2
 
 
 TALKING_RANK = """
@@ -221,7 +243,7 @@ def test_many_ranks_are_connected_when_they_first_talk(tmp_path: Path) -> None:
     program.write_text(TALKING_RANK)
     sockets = {}
     for ranks_of_lazy in (5, 4):
-        common = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
         ranks = [
             ForkedCommand(
                 [ranks_of_lazy], tmp_path / f"{ranks_of_lazy}-{rank}", tmp_path,

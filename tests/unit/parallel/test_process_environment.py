@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers.local import find_free_port
 from megatfm.parallel.distributed import restart_store
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.startup_watch import StartupWatch
-from tests.support.rank_processes import free_port
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -160,7 +160,7 @@ def reported(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(reported: Path) -> Iterator[Start]:
     """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
-    port, started = str(free_port()), []
+    port, started = str(find_free_port()), []
 
     def start(rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False) -> "subprocess.Popen[str]":
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
