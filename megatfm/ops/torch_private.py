@@ -16,6 +16,13 @@ flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """(gradient, q, k, v, output, log-sum-exp, dropout, is_causal, attn_mask=, scale=) → gradients of q, k and v."""
 
+flash_on_cuda: Any = torch.ops.aten._scaled_dot_product_flash_attention
+"""(q, k, v, dropout, is_causal, scale=) → output, log-sum-exp [B, N, T], and what dropout and jagged rows need."""
+
+flash_on_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+"""(gradient, q, k, v, output, log-sum-exp, None, None, T, S, dropout, is_causal, seed, offset, scale=) → gradients of
+q, k and v."""
+
 foreach_norm: Any = torch._foreach_norm
 """(tensors, order, dtype) → the norm of each."""
 

@@ -88,7 +88,7 @@ def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]
             k, v = core.project_heads(latent, k_weight, v_weight)
             _log_once(pattern_name, ULYSSES, cp.size)
             return ulysses_attention(core, q, k, v, None, sequence, cp)
-        kv_format = LatentKeyValues(core.project_heads, (k_weight, v_weight))
+        kv_format = LatentKeyValues(core.project_heads, (k_weight, v_weight), len(v_weight) // n)
         _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
         return exchange_and_attend(core, q, latent, kv_format, None, sequence, cp, fetch_plan)
 

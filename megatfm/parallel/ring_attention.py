@@ -16,7 +16,7 @@ from torch import Tensor
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
-from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, has_flash, merge_partial
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
 from megatfm.parallel.pipeline_schedule import get_current_backward_part
@@ -25,28 +25,34 @@ from megatfm.parallel.pipeline_schedule import get_current_backward_part
 
 
 def make_block_attention_plan(
-    core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor
+    core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor, *, fused_width: int | None = None
 ) -> BlockAttentionPlan:
-    """Plan which blocks of the keys at row indices `key_indices` to compute. key: cache key, shared by all layers."""
+    """Plan how to attend to the keys at row indices `key_indices`. key: cache key, shared by all layers.
+
+    fused_width: width of heads for which a fused kernel may be used, that of values if it is larger; None: no such
+    kernel. Full attention then needs no blocks: of each document, a shard of queries sees a shard of keys fully, not at
+    all, or as a causal square.
+    """
     key_indices = move_to_device(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
     mask = core.attention_mask(shard, n_heads)
+    positions = {
+        "zero_distance": sequence.length - 1,
+        "k_positions": key_indices,
+        "q_positions": sequence.indices,
+    }
+    if fused_width is not None and has_flash(q_BNTH, fused_width):
+        bands = mask.cached("shard bands", lambda: core.attention_mask(shard.on_host(), n_heads).shard_bands())
+        if bands is not None:
+            return BlockAttentionPlan.build(bands, 1, width, core.options, sums_parts=True, **positions)
     size = min(block_sparse.choose_block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
     visits = mask.cached(
         ("block groups", size),
         lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
-    return BlockAttentionPlan.build(
-        visits,
-        size,
-        width,
-        core.options,
-        zero_distance=sequence.length - 1,
-        k_positions=key_indices,
-        q_positions=sequence.indices,
-    )
+    return BlockAttentionPlan.build(visits, size, width, core.options, **positions)
 
 
 def compute_partial_attention(
@@ -58,11 +64,11 @@ def compute_partial_attention(
     plan: BlockAttentionPlan,
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over some keys. bias: by distance in the row."""
-    queries = q.shape[2]
+    queries, v_width = q.shape[2], v.shape[3]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -queries % plan.size))
-    q, k, v = (pad_to_blocks(x, plan.size) for x in (q, k, v))
+    q, k, v = (pad_to_blocks(x, plan.size) for x in _pad_heads(plan, q, k, v))
     out, lse = block_sparse.compute_forward(q, k, v, dropout_keys, plan, bias)
-    return out[:, :, :queries], lse[:, :, :queries]
+    return out[:, :, :queries, :v_width], lse[:, :, :queries]
 
 
 def compute_partial_attention_backward(
@@ -76,11 +82,19 @@ def compute_partial_attention_backward(
 
     inputs: the output and its log-sum-exp are over all keys. bias_grad: accumulates the gradient of a learned bias.
     """
-    sizes = inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2]
-    dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
-    padded_inputs = BackwardInputs(*(pad_to_blocks(x, plan.size) for x in inputs))
+    shapes = [x.shape[2:] for x in (inputs.q, inputs.k, inputs.v)]
+    dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -shapes[0][0] % plan.size))
+    *heads, lse = inputs
+    padded_inputs = BackwardInputs(*(pad_to_blocks(x, plan.size) for x in (*_pad_heads(plan, *heads), lse)))
     gradients = block_sparse.compute_backward(padded_inputs, dropout_keys, plan, bias, bias_grad)
-    return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
+    return [x[:, :, :length, :width] for x, (length, width) in zip(gradients, shapes, strict=True)]
+
+
+def _pad_heads(plan: BlockAttentionPlan, *tensors: Tensor) -> Sequence[Tensor]:
+    """Pad heads with zeros to one width for a fused kernel, which supports no other; blocks need no padding."""
+    width = max(x.shape[3] for x in tensors)
+    is_fused = plan.sums_parts
+    return [F.pad(x, (0, width - x.shape[3])) if is_fused and x.shape[3] < width else x for x in tensors]
 
 
 def make_bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
@@ -94,6 +108,10 @@ class KeyValueFormat(Protocol):
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Weights that the computation uses."""
+
+    @property
+    def v_width(self) -> int:
+        """Width of a value head."""
 
     def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values."""
@@ -122,10 +140,12 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class LatentKeyValues:
-    """Latents, from which each rank computes keys and values (MLA). make: (latents, *weights) → keys, values."""
+    """Latents, from which each rank computes keys and values (MLA). make: (latents, *weights) → keys, values. v_width:
+    of a head."""
 
     make: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[Tensor, ...]
+    v_width: int
 
     def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values from latents."""
@@ -158,7 +178,12 @@ def ring_attention(
     kv: the local key-value shard of the first step; each further step receives its shard from the previous rank.
     """
     dropout_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
-    plans = [make_block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
+    is_plain = bias is None and dropout_keys is None and not core.options.softcap
+    fused_width = max(q.shape[3], kv_format.v_width) if is_plain else None
+    plans = [
+        make_block_attention_plan(core, sequence, step.key, step.key_indices, q, fused_width=fused_width)
+        for step in steps
+    ]
     sinks = None if core.sinks is None else core.sinks.weight
     out: Tensor = _RingAttention.apply(q, kv, bias, dropout_keys, sinks, plans, cp, kv_format, *kv_format.weights)
     return out

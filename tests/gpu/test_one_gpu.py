@@ -21,11 +21,16 @@ from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.models.float8 import convert_to_fp8
+from megatfm.ops.attention.bands import make_shard_bands
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.fp8 import multiplies_fp8
 from megatfm.optim.parameters import build_optimizer_groups
+from megatfm.parallel.context_parallel import compute_token_indices
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
+from megatfm.parallel.ring_attention import compute_partial_attention, compute_partial_attention_backward
 from megatfm.train.profiling import explain_out_of_memory, record_allocations
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, LENGTH, ROWS, UNTIED_MODEL
@@ -257,6 +262,50 @@ def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dty
         assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 
 
+def check_shards(device: str, dtype: torch.dtype, bound: float) -> None:
+    """Compare attention to the keys of two ranks, as a ring adds it up, with the softmax of all pairs in float64."""
+    length, documents = 1088, torch.tensor([[0] * 700 + [1] * 388, [0] * 1088])
+    indices = compute_token_indices(length, 2, is_zigzag=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, 64) for heads in (4, 2, 2, 4)]
+    exact = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    q, k, v, g = (x.to(device, dtype) for x in exact)
+    spans = [(row, begin, end) for row, cut in ((0, 700), (1, 1088)) for begin, end in ((0, cut), (cut, length))]
+    spans = [span for span in spans if span[1] < span[2]]
+    plans = [
+        BlockAttentionPlan.build(
+            make_shard_bands(spans, indices[0], keys, causal=True) or [], 1, 64, AttentionOptions(), zero_distance=0,
+            sums_parts=True,
+        )
+        for keys in indices
+    ]  # fmt: skip
+    local_q, local_g = (x[:, :, indices[0]] for x in (q, g))
+    shards = [(k[:, :, keys], v[:, :, keys]) for keys in indices]
+    parts = [
+        compute_partial_attention(local_q, *shard, None, None, plan) for shard, plan in zip(shards, plans, strict=True)
+    ]
+    out, lse = merge_partial(*parts[0], *parts[1])
+    inputs = [BackwardInputs(local_g, local_q, *shard, out.to(dtype), lse) for shard in shards]
+    gradients = [compute_partial_attention_backward(x, None, None, plan) for x, plan in zip(inputs, plans, strict=True)]
+    exact_q, exact_k, exact_v = (x.requires_grad_() for x in exact[:3])
+    index = torch.arange(length)
+    is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (index <= index[:, None])
+    scores = (exact_q @ exact_k.repeat_interleave(2, 1).mT / 8).masked_fill(~is_visible, -torch.inf)
+    expected = (scores.softmax(-1) @ exact_v.repeat_interleave(2, 1))[:, :, indices[0]]
+    expected_gradients = torch.autograd.grad(expected, (exact_q, exact_k, exact_v), exact[3][:, :, indices[0]])
+    pairs = [(out, expected), (gradients[0][0] + gradients[1][0], expected_gradients[0][:, :, indices[0]])]
+    for shard, keys in enumerate(indices):
+        pairs += [(gradients[shard][i], expected_gradients[i][:, :, keys]) for i in (1, 2)]
+    for actual, x in pairs:
+        assert (actual.cpu().double() - x).norm().item() < bound * x.norm().item()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_to_the_keys_of_two_ranks(dtype: torch.dtype) -> None:
+    check_shards("cuda", dtype, 1e-2)
+
+
 @on_a_gpu
 def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     """The record names the lines of Python that took memory: those of this file, too."""
@@ -281,6 +330,8 @@ def on_a_cpu(folder: Path) -> None:
         check_gradients("cpu", "bf16", DEEP, 64, bound, fp8=how)
     recorded_passes_are_those_requested("cpu", "fp32", None, 64, compiled=False)
     check_saved_steps("cpu", folder, 2**20)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
+        check_shards("cpu", dtype, bound)
 
 
 def test_the_same_comparisons_pass_on_a_cpu(workers: Workers, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
-from megatfm.ops.attention.tile import BackwardInputs
+from megatfm.ops.attention.mask import Band
+from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan
 from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather
 from megatfm.parallel.context_attention import make_attention_forward, make_latent_forward
@@ -31,13 +32,13 @@ def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
 
 
-def on_a_ring(latent: bool = False) -> tuple[Any, SequenceShard]:
-    """Causal attention of a row of which each rank has as much, around a ring, and what it needs to know of it."""
+def on_a_ring(latent: bool = False, documents: Tensor | None = None) -> tuple[Any, SequenceShard]:
+    """Return causal attention around a ring, and this rank's part of the rows: of these documents, or of one."""
     model = build(ModelConfig.from_dotted(**TINY_MODEL, **({"attention": TINY_LATENT} if latent else {})))
     core = model.get_submodule("decoder.layers.0.attn.core")
     contexts = ContextParallel(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
-    length = TOKENS * contexts.size
-    row = SequenceMetadata(torch.arange(length)[None])
+    length = TOKENS * contexts.size if documents is None else documents.shape[1]
+    row = SequenceMetadata(torch.arange(length).expand(1 if documents is None else len(documents), -1), documents)
     return (make_latent_forward if latent else make_attention_forward)(core, contexts), SequenceShard(
         row, contexts.token_indices(length)[contexts.rank]
     )
@@ -108,6 +109,63 @@ def attention_with_biases() -> bool:
 
 def test_biases_of_either_form(workers: Workers) -> None:
     assert all(workers.run(attention_with_biases, 3))
+
+
+PACKED = torch.tensor([[0] * 211 + [1] * 29, [0] * 67 + [1] * 160 + [-1] * 13])
+
+
+def attend_to_documents(latent: bool, dtype: torch.dtype) -> float:
+    """Return the largest error of output and gradients of packed rows, against the softmax of all pairs."""
+    attention, shard = on_a_ring(latent, PACKED)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (
+        [(2, HEADS, 240, 12), (2, 1, 240, 10)]
+        if latent
+        else [(2, 2 * HEADS, 240, WIDTH)] + [(2, HEADS, 240, WIDTH)] * 2
+    )
+    full = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    weights = [torch.randn(16, 6, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2 * latent)]
+    local = [x[:, :, shard.token_indices].requires_grad_() for x in full]
+    local_weights = [x.clone().requires_grad_() for x in weights]
+    plans: list[BlockAttentionPlan] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = ring_attention.compute_partial_attention
+        patch.setattr(ring_attention, "compute_partial_attention", lambda *a: (plans.append(a[-1]), real(*a))[1])
+        out = attention(*local, *local_weights, shard)
+    assert all(isinstance(visit, Band) for plan in plans for visit in plan.visits), "no blocks"
+    g = torch.randn(2, len(out[0]), 240, out.shape[3], generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad(out, [*local, *local_weights], g[:, :, shard.token_indices].to(dtype))
+    for weight_gradient in gradients[len(local) :]:
+        dist.all_reduce(weight_gradient)
+
+    inputs = [x.double().requires_grad_() for x in (*full, *weights)]
+    q, *kv = inputs
+    if latent:  # as DeepSeek-V2's paper has it: heads' keys and values from 6 channels, 4 rotary ones shared
+        latents, rotary = kv[0].split([6, 4], -1)
+        k, v = (
+            (latents[:, 0] @ w.view(HEADS, 8, 6).flatten(0, 1).T).unflatten(-1, (HEADS, 8)).transpose(1, 2)
+            for w in kv[1:]
+        )
+        k = torch.cat([k, rotary.expand(-1, HEADS, -1, -1)], -1)
+    else:
+        k, v = (x.repeat_interleave(2, 1) for x in kv)
+    index = torch.arange(240)
+    is_visible = (PACKED[:, None, :, None] == PACKED[:, None, None, :]) & (index <= index[:, None])
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~is_visible, -torch.inf)
+    expected_out = scores.softmax(-1) @ v
+    expected = [expected_out, *torch.autograd.grad(expected_out, inputs, g)]
+    of_tokens = 1 + len(full)
+    expected = [x[:, :, shard.token_indices] for x in expected[:of_tokens]] + expected[of_tokens:]
+    results = (out, *gradients)
+    return max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_documents_need_no_blocks(latent: bool, workers: Workers) -> None:
+    """Keys of other ranks are seen fully or not at all: fused kernels compute all of it, heads of two widths, too."""
+    for ranks in (3, 5):
+        assert max(workers.run(attend_to_documents, ranks, latent, torch.float64)) < 1e-12
+    assert max(workers.run(attend_to_documents, 2, latent, torch.bfloat16)) < 1e-2
 
 
 def events() -> tuple[list[str], list[str]]:

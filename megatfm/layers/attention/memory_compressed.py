@@ -146,6 +146,9 @@ class CompressedKeyMask:
     def bands(self, *, fused: bool) -> None:
         return None
 
+    def shard_bands(self) -> None:
+        return None
+
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached(("blocks", key, self._factor), make)
 

@@ -4,7 +4,10 @@ Keys of neighbouring tiles are overlapping views, so none is copied, and no tile
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +54,78 @@ def make_bands(
         for first, step, count in _iter_progressions(sorted(firsts), queries):
             result.append(Band(row, first, first + offset, queries, keys, count, step, edge_masks[shape], causal))
     return result + [band for document in documents for band in _iter_global_bands(limits, *document, device)]
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens of a row. first, end: row indices. offset: index of the first one among a rank's tokens."""
+
+    first: int
+    end: int
+    offset: int
+
+
+def make_shard_bands(
+    documents: Sequence[tuple[int | None, int, int]], q_indices: Tensor, k_indices: Tensor, *, causal: bool
+) -> list[Band] | None:
+    """Return the bands of some queries and keys of rows that see their documents; None if these are so short that
+    blocks cost less.
+
+    documents: row, begin, end of each. q_indices, k_indices: row indices, ascending, in host memory. causal: without
+    later keys. Each band is fully visible, or one causal square; some queries may be in none.
+    """
+    has_documents = any(row is not None for row, _, _ in documents)
+    if has_documents and len(documents) * MIN_MEAN_LENGTH > sum(end - begin for _, begin, end in documents):
+        return None
+    bands: list[Band] = []
+    key_runs, query_runs = _find_runs(k_indices), _find_runs(q_indices)
+    for row, begin, end in documents:
+        for run in query_runs:
+            first, last = max(run.first, begin), min(run.end, end)
+            visited: list[tuple[int, int]] = []
+            for low, high, key in _iter_visible_keys(key_runs, first, last, begin, end, causal=causal):
+                for start, stop, is_square in _split_queries(first, last, low, high, causal=causal):
+                    accumulates = any(start < b and a < stop for a, b in visited)
+                    visited.append((start, stop))
+                    sizes = stop - start, high - low
+                    query = start - run.first + run.offset
+                    bands.append(Band(row, query, key, *sizes, causal=is_square, accumulates=accumulates))
+    return bands
+
+
+def _split_queries(first: int, last: int, low: int, high: int, *, causal: bool) -> Iterator[tuple[int, int, bool]]:
+    """Yield begin and end of queries that see keys `low` to `high` − 1, and whether as a causal square.
+
+    Queries `first` to `last` − 1 see all of these keys, unless the keys are themselves among them and `causal`.
+    """
+    if not causal or low < first:
+        yield first, last, False
+        return
+    yield low, high, True
+    if high < last:
+        yield high, last, False
+
+
+def _find_runs(indices: Tensor) -> list[_Run]:
+    """Return the runs of consecutive numbers in ascending ones."""
+    numbers = indices.numpy()
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    return [_Run(int(numbers[a]), int(numbers[b - 1]) + 1, a) for a, b in pairwise(starts)]
+
+
+def _iter_visible_keys(
+    key_runs: Sequence[_Run], first: int, last: int, begin: int, end: int, *, causal: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yield begin, end and index among the keys of what queries `first` to `last` − 1 of a document see.
+
+    Under causal attention these are keys before all queries, and keys that are themselves among the queries.
+    """
+    parts = [(begin, first), (first, last)] if causal else [(begin, end)]
+    if first < last:
+        for run in key_runs:
+            for a, b in parts:
+                low, high = max(run.first, a), min(run.end, b)
+                if low < high:
+                    yield low, high, low - run.first + run.offset
 
 
 def view_tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:

@@ -24,6 +24,7 @@ from megatfm.ops.attention.tile import (
     Gradients,
     GradientTotals,
     append_columns,
+    has_flash,
     tile_backward,
     tile_backward_bf16,
     tile_forward,
@@ -51,10 +52,9 @@ def block_sparse_attention(
 ) -> Tensor:
     """Compute `attention_reference`; only biases by distance are supported."""
     queries = q_BNTH.shape[2]
-    has_same_width = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not options.softcap and bias is None
-    visits, size, is_banded = _plan_visits(
-        mask, q_BNTH, k_BKSH, has_dropout=rng_keys_BNT is not None, fused=has_same_width
-    )
+    width = q_BNTH.shape[-1]
+    is_fused = width == v_BKSV.shape[-1] and has_flash(q_BNTH, width) and not options.softcap and bias is None
+    visits, size, is_banded = _plan_visits(mask, q_BNTH, k_BKSH, has_dropout=rng_keys_BNT is not None, fused=is_fused)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (pad_to_blocks(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     rng_keys = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
@@ -154,8 +154,9 @@ def compute_forward(
     T and S must be multiples of the block size. bias: by distance.
     """
     allocate = torch.empty if plan.is_banded else torch.zeros
-    out = allocate(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    dtype = lse.dtype if plan.sums_parts else q.dtype
+    out = allocate(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
     for band in plan.visits:
         if isinstance(band, Band):
             tile.compute_tile(band, q, k, v, out, lse, bias, plan)
@@ -181,7 +182,7 @@ def compute_backward(
     inputs: output and log-sum-exp are over all keys, also those of other calls.
     """
     g, q, k, v, out, lse = inputs
-    dq = torch.empty_like(q) if plan.is_banded else torch.zeros_like(q)
+    dq = torch.empty_like(q) if plan.is_banded else torch.zeros_like(q, dtype=lse.dtype if plan.sums_parts else q.dtype)
     is_bf16 = uses_bf16_backward(q, v, rng_keys, plan) and bias is None
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if is_bf16:

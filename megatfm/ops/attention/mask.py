@@ -112,6 +112,10 @@ class AttentionMask(Protocol):
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Return the mask as bands of tiles; None if it has no such form. fused: see `bands.make_bands`."""
 
+    def shard_bands(self) -> Sequence[Band] | None:
+        """Return the mask of some queries and keys as bands that are fully visible or causal squares; None if it has no
+        such form."""
+
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that all layers with this mask share; `make` is called once for each key."""
 
@@ -152,6 +156,9 @@ class DenseMask:
         return None
 
     def bands(self, *, fused: bool) -> None:
+        return None
+
+    def shard_bands(self) -> None:
         return None
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:

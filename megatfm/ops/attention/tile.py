@@ -14,12 +14,24 @@ from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import add_tile_gradient, slice_tile
 from megatfm.ops.keyed_random import RATE_STEPS
-from megatfm.ops.torch_private import flash_on_cpu, flash_on_cpu_backward, has_amx_tiles
+from megatfm.ops.torch_private import (
+    flash_on_cpu,
+    flash_on_cpu_backward,
+    flash_on_cuda,
+    flash_on_cuda_backward,
+    has_amx_tiles,
+)
 
 # X rows and heads, n tiles of b queries (of all heads that share keys) and M keys, H head width
 
-FLASH_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes of the fused CPU kernel."""
+FLASH_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
+"""Dtypes of the fused kernel of each kind of device."""
+
+FLASH_MAX_WIDTH = 256
+"""Largest head width of FlashAttention on a GPU; widths must be multiples of 8."""
 
 MAX_SCORES = 2**20
 """Number of scores held at once; all other tensors are linear in T."""
@@ -60,7 +72,8 @@ class BlockAttentionPlan:
     visits: the pairs to compute. size: tokens of a block. softcap 0: none. threshold: of 65,536 probabilities, this
     many are dropped. k_positions [S], q_positions [T]: indices in their rows, for dropout and biases; None: from 0 on.
     zero_distance: index of distance 0 in a relative bias. is_banded: bands hold every query once, so that outputs
-    needn't start as zeros. (Bands alone don't imply it: queries that see no key are in none.)
+    needn't start as zeros. (Bands alone don't imply it: queries that see no key are in none.) sums_parts: outputs and
+    gradients of queries are in the dtype of the log-sum-exp, as several bands of a query are added up.
     """
 
     visits: Sequence[BlockGroup | Band]
@@ -72,6 +85,7 @@ class BlockAttentionPlan:
     q_positions: Tensor | None = None
     zero_distance: int = 0
     is_banded: bool = False
+    sums_parts: bool = False
 
     @classmethod
     def build(
@@ -85,6 +99,7 @@ class BlockAttentionPlan:
         k_positions: Tensor | None = None,
         q_positions: Tensor | None = None,
         is_banded: bool = False,
+        sums_parts: bool = False,
     ) -> Self:
         """Build a plan from options. width: of a head. Other arguments: see the fields."""
         scale = width**-0.5 if options.scale is None else options.scale
@@ -99,6 +114,7 @@ class BlockAttentionPlan:
             q_positions,
             zero_distance,
             is_banded,
+            sums_parts,
         )
 
 
@@ -113,10 +129,11 @@ def tile_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return output [X, n, b, H] and log-sum-exp [X, n, b, 1], −∞ for queries that see no key.
 
-    bias: added to the scores, −∞ at hidden pairs. keep: booleans of probabilities that are not dropped.
+    bias: added to the scores, −∞ at hidden pairs. keep: booleans of probabilities that are not dropped. causal: the
+    i-th query sees keys up to the i-th; only for what `supports_flash`.
     """
-    if supports_flash(q, v, keep, plan):
-        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=plan.scale)
+    if supports_flash(q, v, keep, plan, has_bias=bias is not None):
+        out, lse = _run_flash(q, k, v, bias, plan.scale, causal)
         if bias is not None:  # the kernel returns 0, not −∞, for queries that see no key
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
@@ -141,9 +158,8 @@ def tile_backward(
 ) -> Gradients:
     """Return the gradients of q, k and v, and of the bias if it is trained. bias, keep: see `tile_forward`."""
     g, q, k, v, out, lse = inputs
-    if supports_flash(q, v, keep, plan) and not is_bias_trained:
-        dq, dk, dv = flash_on_cpu_backward(g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale)
-        return dq, dk, dv, None
+    if supports_flash(q, v, keep, plan, has_bias=bias is not None) and not is_bias_trained:
+        return *_run_flash_backward(inputs, bias, plan.scale, causal), None
     scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
     probabilities_grad, kept_probabilities = g @ v.transpose(-1, -2), probabilities
@@ -208,14 +224,50 @@ def _compute_scores(
 
 
 def uses_bf16_backward(q: Tensor, v: Tensor, rng_keys: Tensor | None, plan: BlockAttentionPlan) -> bool:
-    """Return whether to use `tile_backward_bf16`, on matrix units several times as fast as the fused kernel."""
-    return q.dtype == torch.bfloat16 and supports_flash(q, v, rng_keys, plan)
+    """Return whether to use `tile_backward_bf16`, on matrix units several times as fast as the fused CPU kernel."""
+    is_bf16_on_cpu = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    return is_bf16_on_cpu and supports_flash(q, v, rng_keys, plan, has_bias=True)
 
 
-def supports_flash(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan) -> bool:
-    """Return whether the fused CPU kernel supports it."""
-    is_flash = q.device.type == "cpu" and q.dtype in FLASH_DTYPES
-    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not plan.softcap
+def supports_flash(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan, *, has_bias: bool) -> bool:
+    """Return whether the device's fused kernel computes a tile. Only that of a CPU adds a bias to the scores."""
+    has_extras = keep is not None or plan.softcap > 0 or (has_bias and q.device.type != "cpu")
+    return q.shape[-1] == v.shape[-1] and not has_extras and has_flash(q, q.shape[-1])
+
+
+def has_flash(q: Tensor, width: int) -> bool:
+    """Return whether q's device has a fused kernel for its dtype and heads of `width`."""
+    supports_width = q.device.type == "cpu" or (width % 8 == 0 and width <= FLASH_MAX_WIDTH)
+    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width
+
+
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output [X, n, b, H] and log-sum-exp [X, n, b] by the device's fused kernel."""
+    if q.device.type == "cpu":
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))  # that of a GPU shares the heads of keys
+        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    else:
+        out, lse, *_ = flash_on_cuda(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _run_flash_backward(
+    inputs: BackwardInputs, bias: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by the device's fused kernel."""
+    g, q, k, v, out, lse = inputs
+    if q.device.type == "cpu":
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        dq, dk, dv = flash_on_cpu_backward(g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=scale)
+        return dq, dk, dv
+    no_seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's, which is off
+    lengths = q.shape[2], k.shape[2]
+    dq, dk, dv = flash_on_cuda_backward(
+        g, q, k, v, out, lse[..., 0].contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed, scale=scale
+    )
+    return dq, dk, dv
 
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
@@ -247,8 +299,6 @@ def compute_tile(
     k, v = (_group_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
     for first, start, count in _iter_tile_ranges(band, MAX_TILE_SCORES, q):
         keys, values = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
-        if band.causal:
-            keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
         results = tile_forward(_select_queries(q, first, count, band), keys, values, added, None, plan, band.causal)
         targets = [view_tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         outputs = [_ungroup_heads(x, q.shape[1], band) for x in results]
@@ -274,8 +324,6 @@ def compute_tile_gradients(
     for first, start, count in _iter_tile_ranges(band, MAX_TILE_SCORES, q):
         gc, qc, oc, lc = (_select_queries(x, first, count, band) for x in (g, q, out, lse))
         kc, vc = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
-        if band.causal:
-            kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         tile_inputs = BackwardInputs(gc, qc, kc, vc, oc, lc)
         if is_bf16:
             results: Gradients = (*_tile_backward_bf16(tile_inputs, added, plan.scale), None)

@@ -90,6 +90,18 @@ def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
     assert not trace.facts["waits"]
 
 
+@pytest.mark.usefixtures("forked_traces")
+def test_a_ring_of_ranks_runs_fused_kernels_alone(tmp_path: Path) -> None:
+    """One for each pair of a chunk of queries and a chunk of keys: rank 0 has chunks 0 and 3 of 4, which see chunk 0,
+    chunks 0 and 3, and then chunks 1 and 2 at once."""
+    config = small("llama3-8b", ParallelConfig(dp_shard=1, cp=2, cp_method="ring"))
+    config = config.with_changes({"model.n_layers": 2, "model.attention.head_dim": 16, "train.micro_batch": 1})
+    facts = traced(config, tmp_path, 2, 0).facts
+    kernels = {name: count for name, count in facts["kernels"].items() if "dot" in name or "bmm" in name}
+    flash = "passes: _scaled_dot_product_flash_attention"
+    assert kernels == dict.fromkeys((flash, f"{flash}_backward"), 4 * 2 * facts["microbatches"])
+
+
 def test_one_of_1024_ranks_is_as_modelled() -> None:
     """Two blocks of Llama 3 70B at full width: bytes, traffic, and no tensor of all pairs of tokens."""
     overrides = [

@@ -12,6 +12,7 @@ from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import keyed_random
 from megatfm.ops.attention import bands, block_plan, block_sparse, flex, relative_bias, tile
 from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
@@ -106,6 +107,44 @@ def test_full_attention_is_computed_in_tiles(kv_heads: int) -> None:
     assert compare(tensors, pattern_mask) < 1e-13
     near = draw_biases()[:, T - length : T + length - 1].detach().requires_grad_()
     assert compare(tensors, pattern_mask, bias=near) < 1e-13
+
+
+SHARDS = [
+    ([*range(0, 11), *range(66, 77)], [*range(0, 11), *range(66, 77)]),  # a rank's own keys, zig-zag
+    ([*range(0, 11), *range(66, 77)], [*range(11, 22), *range(55, 66)]),
+    ([*range(30, 50)], [*range(3, 8), *range(19, 41), *range(45, 77)]),  # fetched keys, some of them queries
+    ([5, 9, 76], [9]),
+    ([0, 1], [*range(40, 77)]),  # later keys alone
+]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shard", range(len(SHARDS)))
+def test_bands_of_a_shard_hold_each_visible_pair_once(shard: int, causal: bool) -> None:
+    q, k = (torch.tensor(indices) for indices in SHARDS[shard])
+    for documents in (None, DOCUMENTS):
+        counts = torch.zeros(B, len(q), len(k), dtype=torch.int64)
+        visited = torch.zeros(B, len(q), dtype=torch.bool)
+        sequence = SequenceShard(SequenceMetadata(torch.arange(T).expand(B, T), documents), q)
+        for band in PatternMask(Full(causal), sequence.with_keys_at("", k)).shard_bands() or ():
+            rows = slice(None) if band.row is None else slice(band.row, band.row + 1)
+            queries = slice(band.first_query, band.first_query + band.queries)
+            pairs = torch.ones(band.queries, band.keys, dtype=torch.int64)
+            counts[rows, queries, band.first_key : band.first_key + band.keys] += pairs.tril() if band.causal else pairs
+            assert band.accumulates or not visited[rows, queries].any()
+            visited[rows, queries] = True
+        ids = torch.zeros(B, T) if documents is None else documents
+        is_visible = ids[:, q, None] == ids[:, None, k]
+        assert torch.equal(counts, (is_visible & (k <= q[:, None]) if causal else is_visible).long())
+
+
+def test_documents_longer_than_a_tile_hide_later_tokens_in_float16() -> None:
+    """CPUs have no fused kernel for float16, so that the built-in causal mask is not there either."""
+    layout = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
+    inputs = [x.detach() for x in draw_inputs(dtype=torch.float16)]
+    expected = attention_reference(*(x.double() for x in inputs), PatternMask(Full(True), layout), None, PLAIN, None)
+    out = block_sparse.block_sparse_attention(*inputs, PatternMask(Full(True), layout), None, PLAIN, None)
+    assert (out.double() - expected).norm() < 1e-2 * expected.norm()
 
 
 def draw_biases(heads: int = N) -> Tensor:

@@ -211,9 +211,7 @@ def test_ranks_that_wait_for_a_late_one_print_nothing(tmp_path: Path) -> None:
     program.write_text(LATE_RANK)
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     ranks = [
-        ForkedCommand(
-            [], tmp_path / rank, tmp_path, {**common, "RANK": rank, "LOCAL_RANK": rank}, program=str(program)
-        )
+        ForkedCommand([], tmp_path / rank, tmp_path, {**common, "RANK": rank, "LOCAL_RANK": rank}, program=str(program))
         for rank in ("0", "1")
     ]
     assert [(rank.wait(120), rank.output) for rank in ranks] == [(0, "")] * 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, compute_block_bounds
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.bands import make_bands
+from megatfm.ops.attention.bands import make_bands, make_shard_bands
 from megatfm.ops.attention.mask import Band, BuiltinMask, DocumentSpans
 
 T = TypeVar("T")
@@ -99,6 +99,14 @@ class PatternMask:
         if limits is None or not sequence.has_plain_rows or self._pattern.is_cross_attention:
             return None
         return make_bands(limits, sequence.document_spans(), sequence.indices.device, fused=fused)
+
+    def shard_bands(self) -> Sequence[Band] | None:
+        """Return the bands of full attention without a prefix, in host memory; None for others."""
+        sequence = self._sequence
+        if not isinstance(self._pattern, Full) or sequence.cached_length or sequence.prefix_mask is not None:
+            return None
+        documents = sequence.full_sequence.document_spans()
+        return make_shard_bands(documents, sequence.indices, sequence.key_indices, causal=self._pattern.causal)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached((key, self._pattern, self._heads), make)
