@@ -73,7 +73,7 @@ def test_cloze_takes_one_answer_and_generation_all(tmp_path: Path) -> None:
 def test_an_empty_stop_text_is_refused(tmp_path: Path) -> None:
     """Each answer would end before it."""
     write_rows(tmp_path)
-    with pytest.raises(UsageError, match="stop = .* should have at least 1 character"):
+    with pytest.raises(UsageError, match=r"stop = .* should have at least 1 character"):
         open_evaluation_task(write_task(tmp_path, CHOICE + 'stop = ["x", ""]\n'))
 
 
