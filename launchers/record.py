@@ -7,6 +7,7 @@ the job script's prolog and epilog, or `megatfm launch`.
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from collections import Counter
@@ -299,7 +300,18 @@ class AttemptLog:
         return attempts
 
     def _save(self) -> None:
+        if self._damaged:
+            self._keep_damaged_file()
         atomic_write(self.run / RESTARTS, dump_attempts(self.attempts))
+
+    def _keep_damaged_file(self) -> None:
+        """Move the file aside before it is replaced: its attempts may be worth reading."""
+        kept = self.run / f"{RESTARTS}.damaged-{secrets.token_hex(4)}"
+        try:
+            (self.run / RESTARTS).rename(kept)
+        except FileNotFoundError:  # another job has moved it
+            return
+        print(f"megatfm: {self.run / RESTARTS}: damaged: {self._damaged}; kept as {kept.name}", file=sys.stderr)
 
 
 _ATTEMPT = TypeAdapter(Attempt)

@@ -9,6 +9,7 @@ from megatfm.errors import MegatfmError, UsageError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """Units of --max-shard-size."""
+DEFAULT_SHARD_SIZE = "5GB"
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "which computes the same",
     )
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights with --to hf (5GB)"
+        "--max-shard-size", metavar="SIZE", help=f"largest file of weights with --to hf ({DEFAULT_SHARD_SIZE})"
     )
     parser.add_argument(
         "--hf-config",
@@ -55,6 +56,11 @@ def convert_command(args: argparse.Namespace) -> int:
     from megatfm.convert.convert import convert
     from megatfm.convert.upcycle import Upcycling, upcycle
 
+    if args.max_shard_size is not None and args.to != "hf":
+        raise UsageError(f"--max-shard-size is for --to hf: leave it out with --to {args.to}")
+    if args.base and (args.hf_config or args.to == "moe"):
+        flag = "--hf-config" if args.hf_config else "--to moe"
+        raise UsageError(f"--base is for an adapter in PEFT's format and --to megatfm: leave it out with {flag}")
     options = {key: getattr(args, key) for key in Upcycling.__dataclass_fields__ if getattr(args, key) is not None}
     if args.hf_config:
         from megatfm.convert.deepspeed_universal import from_universal
@@ -82,7 +88,7 @@ def convert_command(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         args.to,
-        shard_bytes=parse_size(args.max_shard_size),
+        shard_bytes=parse_size(args.max_shard_size or DEFAULT_SHARD_SIZE),
         trust_plugins=args.trust_plugins,
     )
     return _print_result(args.target, summary, notes)

@@ -1,7 +1,6 @@
 """`megatfm finetune` trains a pretrained model on labelled files; `megatfm predict` predicts labels for new ones."""
 
 import argparse
-import logging
 import math
 import os
 import statistics
@@ -15,10 +14,10 @@ from megatfm.commands.arguments import (
     add_trust_argument,
     split_config,
 )
-from megatfm.commands.training import enable_expandable_segments, remove_on_refusal, write_run_config
+from megatfm.commands.training import enable_expandable_segments, print_notes, remove_on_refusal, write_run_config
 from megatfm.config import Config, load_config
-from megatfm.config.load import apply_overrides
-from megatfm.config.sources import merge_files, read_files
+from megatfm.config.load import read_values
+from megatfm.config.sources import ConfigFile, is_stored_by_us, read_files
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 RESOLVED_CONFIG = "finetune.toml"
 """File in the run directory with the complete config (corpora, labels, head, steps), for `launch` and `verify`."""
+CORPUS_KEYS = ("train", "corpus", "validation", "mixture", "mixture_schedule")
+"""Keys of [data] that the task's files replace, and beginnings of such keys."""
 DEFAULT_EPOCHS = 3
 PLACEHOLDER_STEPS = 2**40
 """Value of train.steps until the examples are counted."""
-
-log = logging.getLogger("megatfm")
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +59,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     if args.seeds is None:
         return finetune_once(args, args.overrides)[0]
     config, overrides = split_config(args.config, args.overrides)
-    values = _read_values(config, overrides)
+    values = read_values(Config, config, overrides)
     seeds = check_seeds(args, values)
     name = values.get("name") or f"from-{Path(args.source).absolute().name}"
     results_by_seed: list[TaskResults] = []
@@ -91,8 +90,7 @@ def check_seeds(args: argparse.Namespace, values: Mapping[str, Any]) -> Sequence
 def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[int, TaskResults | None]":
     """Fine-tune one run; return the exit code and, on rank 0, the results of its best checkpoint."""
     config, notes = finetuning_config(args.source, args.config, overrides)
-    for note in notes:
-        log.info("%s", note)
+    print_notes(notes)
     from megatfm.tracking.run_directory import run_folder
 
     folder, new_paths = run_folder(config), NewPaths()
@@ -122,7 +120,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
 
 
 def finetuning_config(source: str | None, path: str | None, overrides: Sequence[str]) -> tuple[Config, Sequence[str]]:
-    """Tokenize the task's files; return the complete config (head, objective, steps, …) and notes for the log.
+    """Tokenize the task's files; return the complete config (head, objective, steps, …) and notes for the user.
 
     source: model to start from. path: config or preset. Raises UsageError.
     """
@@ -131,11 +129,16 @@ def finetuning_config(source: str | None, path: str | None, overrides: Sequence[
         raise UsageError("a config with a [task] is missing: give a TOML file, and a model to start from as --from")
     if path is not None:
         _check_has_task(path, overrides)
-    _refuse_corpora(overrides)
-    placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
+    replaced_notes = _replace_corpora(path, overrides)
+    placeholders = [
+        "data.train=task",
+        "data.mixture=",
+        "data.mixture_schedule=",
+        *_convert_epochs_to_steps(path, overrides),
+    ]
     if source is None:
         assert path is not None
-        if "model" not in _read_values(path, overrides):
+        if "model" not in read_values(Config, path, overrides):
             raise UsageError(
                 f"{path}: has no [model]: start from one, --from MODEL, or describe one to train from scratch"
             )
@@ -148,37 +151,49 @@ def finetuning_config(source: str | None, path: str | None, overrides: Sequence[
     from megatfm.train.finetuning import resolve_task
 
     resolved, messages = resolve_task(config)
-    return resolved, [*notes, *messages]
-
-
-def _read_values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Return the values of a config file and overrides, without validation."""
-    values = merge_files(Config, read_files(Config, path)) if path else {}
-    apply_overrides(Config, values, overrides)
-    return values
+    return resolved, [*replaced_notes, *notes, *messages]
 
 
 def _check_has_task(path: str, overrides: Sequence[str]) -> None:
-    if not _read_values(path, overrides).get("task"):
+    if not read_values(Config, path, overrides).get("task"):
         raise UsageError(
             f"{path}: has no [task]: name the training file, for example task.train=reviews.csv, or use `megatfm train`"
         )
 
 
-def _refuse_corpora(overrides: Sequence[str]) -> None:
-    """Raise UsageError for an override that names corpora, which the task's files would replace."""
-    for override in overrides:
-        key, _, value = (part.strip() for part in override.partition("="))
-        if key.startswith(("data.validation", "data.mixture")) and value not in ("", "{}"):
-            raise UsageError(
-                f"{override}: a task is trained and evaluated on its own files: give them as task.train, "
-                "task.validation and task.test, and other corpora to `megatfm evaluate RUN --validation NAME=DIR`"
-            )
+def _replace_corpora(path: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return a note on the corpora of a preset or base (`extends`), which the task's files replace.
+
+    Raises UsageError for corpora in the config itself or in an override.
+    """
+    refused, inherited = [override for override in overrides if _names_corpus(override)], list[str]()
+    for index, file in enumerate(read_files(Config, path) if path is not None else ()):
+        data = file.values.get("data", {})
+        keys = [f"data.{key}" for key in CORPUS_KEYS if isinstance(data, Mapping) and data.get(key)]
+        if keys and not _is_stored_config(file):
+            is_inherited = index > 0 or file.is_preset
+            (inherited if is_inherited else refused).append(f"{file.label}: {', '.join(keys)}")
+    if refused:
+        raise UsageError(
+            f"{refused[0]}: a task is trained and evaluated on its own files: give them as task.train, "
+            "task.validation and task.test, and other corpora to `megatfm evaluate RUN --validation NAME=DIR`"
+        )
+    return [f"{corpora}: replaced by the task's files" for corpora in inherited]
+
+
+def _names_corpus(override: str) -> bool:
+    key, _, value = (part.strip() for part in override.partition("="))
+    return key.startswith(tuple(f"data.{name}" for name in CORPUS_KEYS)) and value not in ("", "{}")
+
+
+def _is_stored_config(file: ConfigFile) -> bool:
+    """Whether a fine-tuning run stored the config, whose corpora are those of its task."""
+    return file.path.name == RESOLVED_CONFIG or is_stored_by_us(file.path)
 
 
 def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list[str]:
     """Return overrides so that epochs decide train.steps; none if the config sets the steps."""
-    values = _read_values(path, overrides)
+    values = read_values(Config, path, overrides)
     task, train = values.get("task"), values.get("train")
     if isinstance(task, Mapping) and task.get("epochs"):
         return [f"train.steps={PLACEHOLDER_STEPS}"]

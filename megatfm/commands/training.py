@@ -1,9 +1,9 @@
 """`megatfm train` and `megatfm launch`: train or resume, in this process or through a launcher."""
 
 import argparse
-import logging
 import os
-from collections.abc import Iterator, MutableMapping
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths, atomic_write
 from megatfm.launchers import cli
 from megatfm.launchers.run_jobs import check_no_process
+from megatfm.parallel.process_environment import read_process_environment
 from megatfm.parallel.startup_watch import start_sentinel
 
 ALLOCATOR_VARS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
@@ -48,9 +49,15 @@ def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Confi
 
     path, overrides = split_config(path, overrides)
     config, messages = continue_from_config(args.source, path, overrides, new_paths)
-    for line in messages:
-        logging.getLogger("megatfm").info("%s", line)
+    print_notes(messages)
     return config
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print notes to stderr on rank 0: the run's log, and the console that shows it, aren't open yet."""
+    if read_process_environment(os.environ).rank == 0:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def train_command(args: argparse.Namespace) -> int:

@@ -7,9 +7,10 @@ import argparse
 import atexit
 import gc
 import itertools
+import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.errors import UsageError
@@ -51,7 +52,8 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verify_command(args: argparse.Namespace) -> int:
     """Print the comparison; return 0 if everything agrees, 1 if anything differs."""
-    from megatfm.config import load_config
+    from megatfm.config import Config, load_config
+    from megatfm.config.load import read_values
 
     if args.presets is not None:
         return _verify_presets(args)
@@ -59,7 +61,7 @@ def verify_command(args: argparse.Namespace) -> int:
         raise UsageError("--layouts is for --presets: name a layout's axes, for example parallel.tp=2")
     if not args.config:
         raise UsageError("verify needs a CONFIG, for example `megatfm verify quickstart parallel.tp=2`, or --presets")
-    engine = [f"parallel.engine={args.engine}"] if args.engine else []
+    engine = _override_engine(args.engine, read_values(Config, args.config, args.overrides))
     # Before torch is imported, so that a mistake in the config is reported at once.
     config = load_config(args.config, [*args.overrides, *engine])
     check_trust(config, args)
@@ -85,9 +87,21 @@ def verify_command(args: argparse.Namespace) -> int:
     return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
 
+def _override_engine(engine: str | None, values: Mapping[str, Any]) -> list[str]:
+    """Return the override of `--engine`; print a note if it replaces another engine. values: the config's."""
+    if engine is None:
+        return []
+    section = values.get("parallel")
+    configured = section.get("engine", engine) if isinstance(section, Mapping) else engine
+    if configured != engine:
+        print(f"note: --engine {engine} replaces parallel.engine = {configured!r}", file=sys.stderr)
+    return [f"parallel.engine={engine}"]
+
+
 def _verify_presets(args: argparse.Namespace) -> int:
     """Print a row for each preset when it is done, then refusals and differences; return 0 if nothing differs."""
-    from megatfm.config import list_model_presets
+    from megatfm.config import Config, list_model_presets
+    from megatfm.config.load import read_values
     from megatfm.registry import did_you_mean
     from megatfm.verify import forkserver
     from megatfm.verify.layouts import LAYOUTS
@@ -95,8 +109,7 @@ def _verify_presets(args: argparse.Namespace) -> int:
     first_arguments = [args.presets] if "=" in args.presets else args.presets.split(",")
     arguments = [argument for argument in (*first_arguments, args.config, *args.overrides) if argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    if args.engine:
-        overrides.append(f"parallel.engine={args.engine}")
+    overrides += _override_engine(args.engine, read_values(Config, None, overrides))
     presets = [argument for argument in arguments if "=" not in argument]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
     for kind, names, known_names in (

@@ -51,6 +51,13 @@ def load_config(
     return config if config.reads_text else _without_corpus_tokenizer(config, overrides)
 
 
+def read_values(config_class: type[Section], path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a config file, None: of none, with overrides, without validation. Raises UsageError."""
+    values = merge_files(config_class, read_files(config_class, path)) if path else {}
+    apply_overrides(config_class, values, overrides)
+    return values
+
+
 def load_section(
     config_class: type[AnySection],
     path_or_preset: str | Path,

@@ -131,7 +131,7 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
         )
     if removed_keys and extends is None:
         raise UsageError(f"{path}: without = {removed_keys!r} takes keys out of a base: give it by `extends`")
-    if config_class is Config and _is_stored_by_us(path):
+    if config_class is Config and is_stored_by_us(path):
         values = migrate(values)
     return ConfigFile(path, is_preset, values, extends, tuple(removed_keys))
 
@@ -163,7 +163,7 @@ def _from_file(value: Any, folder: Path) -> Any:
     return FromFile(value, folder) if isinstance(value, str) else value
 
 
-def _is_stored_by_us(path: Path) -> bool:
+def is_stored_by_us(path: Path) -> bool:
     """Whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
     neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
     return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)

@@ -1,7 +1,7 @@
 """Files of downstream tasks and the meaning of their columns: `[task]`, which trains, and `megatfm evaluate --task`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -192,7 +192,7 @@ class EvaluationTaskConfig(Section):
     """Text after each solved example."""
     max_tokens: PositiveInt = 64
     """Maximal tokens of a text in `generation`."""
-    stop: list[str] = Field(default_factory=lambda: ["\n"], examples=[["\n"]])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=lambda: ["\n"], examples=[["\n"]])
     """Stop texts: a generated text ends before the first of them."""
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatfm.config import Config
+from megatfm.data.loader import without_documents
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.device import ImaginaryGPU
 from megatfm.imaginary.ledger import Ledger
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 
 
 def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
-    """Return a rank's micro-batches of a step, all the same: rows of one document. microbatches: at most so many."""
+    """Return a rank's micro-batches of a step, all the same: rows of one document, as the loader gives them.
+
+    microbatches: at most so many.
+    """
     n_microbatches = config.train.global_batch // data_ranks // config.train.micro_batch
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     rows = draw_batch(config.model_copy(update={"train": train}), "one")
-    fields = {name: torch.from_numpy(values) for name, values in rows.items()}
+    fields = {name: torch.from_numpy(values) for name, values in without_documents(rows).items()}
     return [dict(fields) for _ in range(min(n_microbatches, microbatches or n_microbatches))]
 
 

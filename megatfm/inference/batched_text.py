@@ -112,7 +112,11 @@ def _generate_block(loaded: TextModel, block: Sequence[NumberedRequest]) -> list
     steps = stream(
         loaded.model,
         Prompts([item.prompts.tokens[0] for item in block], encoder, first.prefix),
-        replace(request.sampling, row_numbers=tuple(item.number for item in block)),
+        replace(
+            request.sampling,
+            vocab_size=loaded.tokenizer.vocab_size,  # the model may have more rows
+            row_numbers=tuple(item.number for item in block),
+        ),
         max_tokens=request.max_tokens,
         stop_token=loaded.eos_token_id,
     )

@@ -203,7 +203,8 @@ def _parse_options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sa
             f"generation_kwargs: {unknown[0]} is none of {', '.join(sorted(PASSED_OPTIONS))}: leave it out of the task"
         )
     until = options.get("until") or []
-    stop = (until,) if isinstance(until, str) else tuple(until)
+    # The harness has no end before an empty text.
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
     temperature = float(options.get("temperature") or 0.0)
     is_greedy = not options.get("do_sample", temperature > 0)
     sampling = Sampling(

@@ -181,8 +181,8 @@ def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> Optim
     ):
         if is_refused:
             raise UsageError(
-                f"optimizer.ema_decay = {decay:g}: optimizer.name = {name!r} {reason}: choose adamw, lion or muon, "
-                "or leave ema_decay out"
+                f"optimizer.ema_decay = {decay:g}: optimizer.name = {name!r} {reason}: choose adamw, lion, muon, "
+                "soap, adafactor or lamb, without moments_dtype, or leave ema_decay out"
             )
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

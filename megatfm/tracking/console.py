@@ -21,6 +21,9 @@ from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
 
+MAX_SHOWN_SECONDS = 1e10
+"""Time left, some 300 years, above which none is shown: a run without an end, whose steps a person stops."""
+
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Writes log lines to the console. If that is closed (`megatfm train … | head`), the run continues without it."""
@@ -109,7 +112,7 @@ class RunLog:
         if step >= self._steps:
             return ""
         seconds = (time.monotonic() - self._start_time) / self._n_steps_done * (self._steps - step)
-        return f"  {timedelta(seconds=round(seconds))} left"
+        return f"  {timedelta(seconds=round(seconds))} left" if seconds < MAX_SHOWN_SECONDS else ""
 
     def _make_progress_bar(self, completed: int) -> Progress:
         progress = Progress(

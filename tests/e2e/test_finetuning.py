@@ -192,6 +192,21 @@ def test_a_wrong_task_is_refused_and_leaves_no_run(
     assert not (folder / "runs/things/config.toml").exists()
 
 
+def test_corpora_of_a_base_are_replaced(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the task's files, with a note; the run's stored config is no base."""
+    corpora = 'validation = { web = "web" }\nmixture = { web = { path = "web", weight = 1.0 } }\n'
+    (folder / "base.toml").write_text(f"[data]\n{corpora}sequence_length = 32\n")
+    (folder / "further.toml").write_text(f'extends = "base.toml"\n{CONFIG}')
+    assert run_command("finetune", "further.toml", "--from", "bert", "task.epochs=0.1") == 0
+    replaced = "base.toml: data.validation, data.mixture: replaced by the task's files"
+    output = "".join(capfd.readouterr())
+    assert output.count("replaced by the task's files") == 1
+    assert replaced in output
+    for stored in ("runs/things/finetune.toml", "runs/things"):
+        assert run_command("finetune", stored) == 0
+        assert "replaced by" not in "".join(capfd.readouterr())
+
+
 def test_a_config_without_a_model_needs_one_to_start_from(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command("finetune", "task.toml") == 2
     assert "task.toml: has no [model]: start from one, --from MODEL" in capfd.readouterr().err

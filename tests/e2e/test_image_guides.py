@@ -8,15 +8,13 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import transformers
-from PIL import Image
 
 from megatfm.config.prep import TokenizerConfig
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.documentation import FENCE, ROOT
 from tests.support.forked_commands import run_megatfm
-from tests.support.images import write_captioned_images
+from tests.support.images import encode_noise, write_captioned_images
 from tests.support.prep_files import write_file
 from tests.support.training_runs import training_curve
 
@@ -62,10 +60,7 @@ def walk(page: str, folder: Path, words_of: Mapping[str, str]) -> list[str]:
 
 
 def encode(number: int, kind: str = "JPEG") -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 256, (40 + number, 44, 3), np.uint8)
-    Image.fromarray(pixels).save(out, kind)
-    return out.getvalue()
+    return encode_noise(40 + number, 44, seed=number, format_=kind)
 
 
 def write_tar(path: Path, members: Mapping[str, bytes]) -> None:

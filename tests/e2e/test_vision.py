@@ -1,6 +1,5 @@
 """From images to an evaluated classifier, by the commands that a user types; resumed to the bit."""
 
-import io
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.support.forked_commands import ForkedCommand, keep_last_override, run_megatfm
+from tests.support.images import encode_image
 from tests.support.training_runs import assert_bitwise_equal, training_curve
 
 SMALL = [
@@ -93,10 +93,9 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
     for number in range(60):
         pixels = np.random.default_rng(number).integers(0, 256, (9 + number % 13, 24 - number % 11, 3), np.uint8)
         pixels[..., 1] //= 1 + 15 * (number % 2)
-        out, path = io.BytesIO(), tmp_path / "photos" / ("grün", "purpur")[number % 2] / f"{number}.webp"
-        Image.fromarray(pixels).save(out, "WEBP", lossless=True)
+        path = tmp_path / "photos" / ("grün", "purpur")[number % 2] / f"{number}.webp"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(out.getvalue())
+        path.write_bytes(encode_image(pixels, "WEBP", lossless=True))
     output_file = tmp_path / "output_file"
     words = ["read.folder=photos", "read.labels.by=folder", "split.validation_files=", "split.validation=0.3"]
     run_megatfm("prep", "quickstart-vision-data", *words, "out=corpora/photos", output=output_file, cwd=tmp_path)

@@ -128,7 +128,7 @@ def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
         return eager(graph, inputs)
 
     def compile_block(block: nn.Module, **options: Any) -> None:
-        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)
 
     eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

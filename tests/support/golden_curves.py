@@ -1,6 +1,5 @@
 """Golden files: losses of a small model on keyed text and images, names and shapes of parameters."""
 
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from megatfm import rng
 from megatfm.config import Config, load_config
@@ -25,6 +23,7 @@ from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
+from tests.support.images import encode_image
 from tests.support.workers import Workers
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -243,9 +242,7 @@ def make_image_files(number: int) -> dict[str, bytes]:
     label = int(noise[0] % np.uint64(CLASSES))
     pattern = rng.random_uint64(SIDE**2, "golden", "pattern", label) % np.uint64(128)
     pixels = (pattern + noise[1:] % np.uint64(128)).astype(np.uint8).reshape(SIDE, SIDE)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return {"png": out.getvalue(), "cls": b"%d" % label}
+    return {"png": encode_image(pixels), "cls": b"%d" % label}
 
 
 def make_caption(label: int, number: int) -> NDArray[np.int64]:

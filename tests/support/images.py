@@ -1,10 +1,13 @@
 """Images as batches, written out apart from the product, and pictures with captions."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
@@ -13,6 +16,19 @@ def draw_pixels(height: int, width: int, *, seed: int, channels: int = 3) -> Ten
     """Random uint8 pixels [C, H, W]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (channels, height, width), generator=generator).to(torch.uint8)
+
+
+def encode_image(image: Image.Image | NDArray[Any], format_: str = "PNG", **options: Any) -> bytes:
+    """An image, or pixels [H, W, C] or [H, W], as a file's content. options: of Pillow's writer of the format."""
+    content = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(content, format_, **options)
+    return content.getvalue()
+
+
+def encode_noise(height: int = 8, width: int = 8, *, seed: int = 0, format_: str = "PNG", **options: Any) -> bytes:
+    """A file's content with random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return encode_image(pixels, format_, **options)
 
 
 def cut_patches(image: Tensor, side: int) -> Tensor:

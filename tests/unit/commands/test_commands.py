@@ -68,12 +68,49 @@ def test_the_config_of_a_running_task_is_not_replaced(
     assert "finetune.toml: can't write the run's config: Not a directory" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("override", ["data.validation.web=corpora/web", 'data.mixture.web={path = "corpora/web"}'])
+CORPORA = ("train=corpora/web", "validation.web=corpora/web", 'mixture.web={path = "corpora/web"}')
+
+
+@pytest.mark.parametrize("override", [*(f"data.{corpus}" for corpus in CORPORA), "data.corpus=corpora/web"])
 def test_corpora_beside_a_task_are_refused(tmp_path: Path, override: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Corpora that the files of the task would replace."""
     (tmp_path / "task.toml").write_text('[task]\ntrain = "a.csv"\n')
     assert run_command("finetune", str(tmp_path / "task.toml"), "--from", str(tmp_path / "model"), override) == 2
     assert f"error: {override}: a task is trained and evaluated on its own files" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("corpus", ['train = "web"', 'validation.web = "web"', 'mixture.web = { path = "web" }'])
+@pytest.mark.parametrize("model", [["--from", "model"], []])
+def test_corpora_in_the_config_of_a_task_are_refused(
+    tmp_path: Path, corpus: str, model: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They would be replaced, too. Those of a base or of a stored config are the run's before, and no mistake."""
+    (tmp_path / "task.toml").write_text(f'[task]\ntrain = "a.csv"\n[data]\n{corpus}\n')
+    key = corpus.partition(" ")[0].partition(".")[0]
+    assert run_command("finetune", str(tmp_path / "task.toml"), *model) == 2
+    message = "a task is trained and evaluated on its own files"
+    assert f"error: {tmp_path / 'task.toml'}: data.{key}: {message}" in capfd.readouterr().err
+    (tmp_path / "task.toml").rename(tmp_path / "finetune.toml")
+    (tmp_path / "further.toml").write_text('extends = "finetune.toml"\n')
+    for name in ("finetune.toml", "further.toml"):
+        assert run_command("finetune", str(tmp_path / name), *model) == 2
+        assert message not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify", "config.toml"], ["verify", "--presets", "quickstart"]])
+def test_verify_says_that_its_engine_replaces_the_configured_one(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text('extends = "quickstart"\n')
+    mistake = "--layouts=none" if "--presets" in command else "train.steps=none"  # no step is taken
+    for configured, engine, is_replaced in (("deepspeed", "native", True), ("native", "native", False)):
+        words = [f"parallel.engine={configured}", "--engine", engine, mistake]
+        assert run_command(*command, *words) == 2
+        note = f"note: --engine {engine} replaces parallel.engine = {configured!r}\n"
+        assert (note in capfd.readouterr().err) == is_replaced
+    assert run_command(*command, "--engine", "deepspeed", mistake) == 2
+    assert "note:" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ def test_the_resolved_config_gives_itself_again(
 def test_a_config_can_not_be_changed(load: Load) -> None:
     config = load()
     with pytest.raises(ValidationError, match="frozen"):
-        config.train.steps = 3  # type: ignore[misc]
+        config.train.steps = 3
     with pytest.raises(ValidationError, match="frozen"):
-        config.name = "b"  # type: ignore[misc]
+        config.name = "b"
 
 
 @pytest.mark.parametrize("kind", [Config, PrepConfig])

@@ -86,7 +86,7 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
     config = json.loads(path.read_text())
     number = config.pop("n_routed_experts" if name == "deepseek-v3" else "num_local_experts")
     path.write_text(json.dumps(config | {other: number}))
-    assert HfFolder(tmp_path).config.layer_config(-1).ffn.n_experts == number  # type: ignore[union-attr]
+    assert HfFolder(tmp_path).config.layer_config(-1).ffn.n_experts == number
 
 
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:

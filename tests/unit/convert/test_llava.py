@@ -182,7 +182,7 @@ def answers(expected: Any, images: list[torch.Tensor], tokens: torch.Tensor) -> 
     """Logits [images, captions]."""
     mean, std = (torch.tensor(PIXELS[key])[:, None, None] for key in ("image_mean", "image_std"))
     normalised = torch.stack([((image.double() / 255 - mean) / std).float() for image in images])
-    return expected(pixel_values=normalised, input_ids=tokens).logits_per_image  # type: ignore[no-any-return]
+    return expected(pixel_values=normalised, input_ids=tokens).logits_per_image
 
 
 def our_logits(folder: Path, images: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset as wds
-from PIL import Image
 
 from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
 from megatfm.corpus import webdataset_index
@@ -21,6 +20,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
+from tests.support.images import encode_noise
 from tests.support.webdatasets import make_member, make_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
@@ -41,10 +41,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def picture(number: int, format_: str = "PNG") -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 256, (*SIZES[number % 23], 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, format_)
-    return out.getvalue()
+    return encode_noise(*SIZES[number % 23], seed=number, format_=format_)
 
 
 def timm(folder: Path) -> list[dict[str, bytes]]:

@@ -15,17 +15,12 @@ from megatfm.data.image_rand_augment import OPERATIONS
 from megatfm.data.image_transforms import TRANSFORMS
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
+from tests.support.images import encode_image
 
 
 def noise(height: int = 21, width: int = 34, channels: int = 3, seed: int = 0) -> np.ndarray:
     small = np.random.default_rng(seed).integers(0, 256, (height // 4 + 1, width // 4 + 1, channels), np.uint8)
     return np.asarray(Image.fromarray(small.squeeze()).resize((width, height), Image.Resampling.BICUBIC))
-
-
-def stored(image: Image.Image, format_: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format_, **options)
-    return out.getvalue()
 
 
 @pytest.mark.parametrize("has_simplejpeg", [True, False])
@@ -38,8 +33,8 @@ def test_jpegs_have_pillow_s_pixels(
     if not has_simplejpeg:
         monkeypatch.setattr(images, "simplejpeg", None)
     for data in (
-        stored(Image.fromarray(noise()), "JPEG", **options),
-        stored(Image.fromarray(noise(channels=1)), "JPEG", **options),
+        encode_image(noise(), "JPEG", **options),
+        encode_image(noise(channels=1), "JPEG", **options),
     ):
         with Image.open(io.BytesIO(data)) as image:
             expected = np.asarray(image.convert("RGB" if channels == 3 else "L"))
@@ -52,7 +47,7 @@ def test_rotations_of_cameras_are_applied(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {"lossless": True} if kind == "webp" else {}
-    data = stored(Image.fromarray(noise()), images.PILLOW_FORMATS[kind], exif=exif, **options)
+    data = encode_image(noise(), images.PILLOW_FORMATS[kind], exif=exif, **options)
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image))
     assert expected.shape == ((34, 21, 3) if orientation > 4 else (21, 34, 3))
@@ -67,31 +62,29 @@ def test_transparent_pixels_lie_on_white() -> None:
     share = alpha[..., None] / 255
     expected = pixels * share + 255 * (1 - share)
     for kind, options in (("png", {}), ("webp", {"lossless": True, "exact": True})):
-        actual = np.asarray(decode(stored(rgba, images.PILLOW_FORMATS[kind], **options), kind, 3))
+        actual = np.asarray(decode(encode_image(rgba, images.PILLOW_FORMATS[kind], **options), kind, 3))
         assert np.abs(actual - expected).max() <= 1
         np.testing.assert_array_equal(actual[:3], 255)
         np.testing.assert_array_equal(actual[3:6], pixels[3:6])
     palette = Image.fromarray(noise(channels=1) // 64).convert("P")
-    data = stored(palette, "PNG", transparency=1)
+    data = encode_image(palette, "PNG", transparency=1)
     is_clear = np.asarray(palette) == 1
     assert is_clear.any()
     assert (np.asarray(decode(data, "png", 3))[is_clear] == 255).all()
 
 
 def test_other_modes_become_rgb_or_grey() -> None:
-    cmyk = stored(Image.fromarray(noise()).convert("CMYK"), "JPEG")
+    cmyk = encode_image(Image.fromarray(noise()).convert("CMYK"), "JPEG")
     with Image.open(io.BytesIO(cmyk)) as image:
         assert image.mode == "CMYK"
         expected = np.asarray(image.convert("RGB"))
     np.testing.assert_array_equal(np.asarray(decode(cmyk, "jpg", 3)), expected)
     bits = noise(channels=1) > 99
-    np.testing.assert_array_equal(
-        np.asarray(decode(stored(Image.fromarray(bits), "PNG"), "png", 1)), bits * np.uint8(255)
-    )
+    np.testing.assert_array_equal(np.asarray(decode(encode_image(bits, "PNG"), "png", 1)), bits * np.uint8(255))
     deep = np.arange(65_536, dtype=np.uint16).reshape(256, 256)
-    actual = np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 1))
+    actual = np.asarray(decode(encode_image(deep, "PNG"), "png", 1))
     np.testing.assert_array_equal(actual, np.rint(deep / 257).astype(np.uint8))
-    np.testing.assert_array_equal(np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 3))[..., 2], actual)
+    np.testing.assert_array_equal(np.asarray(decode(encode_image(deep, "PNG"), "png", 3))[..., 2], actual)
 
 
 def test_a_rotation_is_found_behind_other_segments() -> None:
@@ -99,9 +92,9 @@ def test_a_rotation_is_found_behind_other_segments() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.fromarray(noise())
-    upright = decode(stored(image, "JPEG"), "jpg", 3)
+    upright = decode(encode_image(image, "JPEG"), "jpg", 3)
     profile, comment = bytes(range(256)) * 600, b"\xff\xda in a comment"
-    data = stored(image, "JPEG", exif=exif, icc_profile=profile, comment=comment)
+    data = encode_image(image, "JPEG", exif=exif, icc_profile=profile, comment=comment)
     comment_first = data[:2] + b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment + data[2:]
     for turned in (data, comment_first):
         actual = np.asarray(decode(turned, "jpg", 3))
@@ -133,7 +126,7 @@ def test_colours_of_16_bits_keep_their_upper_8(color_type: int, n_colors: int, h
 def test_an_animation_is_its_first_frame(kind: str) -> None:
     frames = [Image.fromarray(noise(seed=n)) for n in range(3)]
     options: dict[str, Any] = {"lossless": True} if kind == "webp" else {}
-    data = stored(frames[0], images.PILLOW_FORMATS[kind], save_all=True, append_images=frames[1:], **options)
+    data = encode_image(frames[0], images.PILLOW_FORMATS[kind], save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as image:
         assert image.n_frames == 3  # type: ignore[attr-defined]
     np.testing.assert_array_equal(np.asarray(decode(data, kind, 3)), np.asarray(frames[0]))
@@ -144,7 +137,7 @@ def test_an_animation_is_its_first_frame(kind: str) -> None:
 def test_cut_off_files_are_refused(kind: str, has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_simplejpeg:
         monkeypatch.setattr(images, "simplejpeg", None)
-    data = stored(Image.fromarray(noise(64, 64)), images.PILLOW_FORMATS[kind])
+    data = encode_image(noise(64, 64), images.PILLOW_FORMATS[kind])
     for size in (0, 10, len(data) // 2, len(data) - 40):
         with pytest.raises(SampleError, match=rf"has a \.{kind} that can't be decoded"):
             decode(data[:size], kind, 3)
@@ -155,7 +148,7 @@ def test_bombs_and_other_formats_are_refused() -> None:
     with pytest.raises(SampleError, match=r"has a \.png of over 67,108,864 pixels"):
         decode(bomb, "png", 3)
     with pytest.raises(SampleError, match=r"can't be decoded"):
-        decode(stored(Image.fromarray(noise()), "PNG"), "jpg", 3)
+        decode(encode_image(noise(), "PNG"), "jpg", 3)
     with pytest.raises(SampleError, match="floating-point"):
         images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
 

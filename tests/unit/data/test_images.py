@@ -1,6 +1,5 @@
 """Images from shards to batches: the same on any ranks, after a resume, in mixtures; mixed with partners by pixel."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
+from tests.support.images import encode_noise
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [
@@ -46,11 +46,8 @@ def objective(row: int = TOKENS, **images: Any) -> Objective:
 def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -> Corpus:
     with ShardWriter(folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13) as writer:
         for number in range(first, first + n):
-            pixels = np.random.default_rng(number).integers(0, 256, (10 + number % 5, 9, 3), np.uint8)
-            out = io.BytesIO()
-            Image.fromarray(pixels).save(out, "PNG")
-            data = out.getvalue() if number != damaged else out.getvalue()[:-60]
-            files = {"png": data, "cls": b"%d" % (number % 100)}
+            data = encode_noise(10 + number % 5, 9, seed=number)
+            files = {"png": data if number != damaged else data[:-60], "cls": b"%d" % (number % 100)}
             writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
         writer.finish({})
     return Corpus.open(folder)
@@ -241,11 +238,10 @@ def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = T
         folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13, shard_bytes=2**15, compress=compress
     ) as writer:
         for number, (height, width) in enumerate(shapes):
-            exif, out = Image.Exif(), io.BytesIO()
+            exif = Image.Exif()
             exif[0x0112] = 6 if number % 3 == 0 else 1  # every third lies on its side
-            pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
-            Image.fromarray(pixels).save(out, "JPEG", exif=exif)
-            files = {"jpg": out.getvalue(), "cls": b"%d" % (number % 100)}
+            data = encode_noise(height, width, seed=number, format_="JPEG", exif=exif)
+            files = {"jpg": data, "cls": b"%d" % (number % 100)}
             writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
         writer.finish({})
     return Corpus.open(folder)

@@ -26,6 +26,7 @@ from megatfm.data.sequences import DocumentChunk, Fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.images import encode_image, encode_noise
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 from tests.support.prep_files import write_file
 from tests.support.tower_models import TOWERS
@@ -37,9 +38,7 @@ N_SAMPLES = 40
 
 def png(value: int) -> bytes:
     """An image of 8 × 8 pixels of one colour."""
-    out = io.BytesIO()
-    Image.new("RGB", (8, 8), (value, value, value)).save(out, "PNG")
-    return out.getvalue()
+    return encode_image(Image.new("RGB", (8, 8), (value, value, value)))
 
 
 def n_images_of(number: int) -> int:
@@ -167,12 +166,11 @@ def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
 
 
 def test_images_of_a_sample_are_augmented_apart() -> None:
-    noise = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8)).save(noise, "PNG")
-    chunk = DocumentChunk(np.array([IMG, IMG]), files={"0.png": noise.getvalue(), "1.png": noise.getvalue()})
+    noise = encode_noise(20, 20)
+    chunk = DocumentChunk(np.array([IMG, IMG]), files={"0.png": noise, "1.png": noise})
     crops = objective(transforms=["random_resized_crop"])
     patches = crops.build_example(chunk, ChunkKey(0, 0, 0, 0))["encoder_patches"]
-    alone = DocumentChunk(np.array([IMG]), files={"png": noise.getvalue()})
+    alone = DocumentChunk(np.array([IMG]), files={"png": noise})
     first = crops.build_example(alone, ChunkKey(0, 0, 0, 0))["encoder_patches"]
     assert (patches[:5] == first).all()
     assert (patches[5:] != first).any()

@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import webdataset
 import zstandard
-from PIL import Image
 from rich.console import Console
 from webdataset import tariterators
 
@@ -29,14 +27,12 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.images import encode_noise
 from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 256, (8 + number % 5, 12, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, format_)
-    return out.getvalue()
+    return encode_noise(8 + number % 5, 12, seed=number, format_=format_)
 
 
 def samples(count: int = 30) -> dict[str, dict[str, bytes]]:

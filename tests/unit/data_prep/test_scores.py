@@ -5,7 +5,9 @@ import json
 import math
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,49 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
     assert actual.fields["perplexity"] == pytest.approx(math.exp(total / 30), rel=1e-4)
     assert apply(text, **how, max_score=1.5) == "perplexity_above_max_score"
     assert apply(text, **how, min_score=1e6) == "perplexity_below_min_score"
+
+
+@pytest.mark.parametrize(
+    ("logit", "limits", "result", "event"),
+    [
+        (math.nan, {}, "perplexity_not_a_number", None),
+        (math.nan, {"max_score": 9.0}, "perplexity_not_a_number", None),
+        (-1000.0, {}, "Infinity", "infinite"),  # e^1000 is more than a float holds
+        (-1000.0, {"max_score": 1e300}, "perplexity_above_max_score", "infinite"),
+    ],
+)
+def test_perplexity_that_is_no_number(
+    logit: float,
+    limits: dict[str, float],
+    result: str,
+    event: str | None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """NaN is a reason to drop a document, and infinity is infinity, stored as a text: JSON has no word for it."""
+    run = write_trained_run(
+        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(padded_decoder(), torch.float32)
+    )
+    step = make_filter(section(name="perplexity", run=str(run), save_as="perplexity", **limits))
+    logits = torch.full((600, 600), logit)
+    logits[:, 599] = 0.0  # an id that the text lacks
+    step._filter._model = lambda ids: SimpleNamespace(logits=logits[None, : ids.shape[1]])
+    document = step(Document("x", "def indent"))
+    assert (document.fields["perplexity"] if document else None) == (None if "perplexity" in result else result)
+    assert list(step.counts.dropped) == ([result] if document is None else [])
+    assert step.counts.found == ({event: 1} if event else {})
+
+
+def test_scores_of_classifiers_that_are_no_numbers(weights: LinearClassifier, tmp_path: Path) -> None:
+    """As weights that diverged give them."""
+    replace(weights, bias=math.nan).save(tmp_path / "c.npz")
+    assert apply("x", name="linear_classifier", file=str(tmp_path / "c.npz")) == "probability_not_a_number"
+    write_classifier(tmp_path / "one", 1)
+    step = make_filter(section(name="classifier", folder=str(tmp_path / "one"), save_as="q"))
+    for score, result in ((math.nan, "score_not_a_number"), (math.inf, "Infinity"), (-math.inf, "-Infinity")):
+        torch.nn.init.constant_(step._filter._model.classifier.bias, score)
+        document = step._filter.apply(Document("x", "the house"), StepStats(""))
+        assert (document if isinstance(document, str) else document.fields["q"]) == result
 
 
 def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:

@@ -22,6 +22,7 @@ from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_by_documents, plan_by_files
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.images import encode_image
 from tests.support.prep_files import write_file
 
 WORDS = [f"w{number}" for number in range(5000)]
@@ -156,9 +157,7 @@ CLASSES = ("Äpfel", "birne", "猫", "10 Euro")
 
 
 def png(number: int) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.full((3, 4, 3), number, np.uint8)).save(out, "PNG")
-    return out.getvalue()
+    return encode_image(np.full((3, 4, 3), number, np.uint8))
 
 
 def write_image_folders(root: Path, companions: Any, names: tuple[str, ...] = CLASSES) -> None:

@@ -122,8 +122,11 @@ def train_and_average_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
     return averages
 
 
+WITH_AVERAGE = {name: OPTIMIZERS[name].model_copy(update={"ema_decay": 0.7}) for name in ("soap", "adafactor", "lamb")}
+
+
 def evaluates_and_saves_the_average(parallel: ParallelConfig, name: str) -> None:
-    engine = build_engine(UNTIED_MODEL, parallel, OPTIMIZERS[name])
+    engine = build_engine(UNTIED_MODEL, parallel, {**OPTIMIZERS, **WITH_AVERAGE}[name])
     if name == "schedule_free_adamw":
         train_steps(engine, 0, 4)
         x = averaged_by_hand(engine)
@@ -162,6 +165,11 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig, name: str) -> None
 AVERAGED = [
     *(("schedule_free_adamw", layout) for layout in ("one", "zero3", "tp2")),
     *(("muon, weights averaged", layout) for layout in ("one", *LAYOUTS, "zero0", "zero2", "replicas")),
+    *(
+        pytest.param(name, layout, marks=[SLOW] * (layout != in_short))
+        for name, in_short in (("soap", "tp2"), ("adafactor", "zero3"), ("lamb", "zero1"))
+        for layout in ("one", *LAYOUTS, "zero2")
+    ),
 ]
 
 

@@ -103,7 +103,7 @@ def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
     def note(name: str, kind: str, flops: float, inputs: Any, outputs: Any, dims: tuple[int, ...]) -> None:
         noted.append(tuple(rows if size == ROWS else size for size in dims))
 
-    with experts_by_shapes(note):  # type: ignore[arg-type]
+    with experts_by_shapes(note):
         KERNELS["grouped"](x, weight, ends).square().sum().backward()
     assert len(noted) == 3
     assert sorted(noted) == sorted(executed.dims)

@@ -95,6 +95,9 @@ def test_the_interface_of_the_harness(
     prompts = [("import", {"until": "\n", "max_gen_toks": 6}), ("def " * 30, {"until": [], "max_gen_toks": 4})]
     texts = model.generate_until(instances(prompts))
     assert texts[0] == generate_texts(loaded, [TextRequest("import", 6, ("\n",))])[0]
+    assert texts == model.generate_until(
+        instances([(prompt, options | {"until": ["", *options["until"]]}) for prompt, options in prompts])
+    ), "an empty text ends none, as in the harness's own models"
     assert "1 of 2 prompts are cut at their start, for positions end at 24" in caplog.text
     with pytest.raises(UsageError, match="generation_kwargs: num_beams is none of"):
         model.generate_until(instances([("a", {"num_beams": 3})]))

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megatfm.data.packed_rows import pack_in_memory
@@ -17,6 +16,7 @@ from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam
 from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.tokenizers import SentencePieceTokenizer
+from tests.support.images import encode_noise
 from tests.support.llava_models import LLAVA
 from tests.support.trained_runs import random_model
 
@@ -42,8 +42,7 @@ def make_text_model(tokenizer_model: bytes, placement: str) -> TextModel:
 def write_images(folder: Path) -> list[Path]:
     paths = [folder / f"{number}.png" for number in range(N_IMAGES)]
     for number, path in enumerate(paths):
-        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
-        Image.fromarray(pixels).save(path)
+        path.write_bytes(encode_noise(seed=number))
     return paths
 
 

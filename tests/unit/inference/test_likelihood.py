@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -256,6 +257,22 @@ def test_a_text_is_drawn_the_same_in_any_batch(tmp_path: Path, tokenizer_model: 
     assert alone[:3] != alone[-3:], "equal prompts have draws of their own"
     for batch_size in (3, 32):
         assert generate_texts(loaded, requests, batch_size=batch_size) == alone
+
+
+def test_rows_of_the_table_without_a_token_are_not_generated(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """A vocabulary is padded for layouts; here such rows are the likeliest everywhere."""
+    loaded = open_text_model(write_run(tmp_path, tokenizer_model), dtype="float64")
+    size = loaded.tokenizer.vocab_size
+    model = type("Padded", (nn.Module,), {"is_causal": True, "takes_cache": True, "config": loaded.model.config})()
+    model.inner, padding = loaded.model, torch.full((1, 1, 8), 1e3, dtype=torch.float64)
+
+    def forward(tokens: torch.Tensor, **inputs: Any) -> SimpleNamespace:
+        logits = model.inner(tokens, **inputs).logits[..., :size]
+        return SimpleNamespace(logits=torch.cat([logits, padding.expand(*logits.shape[:2], 8)], -1))
+
+    model.forward = forward
+    requests = [TextRequest(prompt, 8) for prompt in PROMPTS]
+    assert generate_texts(replace(loaded, model=model), requests) == generate_texts(loaded, requests)
 
 
 KINDS = get_args(EvaluationTaskConfig.model_fields["kind"].annotation)

@@ -122,6 +122,17 @@ def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
     assert {"time", "job", "restart", "nodes", "code", "step", "failed_host", "failed_rank"} <= entry.keys()
 
 
+@pytest.mark.parametrize("damaged", ['[{"time": 1', "{}", '[{"time": 1.0, "submission": "7"}, {"time": "soon"}]'])
+def test_a_damaged_record_is_kept(folder: Path, damaged: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Under another name, once: attempts that can't be read, or that come after such, are not overwritten."""
+    (folder / RESTARTS).write_text(damaged)
+    attempt(folder, EXIT_FAILED)
+    (kept,) = folder.glob(f"{RESTARTS}.damaged-*")
+    assert kept.read_text() == damaged
+    assert capfd.readouterr().err.count(f"kept as {kept.name}") == 1
+    assert json.loads((folder / RESTARTS).read_text())[-1]["code"] == EXIT_FAILED
+
+
 DIED_BEFORE_LAUNCH = """\
 srun: error: Task launch for StepId=2.0 failed on node n4: Communication connection failure
 srun: error: Application launch failed: Communication connection failure

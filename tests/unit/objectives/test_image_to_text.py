@@ -1,11 +1,9 @@
 """Images among the tokens of a text, written out by hand; texts and rows that don't fit are refused by name."""
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.data.packed_rows import pack_in_memory
@@ -13,6 +11,7 @@ from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.images import encode_noise
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 
 BOS, EOS, PAD, IMG, NONE = 1, 2, 0, IMAGE_TOKEN, -100
@@ -26,14 +25,8 @@ def objective(lengths: tuple[int, ...] = (10, 30), images: Any = None, **options
     return build_objective(ImageToTextObjective(**options), ModelConfig.from_dotted(LLAVA), SPECIAL, lengths, section)
 
 
-def png() -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
 def chunk(text: list[int]) -> DocumentChunk:
-    return DocumentChunk(np.array(text, np.uint16), files={"png": png()})
+    return DocumentChunk(np.array(text, np.uint16), files={"png": encode_noise()})
 
 
 def build(text: list[int], **options: Any) -> tuple[list[int], list[int]]:
@@ -104,7 +97,7 @@ def test_lengths_are_known_before_anything_is_read(options: dict[str, Any], leng
 def test_rows_hold_samples_side_by_side() -> None:
     texts = [np.full(n, 20 + n, np.uint16) for n in (2, 3, 1)]
     packing = PackingConfig(objective(), (10, 30), 0)
-    rows = pack_in_memory(texts, packing, members=[{"png": png()}] * 3)
+    rows = pack_in_memory(texts, packing, members=[{"png": encode_noise()}] * 3)
     assert rows.n_rows == 2
     row, image = rows.build_row(0), [IMG] * 4
     assert row["encoder_documents"].tolist() == [0] * 5 + [1] * 5

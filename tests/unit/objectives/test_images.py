@@ -1,13 +1,11 @@
 """Images to the fields of a batch: patches cut out one by one, masked squares, captions by hand, refusals."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig, SimMIMObjective
 from megatfm.config.objective import ImageClassificationObjective
@@ -17,6 +15,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.images import encode_image, encode_noise
 from tests.support.tower_models import TOWERS
 
 KEY = ChunkKey(0, 0, 0, 0)
@@ -40,19 +39,13 @@ def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) 
     return build_objective(ImageClassificationObjective(), chosen, None, (rows,), section)
 
 
-def picture(pixels: np.ndarray, format_: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, format_, **options)
-    return out.getvalue()
-
-
 def noise(height: int, width: int, seed: int = 0, *channels: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, *(channels or (3,))), np.uint8)
 
 
 def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
     pixels = noise(12, 12)
-    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"3\n"})
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels), "cls": b"3\n"})
     fields = objective().build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 48)
     assert not fields["patches"][:3].any()
@@ -69,7 +62,7 @@ def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
 def test_rows_hold_images_and_padding() -> None:
     result = objective()
     how = PackingConfig(result, (40,), 0)
-    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
+    files = [{"png": encode_image(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
     rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
     assert rows.n_rows == 2
     row = rows.build_row(1)
@@ -84,7 +77,7 @@ def test_rows_hold_images_and_padding() -> None:
 def test_grey_images_have_one_channel() -> None:
     result = objective(channels=1)
     pixels = noise(12, 12, 0, 3)[..., 0]
-    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels), "cls": b"0"})
     fields = result.build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 16)
     assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
@@ -95,11 +88,11 @@ def test_grey_images_have_one_channel() -> None:
     [
         ({"cls": b"1"}, r"sample 7 has 0 images \(\.cls\), not one"),
         ({"png": b"no image", "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
-        ({"png": picture(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
-        ({"png": picture(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
-        ({"png": picture(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
-        ({"png": picture(noise(4, 4)), "cls": b"7" * 5000}, r"class '77777777777777777777'.* are 0 to 4"),
-        ({"png": picture(noise(4, 4))}, r"has no \.cls"),
+        ({"png": encode_image(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+        ({"png": encode_image(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
+        ({"png": encode_image(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
+        ({"png": encode_image(noise(4, 4)), "cls": b"7" * 5000}, r"class '77777777777777777777'.* are 0 to 4"),
+        ({"png": encode_image(noise(4, 4))}, r"has no \.cls"),
     ],
 )
 def test_samples_that_cannot_be_used_are_named(files: dict[str, bytes], message: str) -> None:
@@ -129,7 +122,7 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     result = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
     measured = result.for_evaluation()
     how = PackingConfig(measured, (40,), 0)
-    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
+    files = [{"png": encode_image(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
     blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
     batch = {
         name: torch.from_numpy(np.stack([blocks.build_row(n)[name] for n in range(blocks.n_rows)]))
@@ -174,10 +167,8 @@ def simmim_objective(config: ModelConfig | None = None, **options: Any) -> Objec
 
 
 def chunk() -> DocumentChunk:
-    out = io.BytesIO()
     pixels = np.random.default_rng(0).integers(1, 256, (SIZE, SIZE, 3), np.uint8)
-    Image.fromarray(pixels).save(out, "PNG")
-    return DocumentChunk(np.zeros(0, np.uint16), files={"png": out.getvalue()})
+    return DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels)})
 
 
 @pytest.mark.parametrize(("ratio", "n_masked"), [(0.6, 15), (0.5, 13), (0.01, 1), (0.96, 24)])
@@ -241,14 +232,8 @@ def contrastive_objective(
     return build_objective(ContrastiveObjective(**options), ModelConfig.from_dotted(TOWERS), SPECIAL, lengths, section)
 
 
-def png(seed: int = 0) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
 def build_tokens(caption: list[int], **options: Any) -> list[int]:
-    chunk = DocumentChunk(np.array(caption, np.uint16), files={"png": png()})
+    chunk = DocumentChunk(np.array(caption, np.uint16), files={"png": encode_noise()})
     fields = contrastive_objective(**options).build_example(chunk, KEY)
     assert fields["encoder_patches"].shape == (5, 48)
     assert fields["encoder_grid"][1:].tolist() == [[0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2]]
@@ -270,7 +255,7 @@ def test_lengths_are_told_before_anything_is_read(options: dict[str, Any]) -> No
     contrastive = contrastive_objective(**options)
     lengths = contrastive.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (of_image, of_text) in enumerate(lengths.tolist(), 1):
-        chunk = DocumentChunk(np.full(n, 9, np.uint16), files={"png": png()})
+        chunk = DocumentChunk(np.full(n, 9, np.uint16), files={"png": encode_noise()})
         fields = contrastive.build_example(chunk, KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (of_image, of_text)
 
@@ -279,7 +264,7 @@ def test_rows_hold_pairs_side_by_side() -> None:
     """Two images fit the one side; the third caption would fit the other, but follows its image."""
     captions = [np.full(n, 20 + n, np.uint16) for n in (2, 3, 1)]
     how = PackingConfig(contrastive_objective(), (10, 14), 0)
-    rows = pack_in_memory(captions, how, members=[{"png": png(n)} for n in range(3)])
+    rows = pack_in_memory(captions, how, members=[{"png": encode_noise(seed=n)} for n in range(3)])
     assert rows.n_rows == 2
     row = rows.build_row(0)
     assert row["encoder_documents"].tolist() == [0] * 5 + [1] * 5
@@ -292,7 +277,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
     """Losses and, in evaluation, found captions, of which two are the same."""
     trained = contrastive_objective()
     captions = [np.array(ids, np.uint16) for ids in ([7, 8], [9], [7, 8])]
-    members = [{"png": png(n)} for n in range(3)]
+    members = [{"png": encode_noise(seed=n)} for n in range(3)]
     model = build(ModelConfig.from_dotted(TOWERS)).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -317,9 +302,9 @@ def test_a_batch_is_what_the_model_reads() -> None:
 @pytest.mark.parametrize(
     ("files", "caption", "message"),
     [
-        ({"png": png()}, [], "sample 7 has no caption: give prep the tokenizer"),
+        ({"png": encode_noise()}, [], "sample 7 has no caption: give prep the tokenizer"),
         ({}, [5], "sample 7 has 0 images"),
-        ({"png": png()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
+        ({"png": encode_noise()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
     ],
 )
 def test_pairs_that_cannot_be_used_are_named(files: dict[str, bytes], caption: list[int], message: str) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from megatfm.report import write_report
 from megatfm.report.predictions import compute_class_results, read_galleries, summarize
 from megatfm.report.run import Run
+from tests.support.images import encode_image
 from tests.support.reported_runs import report_page
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -82,9 +83,7 @@ def write_images(run: Path, labels: list[str], counts: Any) -> None:
 
 
 def make_png(colour: str) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (3, 2), colour).save(out, "PNG")
-    return out.getvalue()
+    return encode_image(Image.new("RGB", (3, 2), colour))
 
 
 def test_classes_and_pictures_on_the_page(run: Path) -> None:

@@ -70,6 +70,13 @@ def test_cloze_takes_one_answer_and_generation_all(tmp_path: Path) -> None:
     assert (text.choices, text.accepted) == ((), ("x", "y z"))
 
 
+def test_an_empty_stop_text_is_refused(tmp_path: Path) -> None:
+    """Each answer would end before it."""
+    write_rows(tmp_path)
+    with pytest.raises(UsageError, match=r"stop = .* should have at least 1 character"):
+        open_evaluation_task(write_task(tmp_path, CHOICE + 'stop = ["x", ""]\n'))
+
+
 def test_no_question_is_its_own_example(tmp_path: Path) -> None:
     write_rows(tmp_path)
     for question in open_evaluation_task(write_task(tmp_path, CHOICE + LABELS + "shots = 6\n")).questions:

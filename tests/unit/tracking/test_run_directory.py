@@ -330,6 +330,14 @@ def test_a_log_line_has_mfu_and_time_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[2].endswith("grad norm 0.50")
 
 
+def test_a_run_without_an_end_has_no_time_left(tmp_path: Path) -> None:
+    """Its log lines go on: no `timedelta` holds the time that the most steps take."""
+    with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=2**53) as screen:
+        screen._start_time -= 100.0
+        screen.step(RECORD | {"step": 1}, is_due=True)
+    assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("grad norm 0.50\n")
+
+
 def test_the_logger_is_restored_after_a_run(tmp_path: Path) -> None:
     log.setLevel(logging.WARNING)
     try:
