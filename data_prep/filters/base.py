@@ -1,5 +1,6 @@
 """Filters: their interface, the counting that all share, filtering by score, and the registry of `[[steps]]`."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -78,19 +79,26 @@ class ScoreLimits(Protocol):
 
 
 def filter_by_score(document: Document, score: float, limits: ScoreLimits, subject: str) -> Document | str:
-    """Return the document if its score lies within the limits, with the score as field `save_as`; else the drop
-    reason."""
+    """Return the document if its score lies within the limits, with the score as field `save_as`; else the drop reason.
+
+    A score that is not a number lies within no limits. An infinite one is stored as a reader stores it, as a text.
+    """
+    if math.isnan(score):
+        return f"{subject}_not_a_number"
     if limits.min_score is not None and score < limits.min_score:
         return f"{subject}_below_min_score"
     if limits.max_score is not None and score > limits.max_score:
         return f"{subject}_above_max_score"
     if limits.save_as is None:
         return document
-    return replace(document, fields={**document.fields, limits.save_as: round(score, 6)})
+    value = round(score, 6) if math.isfinite(score) else "Infinity" if score > 0 else "-Infinity"
+    return replace(document, fields={**document.fields, limits.save_as: value})
 
 
 def count_score(counts: StepStats, score: float) -> None:
-    """Count a probability in tenths, as a histogram for the report."""
+    """Count a probability in tenths, as a histogram for the report. NaN is none of them: its document is dropped."""
+    if math.isnan(score):
+        return
     tenth = min(int(score * 10), 9)
     counts.count_event(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")
 

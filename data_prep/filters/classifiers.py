@@ -160,7 +160,7 @@ class FastText:
         line = document.text.replace("\n", " ")
         # Not `predict`, whose np.array call NumPy 2 refuses.
         probabilities = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
-        score = min(1.0, max(0.0, float(probabilities.get(self._config.label, 0.0))))
+        score = float(np.clip(probabilities.get(self._config.label, 0.0), 0.0, 1.0))  # NaN stays
         count_score(counts, score)
         return filter_by_score(document, score, self._config, "probability")
 

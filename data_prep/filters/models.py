@@ -5,6 +5,7 @@ data_prep imports torch.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Classifier:
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         score = self.score(document.text)
         if self._label is None:
-            counts.count_event(f"from {int(score // 1)} on")
+            _count_bin(counts, score, math.floor)
         else:
             count_score(counts, score)
         return filter_by_score(document, score, self._config, self._score_name)
@@ -116,7 +117,7 @@ class Perplexity:
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         (ids,) = self._tokenizer.encode_batch([document.text], 1)
         score = self.score(list(map(int, ids[: self._config.max_tokens])))
-        counts.count_event(f"from {2 ** int(math.log2(score)):,} on")
+        _count_bin(counts, score, lambda finite: 2 ** int(math.log2(finite)))
         return filter_by_score(document, score, self._config, "perplexity")
 
     @torch.inference_mode()
@@ -127,4 +128,15 @@ class Perplexity:
             window = row[begin : begin + self._window + 1]
             logits_TV = self._model(window[None, :-1]).logits[0]
             total += float(F.cross_entropy(logits_TV.float(), window[1:], reduction="sum"))
-        return math.exp(min(total / max(1, len(ids)), 700.0))
+        try:
+            return math.exp(total / max(1, len(ids)))
+        except OverflowError:
+            return math.inf
+
+
+def _count_bin(counts: StepStats, score: float, begin: Callable[[float], int]) -> None:
+    """Count a score in its bin of a histogram for the report. NaN has none: its document is dropped."""
+    if math.isinf(score):
+        counts.count_event("infinite" if score > 0 else "minus infinite")
+    elif not math.isnan(score):
+        counts.count_event(f"from {begin(score):,} on")

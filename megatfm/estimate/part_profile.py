@@ -9,6 +9,9 @@ from megatfm.estimate.operators import Operator, Recording
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
+LONG_CHAIN = 100
+"""Operators of a pointwise chain after which torch's partitioner saves a result (`ban_recompute_long_fusible_chains`)."""
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -137,13 +140,15 @@ class PartProfile:
 
         torch's partitioner of forward and backward pass recomputes elementwise operators from their inputs, but not a
         result that a matmul or attention of the backward pass reads (`ban_recompute_materialized_backward` of
-        torch/_functorch/config.py): it would be written to memory anyway. Experts stay eager.
+        torch/_functorch/config.py): it would be written to memory anyway. Nor does it recompute the end of a
+        long chain, such as the hash of a dropout's mask. Experts stay eager.
         """
-        producers = {n: op for op in self.forward for n in op.writes}
+        producers, reads, chain_lengths = self._trace_pointwise_chains()
         materialized = {n for op in self.backward if op.kind != "pointwise" for n in op.reads}
         materialized |= {tensor.number for tensor in self.saved if tensor.is_eager}
         kept: dict[int, int] = {}
         queue = [(tensor.number, tensor.n_bytes) for tensor in self.saved]
+        saved_numbers = {number for number, _ in queue}
         visited: set[int] = set()
         while queue:
             number, n_bytes = queue.pop()
@@ -151,12 +156,30 @@ class PartProfile:
                 continue
             visited.add(number)
             producer = producers.get(number)
-            is_small = n_bytes <= self.input_bytes // 64
-            if producer is None or producer.kind != "pointwise" or number in materialized or is_small:
+            is_small = number in saved_numbers and n_bytes <= self.input_bytes // 64
+            is_recomputed = producer is not None and producer.kind == "pointwise" and number not in materialized
+            if not is_recomputed or is_small or chain_lengths[number] > LONG_CHAIN:
                 kept[number] = n_bytes
                 continue
-            queue += [(n, size) for n, size in producer.reads.items() if n not in self.weight_numbers]
+            queue += [(n, size) for n, size in reads[number].items() if n not in self.weight_numbers]
         return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
+
+    def _trace_pointwise_chains(self) -> tuple[dict[int, Operator], dict[int, dict[int, int]], dict[int, int]]:
+        """Return, for each storage that the forward pass writes: the operator that wrote it first, all that its writers
+        read, and how many operators after the first one of its pointwise chain it was written last."""
+        producers: dict[int, Operator] = {}
+        reads: dict[int, dict[int, int]] = {}
+        starts: dict[int, int] = {}
+        lengths: dict[int, int] = {}
+        for index, op in enumerate(self.forward):
+            inputs = {number: n_bytes for number, n_bytes in op.reads.items() if number not in op.writes}
+            for number in op.writes:
+                producers.setdefault(number, op)
+                reads.setdefault(number, {}).update(inputs)
+                known = [starts[n] for n in (*inputs, number) if n in starts]
+                starts[number] = min([index, *known]) if op.kind == "pointwise" else index + 1
+                lengths[number] = index - starts[number]
+        return producers, reads, lengths
 
 
 @dataclass(frozen=True)

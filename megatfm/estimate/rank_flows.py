@@ -123,7 +123,7 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
     is_decoder = part.name.startswith("decoder.")
     length = (is_decoder and config.data.target_length) or config.data.sequence_length
     rows = config.train.micro_batch * length // config.parallel.cp * top_k
-    if config.parallel.tp > 1:
+    if config.parallel.expert_tp != "by_channel":
         rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
     row_bytes = config.model.d_model * matmuls[0].itemsize
     sent = rows * row_bytes * (axis.size - 1) // axis.size

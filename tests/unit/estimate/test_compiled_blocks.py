@@ -71,6 +71,9 @@ VECTORS = 8 * WIDTH
         ("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0),
         ("bert-base", [], VECTORS + 2 * HIDDEN, 0),
         ("vit-ti16", [], VECTORS + 2 * HIDDEN, 0),
+        # A byte a channel for the mask of the second of two dropouts; that of the first is computed again.
+        ("gpt2-124m", ["model.dropout=0.1"], VECTORS + 2 * HIDDEN + WIDTH // 4, 0),
+        ("bert-base", ["model.dropout=0.1"], VECTORS + 2 * HIDDEN + WIDTH // 4, 0),
         # q and k before their rotation are not read; SwiGLU has three hidden vectors. A CPU copies attention's result,
         # and the tables of the rotation are saved with the first block.
         ("llama3-8b", ["model.attention.n_kv_heads=2"], VECTORS + 3 * HIDDEN, WIDTH + HEAD),

@@ -1,6 +1,7 @@
 """Traffic and state of estimated ranks, against executed ranks and against what `describe` counts."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -117,6 +118,20 @@ def test_folded_experts_gather_no_tokens_over_tensor_parallel_ranks(workers: Wor
     for flows in workers.run(executed, 4, config, 4):
         for name in ("all_gather", "reduce_scatter"):
             assert flows["tp", name] == modelled["tp", name] > LEAST, name
+
+
+@pytest.mark.parametrize("expert_tp", ["by_expert", "by_channel"])
+def test_by_channel_all_tensor_parallel_ranks_send_all_rows_to_experts(
+    expert_tp: Literal["by_expert", "by_channel"],
+) -> None:
+    """By expert, each of two sends the rows of its own half of the experts."""
+    parallel = ParallelConfig(dp_shard=2, tp=2, ep=2, expert_tp=expert_tp)
+    config = small("mixtral-8x7b", parallel, precision="bf16")
+    choices = config.train.global_batch // 2 * config.data.sequence_length * 2
+    to_the_other_rank = choices // 2 // (2 if expert_tp == "by_expert" else 1)
+    passes = 2 * 2  # dispatch and combine, forward and backward
+    expected = config.model.n_layers * passes * to_the_other_rank * config.model.d_model * 2
+    assert estimated(config).flows.sent["ep", "all_to_all"] == expected
 
 
 @pytest.mark.parametrize(

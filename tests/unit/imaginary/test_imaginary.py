@@ -18,6 +18,7 @@ from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.traced import Traced, compare_with_trace, name_traced_axis, run_trace
 from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard
+from megatfm.imaginary.step import make_batches
 from megatfm.parallel.data_ring import DataRing
 from megatfm.parallel.expert_parallel import dispatch_and_combine
 from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
@@ -149,6 +150,21 @@ def test_the_guard_must_come_before_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
     )
     assert "must be loaded before torch" in completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "documents"),
+    [("gpt2-124m", set()), ("bert-base", set()), ("t5-base", {"encoder_documents", "documents"})],
+    ids=["rows of one document", "masks and segments", "rows that end with padding"],
+)
+def test_batches_are_as_the_loader_gives_them(preset: str, documents: set[str]) -> None:
+    """Documents remain only where a row has several, or padding."""
+    config = load_config(preset, ["train.global_batch=8", "train.micro_batch=2"])
+    batches = make_batches(config, data_ranks=2, microbatches=None)
+    assert len(batches) == 2
+    for batch in batches:
+        assert batch["tokens"].shape[0] == 2
+        assert {name for name in batch if name.endswith("documents")} == documents
 
 
 def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
