@@ -16,7 +16,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.preference import Preference
 from megatfm.models import build
-from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
+from megatfm.models.dtypes import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.objectives import target_fraction
 from megatfm.ops.fp8 import multiplies_fp8

@@ -20,7 +20,7 @@ from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.models import build
-from megatfm.models.float8 import convert_to_fp8
+from megatfm.models.dtypes import convert_to_fp8
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.fp8 import multiplies_fp8
 from megatfm.optim.parameters import build_optimizer_groups
