@@ -10,9 +10,9 @@ import pytest
 from megatfm import cli
 from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
+from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job
-from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.slurm import Site
 
 
