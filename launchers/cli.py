@@ -10,7 +10,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
 from megatfm.launchers import scheduler
-from megatfm.launchers.job import Job, Kind, Launcher
+from megatfm.launchers.job import Job, Kind, Launcher, Resources
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.validation import find_launch_errors, find_launch_warnings
@@ -95,20 +95,14 @@ def launch(args: argparse.Namespace, new_paths: NewPaths | None = None) -> tuple
 def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
     """Build launcher and job from parsed arguments. Raises UsageError for flags or a job that can't work."""
     check_flags(args)
-    min_nodes, max_nodes = _parse_nodes(args.nodes)
     kind, resolved, name = resolve_job_config(args)
-    gpus = args.gpus_per_node or 0
     job = Job(
         config_name=str(args.config),
         overrides=(*args.overrides, *["--trust-plugins"] * args.trust_plugins),
         config=resolved,
         name=args.job_name or name,
         kind=kind,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        nproc_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
-        gpus_per_node=gpus,
-        time_limit=args.time,
+        resources=_parse_resources(args),
         array_size=(8 if kind == "prep" else 1) if args.array is None else args.array,
         chain_length=1 if args.chain is None else args.chain,
     )
@@ -173,12 +167,19 @@ def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepCon
     return "train", config, config.name
 
 
-def _parse_nodes(text: str | None) -> tuple[int, int | None]:
-    """Parse `4` or `2-4` into the smallest and, for a range, the largest number of nodes."""
-    match = re.fullmatch(r"(-?\d+)(?:-(\d+))?", text or "1")
+def _parse_resources(args: argparse.Namespace) -> Resources:
+    """Parse nodes, processes, GPUs and time limit. `--nodes` is a number or a range: `4` or `2-4`."""
+    match = re.fullmatch(r"(-?\d+)(?:-(\d+))?", args.nodes or "1")
     if not match:
-        raise UsageError(f"--nodes {text!r}: give a number or a range, for example 4 or 2-4")
-    return int(match[1]), int(match[2]) if match[2] else None
+        raise UsageError(f"--nodes {args.nodes!r}: give a number or a range, for example 4 or 2-4")
+    gpus = args.gpus_per_node or 0
+    return Resources(
+        min_nodes=int(match[1]),
+        max_nodes=int(match[2]) if match[2] else None,
+        nproc_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
+        gpus_per_node=gpus,
+        time_limit=args.time,
+    )
 
 
 def _make_site(args: argparse.Namespace) -> Site:
