@@ -50,7 +50,16 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         layout.table += f"\n{pipeline.format_table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
-    setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
+    setup = EngineSetup(
+        config=config,
+        model=model,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        optimizers=optimizers,
+        pipeline=pipeline,
+    )
     return ENGINES.get(config.parallel.engine)(setup)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.compile import CompileOptions
 from megatfm.engines.native.cuda_graphs import CudaGraphs
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
@@ -95,10 +96,8 @@ def engine_on(
         CompileOptions() if options.get("compile_blocks") else None,
         options.get("graphs"),
     )
-    return NativeEngine(
-        model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
-        options=native_options,
-    )  # fmt: skip
+    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device(device))
+    return NativeEngine(parallelized, groups, precision=precision, seed=7, options=native_options)
 
 
 def worst(engine: NativeEngine, expected: dict[str, Tensor]) -> float:
