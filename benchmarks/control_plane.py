@@ -41,8 +41,8 @@ from megatfm.config import load_config
 from megatfm.errors import MegatfmError
 from megatfm.files import raise_descriptor_limit
 from megatfm.parallel.distributed import _wait_for_all_ranks
-from megatfm.parallel.parallelize import match_styles
 from megatfm.parallel.process_environment import ProcessEnvironment
+from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import build_model
 from megatfm.train.hang_detector import HangDetector, Heartbeat
 from megatfm.train.json_connection import JsonConnection

@@ -1,8 +1,9 @@
-"""A job (`Job`), its state (`JobState`), and the interface of launchers (`Launcher`)."""
+"""A job (`Job`) with its `Resources`, its state (`JobState`), and the interface of launchers (`Launcher`)."""
 
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -24,40 +25,30 @@ library's."""
 Kind = Literal["train", "prep", "evaluate"]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training, preparation or evaluation: config, name, and requested nodes and processes.
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Raise UsageError if a count is below 1. counts: by the plural of what is counted."""
+    for subject, count in counts.items():
+        if count < 1:
+            raise UsageError(f"number of {subject} is {count}: it must be at least 1")
 
-    `config_name`: the config as the user named it. `max_nodes`: None unless a range of nodes was requested.
-    `array_size`: number of parallel tasks of a preparation. `chain_length`: number of jobs that run one after another.
-    Raises UsageError for a field that is out of range or contains invalid characters.
+
+@dataclass(frozen=True)
+class Resources:
+    """Nodes, processes, GPUs and time that a job requests.
+
+    `max_nodes`: None unless a range of nodes was requested. Raises UsageError for a value that is out of range.
     """
 
-    config_name: str
-    overrides: tuple[str, ...]
-    config: Config | PrepConfig
-    name: str
-    kind: Kind = "train"
     min_nodes: int = 1
     max_nodes: int | None = None
     nproc_per_node: int = 1
     gpus_per_node: int = 0
     time_limit: str | None = None
-    array_size: int = 1
-    chain_length: int = 1
 
     def __post_init__(self) -> None:
-        check_path(self.run_dir)
-        if not NAME.fullmatch(self.name):
-            raise UsageError(
-                f"job name {self.name!r}: use up to 100 letters, digits, '.', '_' and '-', for example my-run"
-            )
         if self.gpus_per_node < 0:
             raise UsageError(f"--gpus-per-node {self.gpus_per_node}: it must be 0 (no GPUs) or more")
-        counts = {"nodes": self.min_nodes, "processes": self.nproc_per_node, "tasks": self.array_size}
-        for subject, count in {**counts, "links of the chain": self.chain_length}.items():
-            if count < 1:
-                raise UsageError(f"number of {subject} is {count}: it must be at least 1")
+        check_counts({"nodes": self.min_nodes, "processes": self.nproc_per_node})
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the smaller number comes first")
         if self.gpus_per_node and self.nproc_per_node != self.gpus_per_node:
@@ -80,6 +71,46 @@ class Job:
     def world_size(self) -> int:
         """Number of processes on the largest number of nodes."""
         return self.largest_node_count * self.nproc_per_node
+
+    @property
+    def nodes(self) -> str:
+        """Number of nodes, or the range MIN-MAX, as sbatch's --nodes takes it."""
+        return f"{self.min_nodes}-{self.max_nodes}" if self.max_nodes else str(self.min_nodes)
+
+
+ONE_PROCESS = Resources()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, preparation or evaluation: config, name and requested resources.
+
+    `config_name`: the config as the user named it. `array_size`: number of parallel tasks of a preparation.
+    `chain_length`: number of jobs that run one after another. Raises UsageError for a field that is out of range or
+    contains invalid characters.
+    """
+
+    config_name: str
+    overrides: tuple[str, ...]
+    config: Config | PrepConfig
+    name: str
+    kind: Kind = "train"
+    resources: Resources = ONE_PROCESS
+    array_size: int = 1
+    chain_length: int = 1
+
+    def __post_init__(self) -> None:
+        check_path(self.run_dir)
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"job name {self.name!r}: use up to 100 letters, digits, '.', '_' and '-', for example my-run"
+            )
+        check_counts({"tasks": self.array_size, "links of the chain": self.chain_length})
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on the largest number of nodes."""
+        return self.resources.world_size
 
     @property
     def run_dir(self) -> Path:

@@ -24,17 +24,9 @@ from megatfm.errors import (
     UsageError,
 )
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths
+from megatfm.launchers.attempts import FINAL_EXIT_REASONS, RESTARTS, UNFINISHED, Attempt, AttemptLog
 from megatfm.launchers.job import Job, make_python_path
-from megatfm.launchers.record import (
-    FINAL_EXIT_REASONS,
-    LAUNCH,
-    RESTARTS,
-    UNFINISHED,
-    Attempt,
-    AttemptLog,
-    is_finished,
-    write_launch_record,
-)
+from megatfm.launchers.record import LAUNCH, is_finished, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.launchers.supervisor import Child, supervise
 

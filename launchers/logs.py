@@ -9,18 +9,41 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
-from megatfm.launchers.record import TAIL_BYTES, find_start_of_last_lines
+from megatfm.launchers.record import TAIL_BYTES
 from megatfm.launchers.run_jobs import read_job_ids
 
 POLL_SECONDS = 0.5
+BLOCK_BYTES = 2**16
 LINE_BYTES = 4096
 """Bytes before the last read position that are searched again, for errors in a line that was incomplete then."""
 ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
 _RANK = re.compile(r"(?:rank|worker)-(\d+)\.log")
+
+
+def find_start_of_last_lines(file: BinaryIO, count: int) -> int:
+    """Return the offset at which the last `count` lines begin. A line without line break counts, too.
+
+    Reads the file in blocks from its end.
+    """
+    position = end = file.seek(0, os.SEEK_END)
+    missing = count
+    while position > 0 and count > 0:
+        start = max(0, position - BLOCK_BYTES)
+        file.seek(start)
+        block = file.read(position - start)
+        if position == end:  # the line break at the end of the file starts no line
+            missing += block.endswith(b"\n")
+        n_breaks = block.count(b"\n")
+        if n_breaks >= missing:
+            for _ in range(missing):
+                block = block[: block.rindex(b"\n")]
+            return start + len(block) + 1
+        missing, position = missing - n_breaks, start
+    return end if count <= 0 else 0
 
 
 @dataclass

@@ -22,14 +22,16 @@ from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, NO_PROGRESS, MegatfmError
 from megatfm.files import atomic_write
 from megatfm.launchers import scheduler
-from megatfm.launchers.record import (
-    EVENTS,
+from megatfm.launchers.attempts import (
     FINAL_EXIT_REASONS,
     MAX_STOPS_WITHOUT_PROGRESS,
     RESTARTS,
     UNFINISHED,
     Attempt,
     AttemptLog,
+)
+from megatfm.launchers.record import (
+    EVENTS,
     find_latest_checkpoint_step,
     get_number,
     get_texts,

@@ -14,13 +14,12 @@ import psutil
 
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.launchers import scheduler
+from megatfm.launchers.attempts import FINAL_EXIT_REASONS, AttemptLog
 from megatfm.launchers.job import UNKNOWN, Job, JobState
 from megatfm.launchers.record import (
     EVENTS,
-    FINAL_EXIT_REASONS,
     LAST_EVENT_STATES,
     LAUNCH,
-    AttemptLog,
     get_number,
     get_texts,
     read_launch_record,

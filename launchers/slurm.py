@@ -176,10 +176,10 @@ class SlurmLauncher:
             keep_trailing_newline=True,
         ).get_template(name)
         uses_torchrun = self.site.start == "torchrun" and job.kind == "train"
-        tasks = 1 if uses_torchrun else job.nproc_per_node
+        tasks = 1 if uses_torchrun else job.resources.nproc_per_node
         cpus = self.site.cpus_per_task
-        cpus = cpus * job.nproc_per_node if cpus and uses_torchrun else cpus
-        srun_cpus = cpus or (1 if job.max_nodes else None)
+        cpus = cpus * job.resources.nproc_per_node if cpus and uses_torchrun else cpus
+        srun_cpus = cpus or (1 if job.resources.max_nodes else None)
         folder, run = _check_sbatch_path(Path.cwd()), _check_sbatch_path(job.run_dir)
         job_id_pattern = "%A_%a" if job.kind == "prep" else "%j"
         options, dependencies = self._split_options()
@@ -189,13 +189,13 @@ class SlurmLauncher:
             options=options,
             dependency=",".join(dependencies),
             environment=self._make_environment(),
-            cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
+            cpus_per_task=(cpus or 1) * tasks if job.resources.max_nodes else cpus,
             # Since SLURM 22.05, srun doesn't inherit it from the job.
             srun=[*([f"--cpus-per-task={srun_cpus}"] if srun_cpus else []), *self.site.srun],
             command=[*self.site.container, *self._make_command(job)],
             python=sys.executable,
             pythonpath=self._get_slurm_dir(job) / snapshot.collect_code(job.config.plugins).dir_name,
-            node_range=f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes),
+            node_range=job.resources.nodes,
             tasks_per_node=tasks,
             # In a chain, the next job continues the run. SLURM itself still requeues after a node failure, if allowed.
             requeue="--requeue" if self.site.requeue and job.chain_length == 1 else "--no-requeue",
@@ -264,7 +264,7 @@ class SlurmLauncher:
         config = str(self._get_slurm_dir(job) / "config.toml")
         if job.kind == "train" and self.site.start == "torchrun":
             agent = [megatfm[0], *("-P", "-m", "megatfm.launchers.torchrun", "agent", "--processes")]
-            return [*agent, str(job.nproc_per_node), "train", config]
+            return [*agent, str(job.resources.nproc_per_node), "train", config]
         return [*megatfm, config]
 
     def _split_options(self) -> tuple[list[str], list[str]]:
@@ -287,8 +287,7 @@ class SlurmLauncher:
         if job.kind == "prep":
             size = f"{job.array_size} tasks"
         else:
-            nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
-            size = f"{job.world_size} processes on {nodes} nodes"
+            size = f"{job.world_size} processes on {job.resources.nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
         print(f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
         print(f"  state    megatfm status {run}")

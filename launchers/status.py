@@ -16,12 +16,12 @@ import psutil
 
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
+from megatfm.launchers.attempts import AttemptLog
 from megatfm.launchers.job import JobState
 from megatfm.launchers.record import (
     EVENTS,
     LAST_EVENT_STATES,
     METRICS,
-    AttemptLog,
     find_latest_checkpoint_step,
     get_number,
     read_json_if_valid,

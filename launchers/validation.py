@@ -125,7 +125,7 @@ def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.SlurmPart
         return
     if partition and partition.max_time is not None and limit > partition.max_time:
         yield (
-            f"--time {job.time_limit} is above the limit of partition {partition.name}, "
+            f"--time {job.resources.time_limit} is above the limit of partition {partition.name}, "
             f"{_format_duration(partition.max_time)}: the job would wait for ever; give less (a run continues in the "
             "next job), or another --partition"
         )
@@ -139,8 +139,8 @@ def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.SlurmPart
 
 def _find_time_limit(job: Job, partition: scheduler.SlurmPartition | None) -> tuple[int | None, str]:
     """Return a job's time limit in seconds, None if unknown, and a phrase that says what sets it."""
-    if job.time_limit is not None:
-        return scheduler.parse_time(job.time_limit), f"--time {job.time_limit}"
+    if job.resources.time_limit is not None:
+        return scheduler.parse_time(job.resources.time_limit), f"--time {job.resources.time_limit}"
     if partition is None or partition.default_time is None:
         return None, ""
     limit = partition.default_time
@@ -214,17 +214,20 @@ def _iter_config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
 def _check_size(job: Job, on_nodes: bool) -> str | None:
     """Return an error if layout and batch fit none of the requested numbers of nodes; it suggests one that works."""
     assert isinstance(job.config, Config)
-    counts = range(job.min_nodes, job.largest_node_count + 1)
-    if find_max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
+    resources = job.resources
+    counts = range(resources.min_nodes, resources.largest_node_count + 1)
+    if find_max_fitting_nodes(job.config, counts, resources.nproc_per_node) is not None:
         return None
     reason = explain_layout_error(job.config, job.world_size)
-    allocation = f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
+    is_range = resources.max_nodes is not None
+    allocation = f"{resources.min_nodes} to {resources.max_nodes} nodes" if is_range else f"{job.world_size} processes"
     return f"the run does not fit {allocation}: {reason}{_suggest_node_count(job, job.config, on_nodes)}"
 
 
 def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     """Return the end of an error message: the nearest number of nodes or processes on which the run can train."""
-    processes_per_unit, n_units = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
+    processes_per_unit = job.resources.nproc_per_node if on_nodes else 1
+    n_units = job.resources.largest_node_count if on_nodes else job.world_size
     for distance in range(1, 64):
         for count in (n_units - distance, n_units + distance):
             if count > 0 and explain_layout_error(config, count * processes_per_unit) is None:

@@ -18,7 +18,7 @@ from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.base import choose_dtype, convert_loaded
+from megatfm.models.dtypes import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.tokenizers import Tokenizer
 

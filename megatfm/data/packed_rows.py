@@ -13,20 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.bin_packing import assign_rows
-from megatfm.data.documents import InMemoryDocuments
-from megatfm.data.inner_documents import split_parts, with_inner_documents
-from megatfm.data.row_store import RowStore, TypedField, as_int32, is_plain, split_plain_fields
-from megatfm.data.sequences import (
+from megatfm.data.chunks import (
     ChunkTable,
     DocumentSource,
-    Fields,
-    PackingConfig,
     build_batch,
     build_sequences,
     find_batch_build,
-    prefix_index,
     split_documents,
 )
+from megatfm.data.documents import InMemoryDocuments
+from megatfm.data.inner_documents import split_parts, with_inner_documents
+from megatfm.data.row_store import RowStore, TypedField, as_int32, is_plain, split_plain_fields
+from megatfm.data.sequences import Fields, PackingConfig, prefix_index
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
-from megatfm.data.sequences import ChunkTable, PackingObjective, needs_own_row, split_documents
+from megatfm.data.chunks import ChunkTable, split_documents
+from megatfm.data.sequences import PackingObjective, needs_own_row
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write
 

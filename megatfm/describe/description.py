@@ -182,7 +182,7 @@ def compute_row_cost(config: Config, model: "nn.Module") -> RowCost:
 
 def _count_fp8(config: Config, model: "nn.Module") -> int:
     """Count the weights whose matmuls run in 8-bit floats."""
-    from megatfm.models.float8 import find_fp8_linears
+    from megatfm.models.dtypes import find_fp8_linears
 
     if not config.train.precision.startswith("fp8"):
         return 0

@@ -241,23 +241,28 @@ class MemoryNeeds:
         return self.gradients + self.optimizer_state + self.gathered + self.block_inputs
 
 
-@dataclass(frozen=True)
-class EngineSetup:
-    """Everything that an engine is built from.
+@dataclass(frozen=True, kw_only=True)
+class ParallelizedModel:
+    """A model as one rank runs it, before its weights exist.
 
-    model: on the meta device, parallelized; in a pipeline, this rank's stages only. layout: the result of
-    `parallelize`. precision: a key of `PRECISIONS`. pipeline: stages of the full model; None without pipeline
-    parallelism.
+    model: on the meta device; in a pipeline, this rank's stages only. layout: the result of `parallelize`. pipeline:
+    stages of the full model; None without pipeline parallelism.
     """
 
-    config: Config
     model: nn.Module
     layout: ModelLayout
     mesh: Mesh
     device: torch.device
+    pipeline: Pipeline | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup(ParallelizedModel):
+    """Everything that an engine is built from. precision: a key of `PRECISIONS`."""
+
+    config: Config
     precision: str
     optimizers: Sequence[OptimizerGroup]
-    pipeline: Pipeline | None = None
 
 
 class DynamicScale(Protocol):

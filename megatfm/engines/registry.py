@@ -117,14 +117,10 @@ def build_native(setup: EngineSetup) -> Engine:
     if setup.config.parallel.async_tp:
         enable_symmetric_memory(setup.mesh, setup.device)
     return NativeEngine(
-        setup.model,
-        setup.layout,
-        setup.mesh,
-        device=setup.device,
+        setup,
+        setup.optimizers,
         precision=setup.precision,
         seed=setup.config.train.seed,
-        optimizers=setup.optimizers,
-        pipeline=setup.pipeline,
         options=NativeOptions.from_config(setup.config, setup.device),
     )
 

@@ -95,11 +95,7 @@ def rank_memory(
     state = rank_bytes(config, weights, parts)
     mode = config.train.recompute
     saved_bytes = {index: profiles[index].saved_bytes(mode, compiled) for index in parts}
-    waiting = kept_bytes + sum(
-        max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
-        for place, (stage, indices) in enumerate(parts_by_stage.items())
-    )
-    waiting += sum(in_flight.get(stage, 1) * sent_bytes.get(stage, 0) for stage in parts_by_stage)
+    waiting = kept_bytes + _sum_waiting(parts_by_stage, in_flight, sent_bytes, saved_bytes)
     running, running_stage = next(iter(parts_by_stage.items()), (0, ()))
     is_single_pass = config.parallel.pp == 1 and microbatches == 1
     stage_moments = partial(_moments, config, weights, running_stage, profiles, saved_bytes, state, compiled=compiled)
@@ -134,6 +130,20 @@ def rank_memory(
         reserved,
         by_phase,
     )
+
+
+def _sum_waiting(
+    parts_by_stage: Mapping[int, Sequence[int]],
+    in_flight: Mapping[int, int],
+    sent_bytes: Mapping[int, int],
+    saved_bytes: Mapping[int, int],
+) -> int:
+    """Sum what a rank's stages keep for later backward passes, while its first stage runs: activations and outputs."""
+    waiting = sum(
+        max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
+        for place, (stage, indices) in enumerate(parts_by_stage.items())
+    )
+    return waiting + sum(in_flight.get(stage, 1) * sent_bytes.get(stage, 0) for stage in parts_by_stage)
 
 
 def _moments(

@@ -20,7 +20,7 @@ from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.prompts import DEFAULT_OPTIONS, PromptOptions, prepare_prompts
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.base import choose_dtype, convert_loaded
+from megatfm.models.dtypes import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import find_answer_end_tokens

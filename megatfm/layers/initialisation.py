@@ -224,6 +224,24 @@ def with_fixed_inputs(
     return initial.plain if isinstance(initial, MuPInitialiser) else initial
 
 
+def compute_mup_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
+    """Return muP's factors on the learning rate by parameter name; missing names have factor 1.
+
+    Under muP with Adam, matrices whose inputs grow with the width have factor base_width / d_model (Yang et al. 2022,
+    table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices with fixed
+    inputs (latents, a head's channels) and the output head, whose output is scaled instead, have factor 1. The factor
+    is stored in the parameter's initial distribution.
+    """
+    if config.mup is None:
+        return {}
+    ratios = {
+        f"{path}.{key}": initial.width_ratio
+        for path, module in model.named_modules()
+        for key, initial in getattr(module, "initial", {}).items()
+    }
+    return {name: ratios[name] for name, _ in model.named_parameters() if ratios.get(name, 1.0) != 1.0}
+
+
 Role = Literal[
     "embedding", "position", "segment", "relative",  # tables
     "query", "key", "value", "out",  # attention

@@ -14,7 +14,7 @@ class Linear(nn.Module):
     """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0.
 
     heads: number of heads in the output, which tensor parallelism keeps whole. matmul: computes y from x, W and b; fp8
-    replaces it (`megatfm/models/float8.py`). lora: an adapter whose output is added (`megatfm/layers/lora.py`).
+    replaces it (`megatfm/models/dtypes.py`). lora: an adapter whose output is added (`megatfm/layers/lora.py`).
     """
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -8,6 +8,7 @@ from megatfm.layers import overlapping_patches as overlapping_patches
 from megatfm.layers import patch_embedding as patch_embedding  # among the embeddings
 from megatfm.layers import pixel_head as pixel_head
 from megatfm.layers import position_2d as position_2d  # among the positions
+from megatfm.layers import task_heads as task_heads
 from megatfm.layers.lora import add_lora
 from megatfm.models import electra as electra
 from megatfm.models import hierarchical as hierarchical
@@ -15,7 +16,7 @@ from megatfm.models import masked_autoencoder as masked_autoencoder
 from megatfm.models import two_towers as two_towers
 from megatfm.models import vision_language as vision_language
 from megatfm.models import xlnet as xlnet
-from megatfm.models.base import MODELS, Model, compute_mup_lr_scales
+from megatfm.models.base import MODELS, Model
 from megatfm.models.transformer import Decoder
 
 
@@ -30,4 +31,4 @@ def build(config: ModelConfig) -> nn.Module:
     return model
 
 
-__all__ = ["MODELS", "Decoder", "Model", "build", "compute_mup_lr_scales"]
+__all__ = ["MODELS", "Decoder", "Model", "build"]

@@ -1,7 +1,4 @@
-"""Base class of model families: fields of a batch, additional heads and pipeline stages.
-
-Also the dtype of loaded weights, and muP's learning rate factors.
-"""
+"""Base class of model families: the batch fields that one reads, its additional heads, and its pipeline stages."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
@@ -9,15 +6,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, PatchEmbeddingConfig
-from megatfm.errors import UsageError
+from megatfm.config import ModelConfig
 from megatfm.layers.linear import Embedding
-from megatfm.layers.loss_terms import BlockOutput, add_by_name
+from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.output_head import HEADS
-from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.task_heads import TextClassifier as TextClassifier
-from megatfm.registry import Registry, did_you_mean
+from megatfm.models.batch_fields import explain_unknown_field, list_accepted_fields
+from megatfm.registry import Registry
 from megatfm.split_points import SplitPoint
 
 # B batch, T tokens, S tokens of the encoder, D model width, V vocabulary, C classes
@@ -25,12 +20,6 @@ from megatfm.split_points import SplitPoint
 M = TypeVar("M", bound=nn.Module)
 
 MODELS: Registry[Callable[[ModelConfig], nn.Module]] = Registry("model family (model.family)")
-
-OTHER_NAMES = {
-    "input_ids": "tokens", "decoder_input_ids": "tokens", "labels": "targets", "position_ids": "positions",
-    "token_type_ids": "segments", "attention_mask": "documents", "past_key_values": "cache",
-}  # fmt: skip
-"""transformers' names of batch fields → megatfm's."""
 
 
 class Output(NamedTuple):
@@ -93,23 +82,13 @@ class Model(nn.Module):
         known_fields = {*fields, *(name for names in self.target_fields for name in names)}
         for name in self.extra_heads:
             known_fields |= {*getattr(getattr(self, name), "optional_fields", ())}
-        sides = {get_side_prefix(name) for name in known_fields}
-        full = {f"{get_side_prefix(name)}full_row_{name.removeprefix(get_side_prefix(name))}" for name in known_fields}
-        self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
+        self.accepted = list_accepted_fields(known_fields)
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields that are not None. Raises TypeError for a field that the model does not read."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            internal = ("full_row_", "token_indices")  # context parallelism's
-            names = [field for field in sorted(self.accepted) if not any(word in field for word in internal)]
-            hint = did_you_mean(name, names)
-            if (suggestion := OTHER_NAMES.get(name, "")) in self.accepted:
-                hint = f" (did you mean {suggestion!r}?)"
-            raise TypeError(
-                f"a model of model.family = {self.config.family!r} does not read {name!r}{hint}; this one reads "
-                f"{', '.join(names)}: leave {name!r} out"
-            )
+            raise TypeError(explain_unknown_field(name, self.accepted, self.config.family))
         return batch
 
     def make_layer_list(self) -> list[Tensor] | None:
@@ -170,32 +149,6 @@ class Model(nn.Module):
         return Output(hidden_BTD, logits, losses_or_none, predictions or None, carry or None)  # type: ignore[arg-type]
 
 
-def require_field(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a field of the batch. Raises TypeError if it is missing."""
-    if name not in batch:
-        raise TypeError(f"the model needs {name}")
-    return batch[name]
-
-
-def list_target_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Return the target fields of the language model head."""
-    return () if config.lm_head.name == "none" else ("targets",)
-
-
-def list_sequence_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Return the metadata fields of a sequence: positions, documents, cu_seqlens, and, if the embedding uses them,
-    segments, grid and masked."""
-    segments = ["segments"] if config.embedding.n_segments else []
-    grid = ["grid"] if isinstance(config.embedding, PatchEmbeddingConfig) else []
-    masked = ["masked"] if getattr(config.embedding, "mask_token", False) else []
-    return ("positions", "documents", "cu_seqlens", *segments, *grid, *masked)
-
-
-def get_side_prefix(field: str) -> str:
-    """Return the prefix of a field's name: "encoder_" for the encoder's fields in two-sided models, else ""."""
-    return "encoder_" if field.startswith("encoder_") else ""
-
-
 def make_view(module: M) -> M:
     """Return a shallow copy of a module that shares parameters and submodules.
 
@@ -211,55 +164,3 @@ def make_view(module: M) -> M:
 def filter_names_below(path: str, names: Collection[str]) -> set[str]:
     """Return the names below a module's path, relative to it."""
     return {name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")}
-
-
-def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Return a block's output, and `losses` with its auxiliary losses added.
-
-    In training, also passes its counts to `accumulate_counts` of its sublayers.
-    """
-    if not isinstance(result, BlockOutput):
-        return result, dict(losses)
-    if block.training:
-        for path, counts in result.counts.items():
-            block.get_submodule(path).accumulate_counts(counts)  # type: ignore[operator]
-    return result.y, add_by_name(losses, result.losses)
-
-
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-
-
-def choose_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype for a loaded model's parameters: the requested one; "auto": the stored one, at most float32.
-
-    Raises UsageError for an unknown dtype.
-    """
-    if requested == "auto":
-        return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored
-    dtype = DTYPES.get(requested, requested) if isinstance(requested, str) else requested
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise UsageError(f"dtype = {requested!r}: choose one of auto, {', '.join(DTYPES)}")
-    return dtype
-
-
-def convert_loaded(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a loaded tensor: parameters to `dtype`, buffers to the target's dtype."""
-    return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
-
-
-def compute_mup_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
-    """Return muP's factors on the learning rate by parameter name; missing names have factor 1.
-
-    Under muP with Adam, matrices whose inputs grow with the width have factor base_width / d_model (Yang et al. 2022,
-    table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices with fixed
-    inputs (latents, a head's channels) and the output head, whose output is scaled instead, have factor 1. The factor
-    is stored in the parameter's initial distribution.
-    """
-    if config.mup is None:
-        return {}
-    ratios = {
-        f"{path}.{key}": initial.width_ratio
-        for path, module in model.named_modules()
-        for key, initial in getattr(module, "initial", {}).items()
-    }
-    return {name: ratios[name] for name, _ in model.named_parameters() if ratios.get(name, 1.0) != 1.0}

@@ -16,16 +16,9 @@ from megatfm.layers.maps import MapSequence, MapSize, find_map_size, take_column
 from megatfm.layers.norm import make_norm
 from megatfm.layers.patch_merging import PatchMerging
 from megatfm.layers.stage_blocks import PooledBlock, StageBlock
-from megatfm.models.base import (
-    MODELS,
-    Model,
-    Output,
-    list_sequence_fields,
-    make_view,
-    require_field,
-    unpack,
-)
-from megatfm.models.stack import make_sequence
+from megatfm.models.base import MODELS, Model, Output, make_view
+from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
+from megatfm.models.stack import unpack
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens of a row, S tokens of a row in the last stage, D width of the last stage

@@ -1,24 +1,23 @@
-"""The stack of embedding, blocks and final norm that families share, and the sequence metadata of a batch."""
+"""The stack of embedding, blocks and final norm that families share."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.attention.linformer import make_layerwise_projection, shares_projection
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import make_initialiser
+from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import make_view, require_field, unpack
+from megatfm.models.base import make_view
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, S tokens of the memory, D model width
@@ -158,85 +157,14 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     return encoding.score_bias is not None
 
 
-class FullRow(NamedTuple):
-    """Metadata of full rows, for a rank that holds a shard of their tokens (context parallelism).
+def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return a block's output, and `losses` with its auxiliary losses added.
 
-    token_indices: int64 [T], this rank's tokens. The other fields cover all tokens of the rows, [B, S] or [B, S, 4].
+    In training, also passes its counts to `accumulate_counts` of its sublayers.
     """
-
-    token_indices: Tensor
-    positions: Tensor
-    documents: Tensor | None
-    prefix: Tensor | None
-    grid: Tensor | None
-
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
-        """Return the full rows of one side of a batch; None if the batch has all tokens of its rows."""
-        if f"{side}token_indices" not in batch:
-            return None
-        optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
-        return cls(batch[f"{side}token_indices"], require_field(batch, f"{side}full_row_positions"), *optional)
-
-
-def make_sequence(
-    batch: Mapping[str, Tensor],
-    input_field: str,
-    side: str = "",
-    *,
-    keys: Tensor | None = None,
-    cache: KVCache | None = None,
-    memory: SequenceMetadata | None = None,
-) -> SequenceMetadata:
-    """Make the sequence metadata of one side of a batch.
-
-    input_field: the field that the embedding takes, [B, T, …]. Without the field `positions`, each row is one document
-    that continues after the cache's tokens. keys: random keys of this stack.
-    """
-    inputs_BT = require_field(batch, side + input_field)
-    full_row = FullRow.from_batch(batch, side)
-    positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
-    if full_row is not None:
-        full = SequenceMetadata(
-            full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys, grid=full_row.grid
-        )
-        shard = SequenceShard(full, full_row.token_indices, memory)
-        shard.masked = batch.get(f"{side}masked")
-        return _with_tokens(shard, inputs_BT)
-    past = _get_length(cache) if cache else 0
-    if positions_BT is None:
-        rows, length = inputs_BT.shape[:2]
-        positions_BT = torch.arange(past, past + length, device=inputs_BT.device).expand(rows, length)
-    past_documents = None if cache is None else cache.documents
-    if past_documents is not None and documents_BT is None:
-        documents_BT = torch.zeros_like(positions_BT)
-    sequence = SequenceMetadata(
-        positions_BT,
-        documents_BT,
-        prefix=batch.get(f"{side}prefix"),
-        rng_keys=keys,
-        past=past,
-        past_documents=past_documents,
-        memory=memory,
-        cu_seqlens=batch.get(f"{side}cu_seqlens"),
-        grid=batch.get(f"{side}grid"),
-    )
-    sequence.masked = batch.get(f"{side}masked")
-    return _with_tokens(sequence, inputs_BT)
-
-
-def _get_length(cache: KVCache) -> int:
-    """Return the number of tokens in a cache. Raises MegatfmError if an earlier forward pass failed midway."""
-    lengths = {layer.length for layer in cache.layers}
-    if len(lengths) > 1:
-        raise MegatfmError(
-            f"an earlier forward pass with this KVCache failed midway: some layers have {min(lengths)} tokens, "
-            f"others {max(lengths)}. Make a new KVCache, and pass all tokens again"
-        )
-    return cache.length
-
-
-def _with_tokens(sequence: SequenceMetadata, inputs_BT: Tensor) -> SequenceMetadata:
-    if inputs_BT.dim() == 2 and not inputs_BT.dtype.is_floating_point:
-        sequence.tokens = inputs_BT
-    return sequence
+    if not isinstance(result, BlockOutput):
+        return result, dict(losses)
+    if block.training:
+        for path, counts in result.counts.items():
+            block.get_submodule(path).accumulate_counts(counts)  # type: ignore[operator]
+    return result.y, add_by_name(losses, result.losses)

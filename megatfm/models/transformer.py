@@ -14,16 +14,9 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.preference import PAIR_FIELDS, PREFERENCE_TERMS, PairFields
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import (
-    MODELS,
-    Model,
-    Output,
-    list_sequence_fields,
-    list_target_fields,
-    require_field,
-    unpack,
-)
-from megatfm.models.stack import FullRow, Stack, make_sequence
+from megatfm.models.base import MODELS, Model, Output
+from megatfm.models.batch_fields import FullRow, list_sequence_fields, list_target_fields, make_sequence, require_field
+from megatfm.models.stack import Stack, unpack
 from megatfm.ops.cross_entropy import shift_targets
 from megatfm.split_points import SplitPoint
 

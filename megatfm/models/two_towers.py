@@ -13,8 +13,9 @@ from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature, check_pairs
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, list_sequence_fields
-from megatfm.models.stack import Stack, make_sequence
+from megatfm.models.base import MODELS, Model, Output
+from megatfm.models.batch_fields import list_sequence_fields, make_sequence
+from megatfm.models.stack import Stack
 from megatfm.split_points import SplitPoint
 
 # B batch, S tokens of an image row, T of a text row, M pairs, W width of a feature

@@ -24,16 +24,9 @@ from megatfm.layers.output_head import LMHead
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import (
-    MODELS,
-    Model,
-    Output,
-    list_sequence_fields,
-    make_view,
-    require_field,
-    unpack,
-)
-from megatfm.models.stack import make_sequence
+from megatfm.models.base import MODELS, Model, Output, make_view
+from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
+from megatfm.models.stack import unpack
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import keep_host_copy, to_host
 from megatfm.split_points import CarrySpec, SplitPoint

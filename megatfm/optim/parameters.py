@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, OptimizerSection
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.initialisation import compute_mup_lr_scales
 from megatfm.layers.norm import NORMS
-from megatfm.models import compute_mup_lr_scales
 from megatfm.registry import Registry
 
 Role = Literal["matrix", "matrices", "embedding", "vector"]

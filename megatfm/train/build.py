@@ -16,7 +16,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.preference import Preference
 from megatfm.models import build
-from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
+from megatfm.models.dtypes import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.objectives import target_fraction
 from megatfm.ops.fp8 import multiplies_fp8
@@ -50,7 +50,16 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         layout.table += f"\n{pipeline.format_table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
-    setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
+    setup = EngineSetup(
+        config=config,
+        model=model,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        optimizers=optimizers,
+        pipeline=pipeline,
+    )
     return ENGINES.get(config.parallel.engine)(setup)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatfm import rng
 from megatfm.config import CosineSchedule, ModelConfig, MuonConfig, ParallelConfig
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
@@ -68,9 +69,8 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
         model = build(config)
     optimizers = build_optimizer_groups(optimizer, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
-    engine = NativeEngine(
-        model, layout, mesh, device=torch.device("cpu"), precision=precision, seed=0, optimizers=optimizers,
-    )  # fmt: skip
+    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device("cpu"))
+    engine = NativeEngine(parallelized, optimizers, precision=precision, seed=0)
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, steps + 1):
         losses.append(engine.forward_backward([batch(step)], objective).loss)

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.compile import CompileOptions
 from megatfm.engines.native.cuda_graphs import CudaGraphs
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.models import build
-from megatfm.models.float8 import convert_to_fp8
+from megatfm.models.dtypes import convert_to_fp8
 from megatfm.ops.attention.bands import make_shard_bands
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
@@ -100,10 +101,8 @@ def engine_on(
         CompileOptions() if options.get("compile_blocks") else None,
         options.get("graphs"),
     )
-    return NativeEngine(
-        model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
-        options=native_options,
-    )  # fmt: skip
+    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device(device))
+    return NativeEngine(parallelized, groups, precision=precision, seed=7, options=native_options)
 
 
 def worst(engine: NativeEngine, expected: dict[str, Tensor]) -> float:

@@ -16,7 +16,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective, SpanBound
 from megatfm.layers.attention.patterns.local import Window
 from megatfm.parallel import context_parallel, expert_parallel, pipeline_stages, styles
 from megatfm.parallel.collectives import TensorParallelGroup
-from megatfm.parallel.parallelize import STYLES
+from megatfm.parallel.styles import STYLES
 from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink

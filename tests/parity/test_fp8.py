@@ -8,7 +8,7 @@ from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.models import build
-from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, find_fp8_linears
+from megatfm.models.dtypes import check_sharded_shapes, convert_to_fp8, find_fp8_linears
 from megatfm.ops import fp8
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,9 @@ import pytest
 from megatfm import cli
 from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
+from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
-from megatfm.launchers.job import Job
-from megatfm.launchers.record import Attempt, dump_attempts
+from megatfm.launchers.job import Job, Resources
 from megatfm.launchers.slurm import Site
 
 
@@ -26,11 +26,13 @@ def run_launch(*words: str, config: str = "quickstart") -> int:
 
 
 def make_job(**changes: object) -> Job:
-    """A training job of the quickstart, with other values in some fields."""
-    fields: dict[str, object] = {
+    """A training job of the quickstart, with other values in some fields of the job or of its resources."""
+    requested = {field.name: changes.pop(field.name) for field in fields(Resources) if field.name in changes}
+    defaults: dict[str, object] = {
+        "resources": Resources(**requested),  # type: ignore[arg-type]
         "config_name": "quickstart", "overrides": (), "config": load_config("quickstart"), "name": "quickstart",
     }  # fmt: skip
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+    return Job(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 CLUSTER_FLAGS = [

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.compile import CompileOptions
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
@@ -76,21 +77,13 @@ def build_engine(
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
     if pipeline is not None:
         prune_to_stages(model, pipeline.list_stages(mesh.rank("pp")))
-    return NativeEngine(
-        model,
-        layout,
-        mesh,
-        device=torch.device("cpu"),
-        precision=precision,
-        seed=7,
-        optimizers=optimizers,
-        pipeline=pipeline,
-        options=NativeOptions(
-            ZeroOptions.from_config(parallel),
-            recomputed,
-            CompileOptions(async_tp=async_tp) if compile_blocks else None,
-        ),
+    options = NativeOptions(
+        ZeroOptions.from_config(parallel), recomputed, CompileOptions(async_tp=async_tp) if compile_blocks else None
     )
+    parallelized = ParallelizedModel(
+        model=model, layout=layout, mesh=mesh, device=torch.device("cpu"), pipeline=pipeline
+    )
+    return NativeEngine(parallelized, optimizers, precision=precision, seed=7, options=options)
 
 
 def rank_rows(engine: NativeEngine, batch: dict[str, Tensor]) -> dict[str, Tensor]:

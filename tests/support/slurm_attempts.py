@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from megatfm.launchers.attempts import Attempt, AttemptLog
 from megatfm.launchers.prolog_epilog import main
-from megatfm.launchers.record import Attempt, AttemptLog
 
 RUNNING = "JobId=7 JobState=RUNNING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00 Partition=main NumNodes=2\n"
 

@@ -18,9 +18,9 @@ from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.object_collectives import get_machine_name, run_on_all_ranks
 from megatfm.ops.attention import kernels
+from megatfm.parallel.cp_plans import disable_compile_of_attention
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.mesh import TENSOR, Mesh
-from megatfm.parallel.parallelize import disable_compile_of_attention
 
 RECOMPILE_LIMIT = 64
 """Number of micro-batch shapes, in training and evaluation, that torch may compile a block for."""

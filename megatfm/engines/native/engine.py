@@ -19,6 +19,7 @@ from megatfm.engines.interface import (
     ComparingLoss,
     MemoryNeeds,
     OptimizerGroup,
+    ParallelizedModel,
     Precision,
     T,
 )
@@ -39,7 +40,6 @@ from megatfm.engines.pipeline import PipelineForwardBackward, check_split_backwa
 from megatfm.engines.state import TiedParameters
 from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
-from megatfm.parallel.pipeline_stages import Pipeline
 
 DEFAULT_ZERO = ZeroOptions()
 UNSHARDED = ZeroOptions(zero=0)
@@ -75,38 +75,27 @@ DEFAULT_OPTIONS = NativeOptions()
 class NativeEngine(BaseEngine):
     """Runs forward and backward passes and optimizer steps: see `interface.Engine`.
 
-    model: on the meta device, parallelized. layout: the result of `parallelize`. precision: a key of `PRECISIONS`.
-    pipeline: stages of the full model, of which `model` has only this rank's.
+    precision: a key of `PRECISIONS`. seed: of the initial weights.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        layout: ModelLayout,
-        mesh: Mesh,
+        parallelized: ParallelizedModel,
+        optimizers: Sequence[OptimizerGroup],
         *,
-        device: torch.device,
         precision: str,
         seed: int,
-        optimizers: Sequence[OptimizerGroup],
-        pipeline: Pipeline | None = None,
         options: NativeOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self._model, self.layout, self.mesh, self.device = model, layout, mesh, device
+        self._model = model = parallelized.model
+        self.layout, self.mesh, self.device = parallelized.layout, parallelized.mesh, parallelized.device
+        layout, mesh, device, pipeline = self.layout, self.mesh, self.device, parallelized.pipeline
         # A single data rank needs no gathering and no buffers.
         self.zero_options = options.zero if mesh.data_ranks > 1 else UNSHARDED
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
-        compiled = options.compile is not None
         check_split_backward(pipeline, options.recompute_mode)
-        recompute(model, iter_blocks(model), options.recompute_mode, compiled=compiled)
-        if options.compile:
-            compile_all(
-                iter_blocks(model),
-                autotune=options.compile.autotune,
-                fullgraph=mesh.size(CONTEXT) == 1 and not options.compile.eager_attention,
-                async_tp=options.compile.async_tp,
-            )
+        prepare_blocks(model, mesh, options)
         self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
         self.local, zero_dims = self.data.local, self.data.zero_dims
         self.regions = {name: layout[name].compute_local_region(mesh, zero_dims.get(name)) for name in self.local}
@@ -118,6 +107,7 @@ class NativeEngine(BaseEngine):
         self.optimizers = make_optimizers(optimizers, weights, layout, mesh, zero_dims)
         self.state_size = compute_state_size_ratio(optimizers, weights)
         ties = TiedParameters(pipeline, mesh)
+        compiled = options.compile is not None
         self._build_state(model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compiled)
         # On a CPU there is no device to wait for, and the host can skip the pass that clips gradients.
         self.skipping_optimizers = (
@@ -235,6 +225,18 @@ class NativeEngine(BaseEngine):
             state_size=self.state_size,
             microbatches=microbatches,
             block_input=block_input,
+        )
+
+
+def prepare_blocks(model: nn.Module, mesh: Mesh, options: NativeOptions) -> None:
+    """Let a model's blocks recompute activations and be compiled, as the options say."""
+    recompute(model, iter_blocks(model), options.recompute_mode, compiled=options.compile is not None)
+    if options.compile:
+        compile_all(
+            iter_blocks(model),
+            autotune=options.compile.autotune,
+            fullgraph=mesh.size(CONTEXT) == 1 and not options.compile.eager_attention,
+            async_tp=options.compile.async_tp,
         )
 
 

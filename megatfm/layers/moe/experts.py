@@ -140,8 +140,8 @@ class Experts(nn.Module):
     )
 
     is_compiled = False
-    """Not compiled with its block: torch compiles grouped products in bfloat16 only, and data-dependent numbers of rows
-    would trigger recompilation."""
+    """False: a block is compiled without its experts. torch compiles grouped products in bfloat16 only, and
+    data-dependent numbers of rows would trigger recompilation."""
 
     b_gate: Tensor | None
     b_up: Tensor | None

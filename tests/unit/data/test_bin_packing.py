@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import describe_corpus
 from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, measure_padding
+from megatfm.data.chunks import split_documents
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.packed_rows import pack_in_memory
-from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig, split_documents
+from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, chunk_keys, random_uint64
 

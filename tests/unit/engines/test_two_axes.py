@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup, ParallelizedModel
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
@@ -140,16 +140,10 @@ def make_engine(parallel: ParallelConfig) -> NativeEngine:
         model = Model()
     names = [name for name, _ in model.named_parameters()]
     adamw = OptimizerGroup(names, "elementwise", lambda groups: torch.optim.AdamW(groups, **ADAMW))
-    return NativeEngine(
-        model,
-        parallelize(model, mesh, sequence_parallel=False),
-        mesh,
-        device=torch.device("cpu"),
-        precision="fp64",
-        seed=7,
-        optimizers=[adamw],
-        options=NativeOptions(ZeroOptions(parallel.zero, parallel.grad_accumulation)),
-    )
+    layout = parallelize(model, mesh, sequence_parallel=False)
+    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device("cpu"))
+    options = NativeOptions(ZeroOptions(parallel.zero, parallel.grad_accumulation))
+    return NativeEngine(parallelized, [adamw], precision="fp64", seed=7, options=options)
 
 
 def one_device() -> Model:

@@ -70,7 +70,7 @@ def test_the_last_lines_are_those_of_the_whole_file(
 ) -> None:
     log = make() / "logs" / "rank-0.log"
     log.write_bytes(text.encode())
-    monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
+    monkeypatch.setattr("megatfm.launchers.logs.BLOCK_BYTES", 3)
     for count in range(5):
         _, output = run_megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
         lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []

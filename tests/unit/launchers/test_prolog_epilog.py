@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatfm.launchers.attempts import UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
-from megatfm.launchers.record import UNFINISHED, AttemptLog
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import (
     RUNNING,

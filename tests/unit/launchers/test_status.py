@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.launchers.record import Attempt, dump_attempts
+from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.status import get_run_status
 from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
 

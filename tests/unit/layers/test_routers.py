@@ -16,7 +16,7 @@ from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.moe import moe
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.stack import make_sequence
+from megatfm.models.batch_fields import make_sequence
 from megatfm.ops import keyed_random as keyed
 
 B, T, D, WIDTH, E = 2, 9, 6, 5, 4

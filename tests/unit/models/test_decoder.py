@@ -11,8 +11,8 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.kv_cache import KVCache
-from megatfm.layers.initialisation import Constant, Normal, initialise
-from megatfm.models import Decoder, build, compute_mup_lr_scales
+from megatfm.layers.initialisation import Constant, Normal, compute_mup_lr_scales, initialise
+from megatfm.models import Decoder, build
 
 LENGTHS = (5, 1, 6)
 T = sum(LENGTHS) + 2

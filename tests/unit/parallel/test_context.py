@@ -19,7 +19,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import ContextParallel, compute_token_indices, make_zigzag_predicate, split_batch
-from megatfm.parallel.parallelize import check_context_plans
+from megatfm.parallel.cp_plans import check_context_plans
 from megatfm.verify.shrink import draw_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS

@@ -13,8 +13,9 @@ from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.models import build
 from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh
-from megatfm.parallel.parallelize import UNPLANNED, match_styles, parallelize
+from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
+from megatfm.parallel.tp_plans import UNPLANNED, match_styles
 from megatfm.verify.module_cuts import find_module_cuts
 from tests.support.workers import Workers
 

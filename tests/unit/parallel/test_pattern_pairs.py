@@ -16,7 +16,8 @@ from megatfm.config.objective import CausalObjective, MaskedObjective
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
-from megatfm.parallel.parallelize import check_context_plans, match_styles
+from megatfm.parallel.cp_plans import check_context_plans
+from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import plan_pipeline_split
 from tests.support.context_models import (
     BIASED_PATTERNS,

@@ -13,7 +13,8 @@ from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import compute_axis_sizes
-from megatfm.parallel.parallelize import _make_tensor_layout, match_styles
+from megatfm.parallel.parallelize import _make_tensor_layout
+from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (

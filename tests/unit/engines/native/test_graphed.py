@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.cuda_graphs import GraphedModel, Run, make_graph_capture
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.errors import MegatfmError, UsageError
@@ -84,10 +85,9 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
     with torch.device("meta"):
         model = build(config)
     groups = build_optimizer_groups(ADAMW, model)
-    return NativeEngine(
-        model, parallelize(model, mesh, sequence_parallel=True), mesh, device=torch.device("cpu"),
-        precision=precision, seed=7, optimizers=groups, options=NativeOptions(graphs=recorder),
-    )  # fmt: skip
+    layout = parallelize(model, mesh, sequence_parallel=True)
+    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device("cpu"))
+    return NativeEngine(parallelized, groups, precision=precision, seed=7, options=NativeOptions(graphs=recorder))
 
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:

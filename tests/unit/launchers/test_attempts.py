@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from megatfm.launchers.attempts import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
 from megatfm.launchers.prolog_epilog import find_failure_cause
-from megatfm.launchers.record import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import finish_run, run_epilog, run_prolog, write_chain, write_event, write_log
 

@@ -1,6 +1,6 @@
-"""fp8 training: selects the linear layers to run in fp8, and converts them.
+"""Dtypes of a model: those of loaded parameters, and the linear layers that run in fp8.
 
-These are attention and feed-forward projections whose dims are multiples of 16. The first and last block of a stack,
+In fp8 run attention and feed-forward projections whose dims are multiples of 16. The first and last block of a stack,
 which are the most sensitive to rounding, stay in bf16, as do embeddings, heads, routers, experts and attention itself.
 """
 
@@ -8,11 +8,33 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.ops.fp8 import ALIGNMENT, fp8_linear
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def choose_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype for a loaded model's parameters: the requested one; "auto": the stored one, at most float32.
+
+    Raises UsageError for an unknown dtype.
+    """
+    if requested == "auto":
+        return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored
+    dtype = DTYPES.get(requested, requested) if isinstance(requested, str) else requested
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise UsageError(f"dtype = {requested!r}: choose one of auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def convert_loaded(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a loaded tensor: parameters to `dtype`, buffers to the target's dtype."""
+    return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
+
 
 BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.")
 
