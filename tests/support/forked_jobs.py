@@ -2,8 +2,8 @@
 
 `PythonServer.program` stands for Python in a batch script (see `python_client.py`). The server forks a process into the
 namespaces of the node on which the client runs, with the client's outputs, variables and folder: so it dies with its
-node, and it is signalled and ends with its client. A fork can't show that the job's copy of the code is imported: some
-jobs start a real Python.
+node, and it is signalled and ends with its client. A fork can't show that the job's copy of the code is imported: a
+job of `tests/e2e/slurm/test_failures.py` starts a real Python.
 """
 
 import ctypes

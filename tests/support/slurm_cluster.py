@@ -243,7 +243,7 @@ class Project:
 
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""
-        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
+        return shlex.join([self.python, "-m", "megatfm", *map(str, words)])
 
 
 JOB_REPORT_PROPERTY = "scontrol show job"
