@@ -2,7 +2,7 @@
 
 A fresh Python that trains takes six seconds of a CPU to import what it needs, a fork none. All else is real: process
 ids and groups, signals, exit codes, what goes to the terminal. That a fresh Python does the same is shown by
-`tests/e2e/test_going_on.py` (ranks that `launch` starts), `tests/e2e/slurm` and `.ci/wheel-test`.
+`tests/e2e/test_going_on.py` (ranks that `launch` starts), `tests/e2e/slurm` (a job) and `.ci/wheel-test`.
 """
 
 import contextlib
@@ -25,7 +25,10 @@ from typing import Any, NoReturn
 from tests.support.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
-MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
+MODULES = (
+    "megatfm", "megatfm.data_prep", "megatfm.launchers.prolog_epilog", "megatfm.launchers.torchrun",
+    "torch.distributed.run",
+)  # fmt: skip
 """Modules that are forked when a forked process starts them with `python -m`; all else is executed."""
 
 
@@ -49,7 +52,9 @@ class ForkedCommand:
         environment: Mapping[str, str] | None = None,
         *,
         program: str = "megatfm",
+        python: str = sys.executable,
     ) -> None:
+        """python: what the command itself takes for Python's path (`sys.executable`)."""
         self.output_path = output
         output.write_bytes(b"")
         context = multiprocessing.get_context("forkserver")
@@ -58,6 +63,7 @@ class ForkedCommand:
             str(cwd or Path.cwd()),
             dict(os.environ if environment is None else environment),
             str(output),
+            python,
         )
         self.process: ForkServerProcess = context.Process(
             target=_run_process, args=(program, list(map(str, words)), *place)
@@ -110,26 +116,41 @@ def run_megatfm(*words: object, output: Path, cwd: Path | None = None, code: int
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def _run_process(program: str, words: list[str], folder: str, environment: dict[str, str], path: str) -> NoReturn:
+def _run_process(
+    program: str, words: list[str], folder: str, environment: dict[str, str], path: str, python: str
+) -> NoReturn:
     """The process of a Command."""
+    from megatfm.launchers import job
+
+    sys.executable = python
+    job.MEGATFM_COMMAND = (python, *job.MEGATFM_COMMAND[1:])
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    _run_program(program, words, folder, environment)
+    run_program(program, words, folder, environment)
+
+
+def parse_command(words: Sequence[str]) -> tuple[str, list[str], bool] | None:
+    """Module, its arguments and whether with -P, of a Python's arguments; None if they are executed, not forked."""
+    flags = list(words)[words[:1] == ["-u"] :]  # as torchrun starts its workers
+    safe, flags = flags[:1] == ["-P"], flags[flags[:1] == ["-P"] :]
+    if flags[:1] != ["-m"] or flags[1] not in MODULES:
+        return None
+    return flags[1], flags[2:], safe
 
 
 class _ForkingPopen(subprocess.Popen[Any]):
     """subprocess.Popen, which forks where it would execute one of MODULES with this Python."""
 
     def _execute_child(self, args: Any, *remaining: Any) -> None:
-        python, *flags = args if isinstance(args, list | tuple) else [args]
-        flags = flags[flags[:1] == ["-u"] :]  # as torchrun starts its workers
-        safe, flags = flags[:1] == ["-P"], flags[flags[:1] == ["-P"] :]
-        if python != sys.executable or flags[:1] != ["-m"] or flags[1] not in MODULES:
+        python, *words = args if isinstance(args, list | tuple) else [args]
+        command = parse_command(words) if python == sys.executable else None
+        if command is None:
             super()._execute_child(args, *remaining)  # type: ignore[misc]
             return
+        module, module_words, safe = command
         _, preexec, _, _, cwd, env, _, _, _, *pipes = remaining[:15]
         new_session, group = remaining[-2:]
         for stream in (sys.stdout, sys.stderr):
@@ -137,11 +158,11 @@ class _ForkingPopen(subprocess.Popen[Any]):
         self.pid = os.fork()
         if not self.pid:
             try:
-                _set_up_child((pipes[0], pipes[3], pipes[5]), new_session, group)
+                set_up_child((pipes[0], pipes[3], pipes[5]), new_session, group)
                 if preexec:
                     preexec()
                 variables = dict(os.environ if env is None else env)
-                _run_program(flags[1], flags[2:], str(cwd or Path.cwd()), variables, safe)
+                run_program(module, module_words, str(cwd or Path.cwd()), variables, safe)
             finally:
                 os._exit(71)
         self._child_created = True
@@ -156,7 +177,7 @@ def _replace_popen() -> None:
             module.Popen = _ForkingPopen  # type: ignore[attr-defined]
 
 
-def _set_up_child(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
+def set_up_child(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
     """Do as the kernel and subprocess on the way to another program: outputs, groups, signals, open files."""
     for number, pipe_ends in enumerate(pipes):
         if pipe_ends != -1:
@@ -176,7 +197,7 @@ def _set_up_child(pipes: tuple[int, int, int], new_session: bool, group: int) ->
                 os.close(int(name))
 
 
-def _run_program(
+def run_program(
     program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False
 ) -> NoReturn:
     """`python -m program words`, with these variables in that folder; a file is run without -m. safe: with -P."""

@@ -185,6 +185,8 @@ class Project:
 
     folder: Path
     cluster: Cluster
+    python: str
+    """Python of its jobs: the one that forks, or `sys.executable`."""
     run_name: str = "run"
 
     def plant_fault(self, fault: str, text: str = "") -> Path:
@@ -212,8 +214,10 @@ class Project:
         return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
 
     def megatfm(self, *words: object, code: int = 0) -> str:
-        """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
-        command = ForkedCommand(keep_last_override(words), self.folder / "said", self.folder, self.environment)
+        """Run a command in the project's folder, as a fork; returns what it wrote."""
+        command = ForkedCommand(
+            keep_last_override(words), self.folder / "said", self.folder, self.environment, python=self.python
+        )
         assert command.wait() == code, f"{words}\n{command.output}"
         return command.output
 
@@ -239,7 +243,7 @@ class Project:
 
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""
-        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
+        return shlex.join([self.python, "-m", "megatfm", *map(str, words)])
 
 
 JOB_REPORT_PROPERTY = "scontrol show job"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_jobs import PythonServer
 from tests.support.slurm_cluster import (
     JOB_REPORT_PROPERTY,
     JOB_REPORTS,
@@ -45,11 +46,21 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def new_project(cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Project]:
+def python_server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonServer]:
+    """What forks the processes of jobs; it ends before the cluster."""
+    server = PythonServer(tmp_path_factory.mktemp("python"))
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
+def new_project(
+    cluster: Cluster, python_server: PythonServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Project]:
     """`new_project(name)`: a project in a folder of its own."""
 
     def make(name: str) -> Project:
-        project = Project(tmp_path_factory.mktemp(name), cluster)
+        project = Project(tmp_path_factory.mktemp(name), cluster, str(python_server.program))
         project.config.write_text(SMALL_CONFIG.format(corpus=corpus))
         (project.folder / "trouble").mkdir()
         return project

@@ -1,6 +1,7 @@
 """Failures for good end with a code and a reason; those that a restart mends are restarted."""
 
 import json
+import sys
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
     """Nor do variables of the submitting shell reach the job: those for sbatch, and with --export=NONE all others."""
     project = new_project("$(touch owned) & `touch owned`; #")
     project.run_name = "run $(touch owned) > owned"
+    project.python = sys.executable  # what a fork has imported would hide what the job's copy of the code lacks
     trouble = json.dumps(str(project.folder / "trouble"))
     site = f"container = ['env', 'A={HOSTILE}']\nenvironment = {{ B = '{HOSTILE}', TROUBLE = {trouble} }}\n"
     (project.folder / "site.toml").write_text(site)

@@ -62,6 +62,7 @@ def ahead(limited, bereft) -> None:
     pass
 
 
+@pytest.mark.extended  # a requeue is below, and what `status` says of a held job in tests/unit/launchers/test_status.py
 def test_requeued_in_the_middle(alone, project):
     """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
     slow = project.plant_fault("slow", "0.3")

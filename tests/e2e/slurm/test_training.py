@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +98,8 @@ def jobs(request, new_project, prep_config, uninterrupted) -> dict[str, Job | st
     actual: dict[str, Job | str] = {}
     for way in (way for way in WAYS if any(item.name.endswith(f"[{way}]") for item in request.session.items)):
         project = new_project(way.replace(" ", "-"))
+        if way != WAYS[0]:
+            project.python = sys.executable  # where the library of MPI is said by a variable when it starts
         try:
             words, environment = starter(way, project)
         except pytest.skip.Exception as reason:
