@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.golden_curves import (
     CLASSES,
+    MOE_BIAS,
     MOE_GOLDEN_STEPS,
     MOE_PRESET,
     MOE_ROUTERS,
@@ -25,12 +26,13 @@ from tests.support.golden_curves import (
     get_curve_file,
     moe_curve_config,
     preset_config,
+    read_golden_curves,
     write_golden_curves,
 )
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)
-SLOW = pytest.mark.slow
+EXTENDED, SLOW = pytest.mark.extended, pytest.mark.slow
 VISION = "quickstart-vision"
 SMALL = {
     "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.attention.n_heads": 2,
@@ -118,7 +120,8 @@ GOLDEN_STEPS = {
     **dict.fromkeys(MOE_ROUTERS, MOE_GOLDEN_STEPS),
 }  # fmt: skip
 """So many are golden: soon after, curves depend on the processor (docs/LOG.md)."""
-LEARN_IN_MAKE_TEST = ("gpt2-124m", *MOE_ROUTERS)
+FIRST_STEPS = 12
+"""Golden steps of `make test`, all rates' warm-up among them."""
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -127,18 +130,23 @@ def config_of(name: str) -> dict[str, Any]:
     return preset_config(VISION if name.startswith(VISION) else name, MODELS[name])
 
 
-def curves_of(workers: Workers, name: str) -> Curves:
-    """Curves of the golden steps, or of all where `make test` looks at what is learnt."""
+def whole_curves_of(workers: Workers, name: str) -> Curves:
     config = config_of(name)
-    return compute_curves(
-        workers, config, config["train"]["steps"] if name in LEARN_IN_MAKE_TEST else GOLDEN_STEPS[name]
-    )
+    return compute_curves(workers, config, config["train"]["steps"])
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)
 def test_the_curve_begins_as_the_golden_one(name: str, workers: Workers) -> None:
     assert get_curve_file(name).exists()
-    assert_golden(name, curves_of(workers, name))
+    assert_golden(name, compute_curves(workers, config_of(name), FIRST_STEPS), FIRST_STEPS)
+
+
+@EXTENDED
+@pytest.mark.parametrize("name", GOLDEN_STEPS)
+def test_the_curve_is_the_golden_one_to_its_end(name: str, workers: Workers) -> None:
+    steps = GOLDEN_STEPS[name]
+    assert all(len(values) == steps for values in read_golden_curves(name).values())
+    assert_golden(name, compute_curves(workers, config_of(name), steps), steps)
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)
@@ -156,17 +164,18 @@ def last_mean(values: list[float]) -> float:
     return sum(values[-10:]) / 10
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", pytest.param("t5-base", marks=SLOW), *MOE_ROUTERS])
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", pytest.param("t5-base", marks=SLOW), MOE_BIAS, pytest.param(MOE_PRESET, marks=EXTENDED)]
+)
 def test_decoders_learn(name: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
-    config = config_of(name)
-    assert last_mean(compute_curves(workers, config, config["train"]["steps"])["loss"]) < 0.75 * math.log(WORDS)
+    assert last_mean(whole_curves_of(workers, name)["loss"]) < 0.75 * math.log(WORDS)
 
 
-@pytest.mark.parametrize("name", MOE_ROUTERS)
+@pytest.mark.parametrize("name", [MOE_BIAS, pytest.param(MOE_PRESET, marks=EXTENDED)])
 def test_no_expert_is_much_busier_than_the_mean(name: str, workers: Workers) -> None:
     """Once it has warmed up, after 48 steps: by a term of the loss, or by a bias of the router."""
-    result = curves_of(workers, name)
+    result = whole_curves_of(workers, name)
     assert result.keys() == {"loss", "busiest"} | ({"causal", "balance"} if name == MOE_PRESET else set())
     busiest = result["busiest"][48:]
     assert sum(busiest) / len(busiest) <= 1.5

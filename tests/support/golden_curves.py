@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,11 @@ def train_curves(
         engine.model.discriminator.register_forward_pre_hook(
             lambda module, args, fields: replaced.append(compute_replaced_share(fields["replaced"])), with_kwargs=True
         )
+    batches = _select_batches(json.dumps(values, default=str))
     for step in range(1, 1 + (steps or config.train.steps)):
-        stats = engine.forward_backward([make_batch(config, objective, step)], objective)
+        if step not in batches:
+            batches[step] = make_batch(config, objective, step)
+        stats = engine.forward_backward([dict(batches[step])], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():
             actual.setdefault(term, []).append(value)
         if mixtures:
@@ -117,6 +120,12 @@ def train_curves(
         rate = config.optimizer.lr * lr_factor * compute_schedule_factor(config.lr_schedule, step, config.train.steps)
         engine.step(rate, config.optimizer.max_grad_norm)
     return actual
+
+
+@lru_cache(maxsize=1)
+def _select_batches(values: str) -> dict[int, dict[str, torch.Tensor]]:
+    """Step → batch, of the latest config: runs at another rate or in another precision have the same batches."""
+    return {}
 
 
 def compute_replaced_share(replaced: torch.Tensor) -> float:
@@ -146,11 +155,12 @@ def compute_curves(workers: Workers, config: dict[str, Any], steps: int) -> Curv
     return RUNS[key]
 
 
-def assert_golden(preset: str, actual: Curves) -> None:
-    """Assert that curves begin with the golden steps."""
+def assert_golden(preset: str, actual: Curves, steps: int) -> None:
+    """Assert that curves begin with so many of the golden steps."""
     assert actual.keys() == read_golden_curves(preset).keys()
     for term, values in read_golden_curves(preset).items():
-        assert actual[term][: len(values)] == pytest.approx(values, rel=TOLERANCE), term
+        assert len(values) >= steps
+        assert actual[term][:steps] == pytest.approx(values[:steps], rel=TOLERANCE), term
 
 
 def assert_rate_shows(workers: Workers, preset: str, config: dict[str, Any]) -> None:
@@ -185,9 +195,10 @@ SMALL_MOE = {
     "model.ffn.d_ff": 32, "data.sequence_length": 32, "optimizer.lr": 1e-2, "lr_schedule.warmup_steps": 5,
     "train.steps": MOE_STEPS, "train.global_batch": 32,
 }  # fmt: skip
+MOE_BIAS = f"{MOE_PRESET}-deepseek-v3"
 MOE_ROUTERS = {
     MOE_PRESET: {},
-    f"{MOE_PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
+    MOE_BIAS: {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
 }
 
 
