@@ -1,8 +1,9 @@
 """Layouts that several tests go through, a grid dealt out, traffic in closed form, a simulated pipeline."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -55,6 +56,7 @@ PLAIN_LAYOUTS = {
 
 
 SLOW = pytest.mark.slow
+EXTENDED = pytest.mark.extended
 Grid = Mapping[str, Collection[str]]
 """Model → the layouts that it is tried under."""
 
@@ -88,6 +90,14 @@ def make_cases(
         if later:
             actual.append(pytest.param(model, later, *more, id=f"{model}{label}, the others", marks=SLOW))
     return actual
+
+
+def extend(cases: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """Cases for `parametrize`: `make test` runs those that are kept, `make test-extended` the others."""
+    return [
+        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=EXTENDED)
+        for case in cases
+    ]
 
 
 def make_cases_by_ranks(

@@ -6,7 +6,7 @@ entries, the documentation of torch, and `megatfm.cli.COMMANDS` for the two func
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 
 import pytest
 
@@ -41,6 +41,19 @@ def is_protocol(node: ast.ClassDef) -> bool:
     return "Protocol" in map(last_name, node.bases)
 
 
+@cache
+def list_own_members(node: ast.ClassDef) -> frozenset[str]:
+    """Methods and fields of this class alone, and what its methods set on `self`."""
+    names = set[str]()
+    for part in node.body:
+        if isinstance(part, Function):
+            names |= {part.name, *_set_on_self(part)}
+        elif isinstance(part, ast.Assign | ast.AnnAssign):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
 def _set_on_self(method: Function) -> Iterator[str]:
     for node in ast.walk(method):
         match node:
@@ -73,14 +86,7 @@ class House:
 
     def members(self, node: ast.ClassDef) -> set[str]:
         """Public methods and fields, inherited ones too, and what methods set on `self`."""
-        names = set()
-        for item in self.lineage(node):
-            for part in item.body:
-                if isinstance(part, Function):
-                    names |= {part.name, *_set_on_self(part)}
-                elif isinstance(part, ast.Assign | ast.AnnAssign):
-                    targets = part.targets if isinstance(part, ast.Assign) else [part.target]
-                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        names = set[str]().union(*map(list_own_members, self.lineage(node)))
         return {name for name in names if not name.startswith("_")}
 
     @cached_property

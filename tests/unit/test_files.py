@@ -24,6 +24,7 @@ from megatfm.objectives import OBJECTIVES
 from megatfm.optim.lr_schedules import SCHEDULES
 from megatfm.optim.parameters import OPTIMIZERS
 from megatfm.registry import Registry, did_you_mean, import_plugins
+from tests.support.workers import PRELOAD
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -96,7 +97,8 @@ def write_often(path: Path, letter: str) -> None:
 
 
 def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     writers = [context.Process(target=write_often, args=(tmp_path / "a", letter)) for letter in "xyz"]
     for writer in writers:
         writer.start()

@@ -92,17 +92,22 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
             file_format.DIRECT_BYTES = before
 
 
+def fail_at_each(folder: Path, rank: int, operations: int, code: int, lasting: bool) -> list[str]:
+    """Outcomes of failures at the first, the second, …, the last operation."""
+    return [fail_at(folder / str(number), rank, number, code, lasting)[0] for number in range(1, operations + 1)]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code: int, rank: int) -> None:
     lasting = code != errno.EIO
     _, operations = workers.run(fail_at, 2, tmp_path / "whole", rank, -1, code, False)[rank]
     assert operations > 4
+    outcomes, other_outcomes = workers.run(fail_at_each, 2, tmp_path, rank, operations, code, lasting, timeout=200)
+    assert outcomes == other_outcomes
     failed = 0
-    for number in range(1, operations + 1):
+    for number, outcome in enumerate(outcomes, 1):
         folder = tmp_path / str(number)
-        (outcome, _), (other, _) = workers.run(fail_at, 2, folder, rank, number, code, lasting)
-        assert outcome == other
         if outcome.startswith("/"):  # only what follows the commit may fail without failing the save
             assert_old_or_new(folder, (2,))
             continue

@@ -75,7 +75,7 @@ def go_on(folder: Path, per_node: int = 1) -> int | None:
     return latest.step
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.extended), (4, 2)])
 def test_a_lost_node_is_made_up_for_by_the_next(workers: Workers, tmp_path: Path, world: int, per_node: int) -> None:
     workers.run(save_steps, world, tmp_path, [1, 2, 3], per_node)
     nodes = world // per_node

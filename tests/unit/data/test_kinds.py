@@ -17,6 +17,7 @@ from megatfm.data.mixture import Mixture, Phase
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
+from tests.support.layouts import extend
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 
@@ -114,8 +115,10 @@ def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
     assert (batch["positions"][:40] == np.arange(5)).all()
 
 
-@pytest.mark.parametrize("kind", [Vectors, Images])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    extend([(Vectors, 0), (Images, 0), (Images, 2), (Vectors, 2)], kept=[(Vectors, 0), (Images, 0), (Images, 2)]),
+)
 def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, workers: int) -> None:
 
     def rows() -> PackedDataset:

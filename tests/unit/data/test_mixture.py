@@ -94,7 +94,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
 def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) -> None:
     mixture = make_mixture()
     read: dict[str, list[int]] = {name: [] for name in WEIGHTS}
-    for position in range(2000):
+    for position in range(700):
         name, at = mixture.find_source(position)
         read[name].append(at)
         np.testing.assert_array_equal(
@@ -105,7 +105,7 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
         for stream in range(STREAMS):
             local = [at for at in positions if at % STREAMS == stream]
             assert local == list(range(stream, stream + STREAMS * len(local), STREAMS)), name
-    assert mixture.count_consumed_rows(2000) == {name: len(positions) for name, positions in read.items()}
+    assert mixture.count_consumed_rows(700) == {name: len(positions) for name, positions in read.items()}
     assert mixture.count_consumed_rows(131) == Counter(mixture.find_source(p)[0] for p in range(131))
 
 

@@ -27,7 +27,7 @@ from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import count_traffic, traffic_config
+from tests.support.layouts import count_traffic, extend, traffic_config
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -145,12 +145,12 @@ def compare(
             assert torch.equal(resumed.weights()[name].tensor, drift)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", extend(LAYOUTS, kept=[1, 2]))
 def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, ranks: int) -> None:
     workers.run(compare, ranks, DRIFTING, build_engine, LAYOUTS[ranks], tmp_path)
 
 
-@pytest.mark.parametrize("config", [DEEPER, SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("config", extend([DEEPER, SHARED], kept=[SHARED]), ids=["own", "shared"])
 def test_stages_that_share_a_module_count_together(workers: Workers, tmp_path: Path, config: ModelConfig) -> None:
     workers.run(compare, 2, config, build_engine, STAGES, tmp_path)
 

@@ -14,7 +14,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.layouts import SLOW, make_cases
+from tests.support.layouts import EXTENDED, SLOW, extend, make_cases
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
@@ -81,11 +81,14 @@ def test_two_ranks_do_what_one_does(workers: Workers, name: str, layouts: list[s
             assert moved > 1e-4
 
 
-ELEMENTWISE = ("adamw", "lamb", "lion")
-"""Whose state is that of another here, less or by another name."""
+MARKS = {
+    **dict.fromkeys(("adamw", "lamb", "lion"), (SLOW,)),
+    **dict.fromkeys(("adamw, short moments", "muon", "muon, weights averaged"), (EXTENDED,)),
+}
+"""Optimizers whose state is that of another here, less or by another name, and those of which other tests store it."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name in ELEMENTWISE)) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIMIZERS])
 def test_state_goes_through_the_store_and_training_goes_on(workers: Workers, tmp_path: Path, name: str) -> None:
     optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
@@ -162,18 +165,22 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig, name: str) -> None
     assert all(torch.equal(tensor, trained[name]) for name, tensor in engine.local.items())
 
 
+COMMON = ("one", *LAYOUTS)
 AVERAGED = [
     *(("schedule_free_adamw", layout) for layout in ("one", "zero3", "tp2")),
-    *(("muon, weights averaged", layout) for layout in ("one", *LAYOUTS, "zero0", "zero2", "replicas")),
-    *(
-        pytest.param(name, layout, marks=[SLOW] * (layout != in_short))
-        for name, in_short in (("soap", "tp2"), ("adafactor", "zero3"), ("lamb", "zero1"))
-        for layout in ("one", *LAYOUTS, "zero2")
-    ),
+    *(("muon, weights averaged", layout) for layout in (*COMMON, "zero0", "zero2", "replicas")),
+]
+AVERAGED_BY_OTHERS = [
+    pytest.param(name, layout, marks=[SLOW] * (layout != default))
+    for name, default in (("soap", "tp2"), ("adafactor", "zero3"), ("lamb", "zero1"))
+    for layout in ("one", *LAYOUTS, "zero2")
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), AVERAGED)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*extend(AVERAGED, kept=[case for case in AVERAGED if case[1] in COMMON]), *AVERAGED_BY_OTHERS],
+)
 def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
     workers: Workers, name: str, layout: str
 ) -> None:
@@ -189,7 +196,7 @@ def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
 
 def evaluate_in_between(name: str, every: bool) -> dict[str, Tensor]:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
-    for step in range(5):
+    for step in range(3):
         train_steps(engine, step, step + 1)
         if every:
             engine.evaluate(microbatches(engine, global_batch(seed=90 + step)), CAUSAL)

@@ -15,6 +15,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import OwnedTensors, _assign_owners
 from megatfm.parallel.layout import Region
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.layouts import EXTENDED
 from tests.support.models import OPTIMIZERS
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
@@ -120,9 +121,10 @@ def take_over(folder: Path, optimizer: OptimizerSection, loops: bool) -> tuple[i
 
 
 SOONER = ("muon", "adafactor")
-"""State of each element and of whole matrices, and of their rows and columns."""
+"""State of each element and of whole matrices; of their rows and columns, which test_optimizers.py, too, loads under
+another layout."""
 CASES = [
-    *((name, False) for name in SOONER),
+    *(pytest.param(name, False, marks=[EXTENDED] * (name == "adafactor")) for name in SOONER),
     *(pytest.param(name, False, marks=pytest.mark.slow) for name in OPTIMIZERS if name not in SOONER),
     pytest.param("muon", True, marks=pytest.mark.slow),
 ]

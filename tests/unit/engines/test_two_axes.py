@@ -31,6 +31,7 @@ from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import STYLES, Layouts, ParallelStyle
 from megatfm.train.resilience import compare_replicas
+from tests.support.layouts import extend
 from tests.support.parity import local_block
 from tests.support.workers import Workers
 
@@ -197,7 +198,7 @@ def compare(world: int, folder: Path) -> None:
         assert all(torch.equal(block, engine.local[name]) for name, block in loaded.local.items())
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", extend(LAYOUTS, kept=[4]))
 def test_gradients_norms_and_checkpoints_are_those_of_one_device(workers: Workers, tmp_path: Path, world: int) -> None:
     workers.run(compare, world, world, tmp_path)
     # The boxes fill every tensor, once, or a save would have said so.

@@ -69,7 +69,7 @@ VECTORS = 8 * WIDTH
     ("preset", "overrides", "elements", "elements_on_cpu"),
     [
         ("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0),
-        ("bert-base", [], VECTORS + 2 * HIDDEN, 0),
+        pytest.param("bert-base", [], VECTORS + 2 * HIDDEN, 0, marks=pytest.mark.extended),
         ("vit-ti16", [], VECTORS + 2 * HIDDEN, 0),
         # A byte a channel for the mask of the second of two dropouts; that of the first is computed again.
         ("gpt2-124m", ["model.dropout=0.1"], VECTORS + 2 * HIDDEN + WIDTH // 4, 0),

@@ -5,6 +5,7 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.estimate.devices import load_cluster
+from tests.support.layouts import EXTENDED, SLOW
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
@@ -17,14 +18,15 @@ TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
 """Presets with as many relative positions as a row has tokens: scores of those look like scores of all pairs."""
 POOLED_SIDE = 28
 """MViTv2's biases depend on queries, so their gradients are as large as scores: of 28 × 28 pooled tokens at most."""
-QUICK = ("gpt2-124m", "bert-base", "llama3-70b")
+TIERS = {"llama3-70b": (), "gpt2-124m": (EXTENDED,), "bert-base": (EXTENDED,)}
+"""Marks of presets that are not slow."""
 SAME_BYTES = 0.002
 PEAK = 0.1
 """Share by which the modelled peak may be off; measured on these presets up to 0.087 (MViT)."""
 
 
 def case(layout: Recommended) -> object:
-    marks = () if layout.preset in QUICK else pytest.mark.slow
+    marks = TIERS.get(layout.preset, (SLOW,))
     rows = next((word for word in layout.overrides if word.startswith("data.")), "")
     return pytest.param(layout, id=f"{layout.preset} {rows}".strip(), marks=marks)
 

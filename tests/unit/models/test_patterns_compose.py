@@ -14,6 +14,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
+from tests.support.layouts import extend
 from tests.support.pattern_models import loss_gradients, packed_batch
 
 PATTERN: dict[str, dict[str, Any]] = {
@@ -107,7 +108,10 @@ def test_every_pattern_is_tried() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERN if pattern != "bigbird"])
+@pytest.mark.parametrize(
+    "pattern",
+    extend([pattern for pattern in PATTERN if pattern != "bigbird"], kept=["chunked", "longformer", "strided", "etc"]),
+)
 def test_a_compiled_block_is_the_same(pattern: str, backend: str) -> None:
     torch._dynamo.reset()  # code that was compiled for the blocks before counts against a limit
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}

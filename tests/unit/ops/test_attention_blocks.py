@@ -17,6 +17,7 @@ from megatfm.ops import keyed_random
 from megatfm.ops.attention import bands, block_plan, block_sparse, flex, relative_bias, tile
 from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from tests.support.layouts import EXTENDED, SLOW
 from tests.support.pattern_models import SameChunkPattern
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
@@ -327,27 +328,28 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         assert compare(draw_inputs(2), broken) > 1e-3
 
 
-IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
-"""One of each kind: windows, with steps, chunks, strided, fixed, BigBird, Longformer; the others are slow."""
+IN_FLEX = {4: (), 6: (), 11: (), 13: (), 0: (EXTENDED,), 8: (EXTENDED,), 9: (EXTENDED,)}
+"""Marks of one of each kind: windows with steps, chunks, BigBird, Longformer; windows, strided, fixed. The others are
+slow."""
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "pattern",
-    [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX)) for i, p in enumerate(PATTERNS)],
-)  # fmt: skip
+    [pytest.param(pattern, id=repr(pattern), marks=IN_FLEX.get(i, (SLOW,))) for i, pattern in enumerate(PATTERNS)],
+)
 def test_flex_attention_equals_the_reference(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)
     q, k, v = (x.detach() for x in draw_inputs(2))
     variant = AttentionOptions(scale=0.2, softcap=3.0)
-    for layout in list(iter_layouts())[1:3]:
+    sinks, biases = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64), draw_biases()
+    options = ((None, None), (sinks, biases)), ((sinks, None), (None, biases))
+    for layout, options_of_layout in zip(list(iter_layouts())[1:3], options, strict=True):
         pattern_mask = PatternMask(pattern, layout, 0, N)
-        sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
-        for given_sinks in (None, sinks):
-            for bias in (None, draw_biases()):
-                result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
-                expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
-                torch.testing.assert_close(result, expected)
+        for given_sinks, bias in options_of_layout:
+            result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
+            expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
+            torch.testing.assert_close(result, expected)
         visited = flex.block_mask(pattern_mask, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, pattern_mask.block_mask(SIZE).expand(B, N, -1, -1))

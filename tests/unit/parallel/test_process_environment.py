@@ -180,7 +180,9 @@ def start(reported: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("stopped", "alone"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize(
+    ("stopped", "alone"), [(0, False), pytest.param(0, True, marks=pytest.mark.extended), (1, True)]
+)
 def test_a_rank_that_is_stopped_before_it_comes_is_named(
     start: Start, reported: Path, stopped: int, alone: bool
 ) -> None:

@@ -59,7 +59,7 @@ def test_libraries_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.list_libraries()["settings"] == "MKL_CBWR=AVX2"
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.extended)])
 def test_the_kernels_that_torch_chose_are_recorded(capability: str) -> None:
     code = "from megatfm.tracking.hardware import describe_processor; print(describe_processor()['kernels'])"
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -132,7 +132,8 @@ def by_position(folder: Path, parallel: dict[str, Any], n_buckets: int) -> list[
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "n_buckets"),
-    [(1, {}, 1), (1, {}, 5), (2, {"cp": 2}, 3), (2, {"pp": 2}, 4), (2, {"dp_shard": 2}, 4), (1, {}, LENGTH + 1)],
+    [(1, {}, 1), (1, {}, 5), (2, {"cp": 2}, 3), (2, {"pp": 2}, 4), (2, {"dp_shard": 2}, 4),
+     pytest.param(1, {}, LENGTH + 1, marks=pytest.mark.extended)],
 )  # fmt: skip
 def test_loss_by_position_is_that_of_the_places(
     workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], n_buckets: int

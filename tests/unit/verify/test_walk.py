@@ -4,6 +4,7 @@ import argparse
 import itertools
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,34 @@ from megatfm.verify.layouts import LAYOUTS
 from megatfm.verify.rank_processes import RankPool
 from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.verify import verify_presets
+from tests.support.layouts import EXTENDED
 
-SOME = {
-    "llama3-8b": ("dp2-zero0", "cp3-ring", "tp2-cp2"),
-    "mistral-7b-v0.1": ("cp2", "cp2-heads"),
+EACH_LAYOUT = {
+    "llama3-8b": ("dp2-zero0", "tp2-cp2"),
+    "mistral-7b-v0.1": ("cp2-heads",),
     "gpt-oss-20b": ("cp3-ring",),
-    "deepseek-v2-lite": ("tp2", "ep2"),
+    "deepseek-v2-lite": ("tp2",),
+    "deberta-v3-base": ("dp2-zero1", "cp2"),
+    "electra-small": ("dp2",),
+    "xlnet-base": ("pp2",),
+    "t5-small": ("pp2-dp2",),
+    "switch-base-8": ("ep2",),
+}
+"""A case of each layout, and of each kind of model of which test_expected.py has none."""
+EACH_KIND = {
+    "llama3-8b": ("cp3-ring",),
+    "mistral-7b-v0.1": ("cp2",),
+    "deepseek-v2-lite": ("ep2",),
     "t-dmca": ("cp2",),
     "longformer-base": ("cp2",),
     "bigbird-base": ("cp3-ring",),
     "spanbert-base": ("cp2",),
-    "deberta-v3-base": ("dp2-zero1", "cp2"),
-    "electra-small": ("dp2", "cp2"),
-    "xlnet-base": ("pp2", "cp2"),
-    "t5-small": ("pp2-dp2", "tp2"),
-    "switch-base-8": ("ep2",),
+    "electra-small": ("cp2",),
+    "xlnet-base": ("cp2",),
+    "t5-small": ("tp2",),
     "quickstart-moe": ("ep2", "cp3-ring"),
 }
-"""A case of each kind of model, among them all that once differed."""
+"""Together with those, a case of each kind of model, among them all that once differed."""
 
 REASONS = (
     r"parallel\.ep = 2, but the model has no experts to divide",
@@ -49,8 +60,9 @@ def check(cases: list[tuple[str, str]]) -> None:
         assert case.outcome == "agrees" or any(re.search(reason, case.text) for reason in REASONS), case
 
 
-def test_some_presets_agree() -> None:
-    check([(preset, layout) for preset, layouts in SOME.items() for layout in layouts])
+@pytest.mark.parametrize("chosen", [EACH_LAYOUT, pytest.param(EACH_KIND, marks=EXTENDED)], ids=["layouts", "kinds"])
+def test_some_presets_agree(chosen: Mapping[str, Sequence[str]]) -> None:
+    check([(preset, layout) for preset, layouts in chosen.items() for layout in layouts])
 
 
 @pytest.mark.slow
