@@ -5,6 +5,7 @@ log-sum-exp. `core` is a `DotProductAttention`, `sequence` a `SequenceShard`; bo
 since this package does not import layers.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, has_flash, merge_partial
+from megatfm.ops.log_once import constant_when_compiled, log_once
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
 from megatfm.parallel.pipeline_schedule import get_current_backward_part
@@ -46,6 +48,7 @@ def make_block_attention_plan(
         bands = mask.cached("shard bands", lambda: core.attention_mask(shard.on_host(), n_heads).shard_bands())
         if bands is not None:
             return BlockAttentionPlan.build(bands, 1, width, core.options, sums_parts=True, **positions)
+    warn_of_blocks(q_BNTH, fused_width, repr(core.pattern))
     size = min(block_sparse.choose_block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
     visits = mask.cached(
@@ -53,6 +56,27 @@ def make_block_attention_plan(
         lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
     return BlockAttentionPlan.build(visits, size, width, core.options, **positions)
+
+
+@constant_when_compiled
+def warn_of_blocks(q: Tensor, fused_width: int | None, pattern: str) -> None:
+    """Warn once that a GPU computes attention by blocks of keys, and why.
+
+    fused_width: see `make_block_attention_plan`.
+    """
+    if q.device.type != "cuda":
+        return
+    if fused_width is None:
+        reason = "a bias, a soft cap or dropout of probabilities"
+    elif not has_flash(q, fused_width):
+        reason = f"{str(q.dtype)[6:]} with heads of {fused_width} channels"
+    else:
+        reason = "a pattern other than full attention, a prefix, or documents of few tokens"
+    log_once(
+        f"attention {pattern} under parallel.cp runs matmuls by blocks of keys on this GPU, because FlashAttention "
+        f"does not support {reason} here; parallel.cp_method = 'ulysses' runs the kernels of a model without cp",
+        logging.WARNING,
+    )
 
 
 def compute_partial_attention(

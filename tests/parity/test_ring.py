@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
@@ -166,6 +167,26 @@ def test_documents_need_no_blocks(latent: bool, workers: Workers) -> None:
     for ranks in (3, 5):
         assert max(workers.run(attend_to_documents, ranks, latent, torch.float64)) < 1e-12
     assert max(workers.run(attend_to_documents, 2, latent, torch.bfloat16)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fused_width", "reason"),
+    [
+        (torch.float32, 64, "not support float32 with heads of 64 channels here"),
+        (torch.bfloat16, 20, "not support bfloat16 with heads of 20 channels here"),
+        (torch.bfloat16, None, "not support a bias, a soft cap or dropout of probabilities here"),
+        (torch.bfloat16, 64, "not support a pattern other than full attention, a prefix, or documents of few tokens"),
+    ],
+)
+def test_blocks_on_a_gpu_are_announced_once(
+    dtype: torch.dtype, fused_width: int | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeTensorMode():
+        on_gpu, on_cpu = (torch.empty(1, HEADS, TOKENS, 64, dtype=dtype, device=device) for device in ("cuda", "cpu"))
+    for q in (on_cpu, on_gpu, on_gpu):
+        ring_attention.warn_of_blocks(q, fused_width, "Full(causal=True)")
+    (record,) = caplog.records
+    assert reason in record.message
 
 
 def events() -> tuple[list[str], list[str]]:
