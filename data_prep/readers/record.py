@@ -260,9 +260,15 @@ def select_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
 
 
 def select_columns(config: ReadConfig, column_names: Sequence[str]) -> list[str]:
-    """Select the columns of a table that contain the fields, by their outermost names."""
+    """Select the columns of a table that contain the fields, by their outermost names.
+
+    Raises BadFileError if one is there twice, as a record would have the last one only.
+    """
     names = {name.partition(".")[0] for name in (config.text_key, config.url_key, *config.metadata_keys)}
-    return [name for name in column_names if name in names or "*" in config.metadata_keys]
+    selected = [name for name in column_names if name in names or "*" in config.metadata_keys]
+    if repeated := next((name for name in selected if selected.count(name) > 1), None):
+        raise BadFileError(f"has the column {repeated!r} twice")
+    return selected
 
 
 def _to_text(value: Any) -> str:

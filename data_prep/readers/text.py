@@ -14,6 +14,7 @@ from megatfm.data_prep.readers.record import (
     Record,
     open_decompressed,
     record_from_dict,
+    select_columns,
 )
 from megatfm.errors import MegatfmError
 
@@ -138,6 +139,7 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
         row = 0
         try:
             names = next(rows, [])
+            select_columns(config, names)
             for row, cells in enumerate(rows, 1):
                 if not cells:
                     continue

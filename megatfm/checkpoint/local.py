@@ -277,6 +277,8 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
         try:
             raw = file_io.read_file(path / METADATA_FILENAME)
             metadata = parse_metadata(path, raw)
+            if path.name != f"step-{metadata.step:08d}":  # its files would be looked for in the folder of that step
+                raise MegatfmError(f"it holds step {metadata.step}, so its folder was renamed")
         except NewerFormatError:
             raise
         except MegatfmError as error:

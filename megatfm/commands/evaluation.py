@@ -200,6 +200,10 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
             padding = [""] * (1 + len(terms) + len(metrics))
             table.add_row(f"  {compressor}", *padding, f"{bits_per_byte:.3f}", "")
     print_table(table)
+    if args.images:
+        from megatfm.inference.pictures import FOLDER
+
+        print(f"pictures in {Path(args.run_dir) / FOLDER}; `megatfm report {args.run_dir}` shows them")
     return 0
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +179,19 @@ def _write_tars(corpus: Corpus, out: Path) -> str:
     dtype, tokenizer_hash = corpus.manifest.token_dtype, corpus.tokenizer_hash
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype, compress=False, pack=False) as writer:
         for sample in _iter_samples(corpus):
+            # Unique in a shard of the corpus; several of its shards may fit into one tar.
+            key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(sample.key, sample.tokens, *fields)
+            writer.add(key, sample.tokens, *fields, *_measure_images(sample.members))
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
+
+
+def _measure_images(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
+    """Return height and width of a sample's image, and the number of images, for the index; None without images."""
+    if not members:
+        return None, None
+    from megatfm.corpus.image_size import list_image_extensions, read_upright_size  # needs Pillow
+
+    extensions = list_image_extensions(members)
+    return (read_upright_size(members), len(extensions)) if extensions else (None, None)

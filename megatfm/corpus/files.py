@@ -12,7 +12,7 @@ from typing import IO, Self
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory
+from megatfm.files import fsync_directory, open_nofollow
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 _TOO_MANY_OPEN_FILES = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is intact"
@@ -112,7 +112,8 @@ class AtomicFile:
         self._partial = path.with_name(f".{path.name}.partial")
         self._hash = blake3()
         with disk_errors_as_megatfm_errors(path):
-            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (commit or discard closes it)
+            # commit or discard closes it
+            self._file = open(self._partial, "wb", buffering=0, opener=open_nofollow)  # noqa: SIM115
 
     @property
     def blake3(self) -> str:

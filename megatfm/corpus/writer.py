@@ -132,6 +132,10 @@ class ShardWriter:
             self._open_shard = _OpenShard(self.folder, len(self._shards), self._options)
         self._open_shard.add(pending)
 
+    def has_key(self, key: str) -> bool:
+        """Return whether a sample of the shard in progress has this key."""
+        return self._open_shard is not None and self._open_shard.has_key(key)
+
     def finish(self, provenance: Mapping[str, Any]) -> Manifest:
         """Commit the corpus: close the last shard, remove files of an interrupted run, write the manifest.
 
@@ -243,6 +247,9 @@ class _OpenShard:
         self._frame.append(pending)
         self._frame_bytes += size
         self.written += size
+
+    def has_key(self, key: str) -> bool:
+        return key in self._samples
 
     def commit(self) -> CorpusShard:
         self._end_frame(END_OF_ARCHIVE)

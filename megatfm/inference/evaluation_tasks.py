@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatfm.corpus.files import disk_errors_as_megatfm_errors
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, to_strict_json
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
@@ -175,6 +175,11 @@ def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: 
         embedder.encode(texts, normalize=True, batch_size=batch_size).double()
         for texts in ([question.prompt for question in task.questions], answers)
     )
+    if not (prompts_QD.isfinite().all() and answers_AD.isfinite().all()):
+        raise MegatfmError(
+            f"{task.name}: vectors are not finite: the weights are, or the training was, broken; use an earlier "
+            "checkpoint"
+        )
     results = []
     for question, prompt_D in zip(task.questions, prompts_QD, strict=True):
         right, similarities_A = answers.index(question.accepted[0]), answers_AD @ prompt_D

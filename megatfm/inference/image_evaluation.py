@@ -35,7 +35,7 @@ class ImageEvaluation:
         model = getattr(engine, "model", None)
         self._model = model if isinstance(model, nn.Module) else None
         if self._model is None:
-            log.info("%s does not show its model: the evaluation leaves no confusion matrix", type(engine).__name__)
+            log.warning("%s does not show its model: the evaluation leaves no confusion matrix", type(engine).__name__)
         if n_images and not isinstance(engine, RunsModel):
             raise UsageError(
                 f"--images: parallel.engine = {config.parallel.engine!r} can't run its model on examples: leave it out"
@@ -79,8 +79,7 @@ class ImageEvaluation:
             content = {"step": step, "sets": self._sets}
             atomic_write(run_dir / CONFUSION, json.dumps(content, ensure_ascii=False) + "\n")
         if self._n_images:
-            count = write_pictures(run_dir, step, self._galleries)
-            log.info("%d pictures in %s, which `megatfm report` shows", count, run_dir / "pictures")
+            write_pictures(run_dir, step, self._galleries)
 
 
 def make_image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEvaluation | None:

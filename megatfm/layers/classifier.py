@@ -212,9 +212,13 @@ class ClassifierHead(nn.Module):
 
 
 def count_topk_correct(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
-    """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier."""
+    """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier.
+
+    An image with a NaN logit is not counted, so that nothing is right by accident.
+    """
     classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
-    return {f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum() for k in TOP_K if k < logits_MC.shape[-1]}
+    is_right_MC = (classes_MC == labels_M[:, None]) & ~logits_MC.isnan().any(-1, keepdim=True)
+    return {f"top{k}": is_right_MC[:, :k].sum() for k in TOP_K if k < logits_MC.shape[-1]}
 
 
 def _find_first_tokens(sequence: SequenceMetadata) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.config import AdamWConfig, ModelConfig, ParallelConfig
+from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, ParallelConfig
 from megatfm.models import build
 from tests.support.batches import CAUSAL, family_case, global_batch
 from tests.support.layouts import (
@@ -98,7 +98,7 @@ BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
 """Layouts under which Muon is tried too; AdamW under all."""
 
 
-def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
+def train(layouts: Sequence[str], optimizer: AdamWConfig | MuonConfig) -> dict[str, float]:
     """Largest difference of a weight from plain torch optimizers with plain clipping, for each layout."""
     engines = {layout: build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], optimizer) for layout in layouts}
     reference = one_device(UNTIED_MODEL)

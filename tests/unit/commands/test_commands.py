@@ -113,6 +113,17 @@ def test_verify_says_that_its_engine_replaces_the_configured_one(
     assert "note:" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("images", [["--images", "3"], []])
+def test_evaluate_names_the_pictures(
+    images: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = {"step": 7, "objective": "image_classification", "sets": {"seen": {"loss": 1.0, "metrics": {}}}}
+    monkeypatch.setattr("megatfm.inference.evaluate.evaluate_run", lambda *_, **__: (results, {}))
+    assert run_command("evaluate", "runs/a", *images, "--validation", "seen=corpora/a") == 0
+    line = "pictures in runs/a/pictures; `megatfm report runs/a` shows them\n"
+    assert (line in capfd.readouterr().out) == bool(images)
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [

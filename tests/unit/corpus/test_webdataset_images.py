@@ -13,9 +13,11 @@ import webdataset as wds
 from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
 from megatfm.corpus import webdataset_index
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.export import export_corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.webdataset_images import LabelRule, index_images, read_class_names
+from megatfm.corpus.writer import ShardWriter
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
@@ -55,6 +57,32 @@ def timm(folder: Path) -> list[dict[str, bytes]]:
                 writer.write({"__key__": f"n{n % 3:03d}/im.{n}".replace(".", "_"), **files})
                 written.append(files)
     return written
+
+
+def test_indexed_shards_are_exported_with_sizes(tmp_path: Path) -> None:
+    """To one tar: their keys, numbers of samples of a shard where names have folders, repeat."""
+    written = timm(tmp_path / "timm")
+    index_images(tmp_path / "timm", LabelRule.parse("json:label"))
+    export_corpus(tmp_path / "timm", tmp_path / "tars", None)
+    corpus = Corpus.open(tmp_path / "tars")
+    samples = [sample for block in range(corpus.n_blocks) for sample in corpus.read_block_samples(block)]
+    assert [dict(sample.members) for sample in samples] == written
+    assert len({sample.key for sample in samples}) == len(written)
+    assert len(corpus.manifest.shards) == 1
+    sizes = ImageColumns(corpus, 0, corpus.n_blocks).image_sizes
+    assert sizes.tolist() == [list(SIZES[number]) for number in range(23)]
+
+
+def test_numbers_of_images_are_exported(tmp_path: Path) -> None:
+    """A row's length follows from them."""
+    with ShardWriter(tmp_path / "corpus", tokenizer_hash="t", token_dtype="uint16") as writer:
+        for n_images in (1, 3, 2):
+            files = {f"{number}.png": picture(number) for number in range(n_images)}
+            writer.add(f"{n_images}", np.arange(4), "made", 0, files, {}, None, n_images)
+        writer.finish({})
+    export_corpus(tmp_path / "corpus", tmp_path / "tars", None)
+    corpus = Corpus.open(tmp_path / "tars")
+    assert ImageColumns(corpus, 0, corpus.n_blocks).image_counts.tolist() == [1, 3, 2]
 
 
 def img2dataset(folder: Path) -> None:

@@ -33,6 +33,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of another user")
+    (tmp_path / ".a.bin.partial").symlink_to("other")
+    with pytest.raises(MegatfmError, match=r"a\.bin: cannot be written .*symbolic link"):
+        files.write_whole(tmp_path / "a.bin", b"new")
+    assert (tmp_path / "other").read_text() == "of another user"
+
+
 def test_a_corpus_has_several_shards_of_several_frames(corpus: Corpus) -> None:
     """So that the tests on this corpus mean something."""
     assert len(corpus.indexes) > 2

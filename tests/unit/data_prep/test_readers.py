@@ -162,6 +162,23 @@ def test_tables_of_cells_say_what_is_wrong(tmp_path: Path) -> None:
             read_documents(path)
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Records would have the last one alone. Columns that nobody asks for may repeat."""
+    (tmp_path / "in").mkdir()
+    table = pyarrow.Table.from_arrays([["one"], ["two"], [1], [2]], names=["text", "text", "n", "n"])
+    pyarrow.parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    with pyarrow.ipc.new_file(str(tmp_path / "in" / "b.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "in" / "c.csv").write_text("text,text,n,n\none,two,1,2\n")
+    for name in ("a.parquet", "b.arrow", "c.csv"):
+        with pytest.raises(MegatfmError, match=f"{name}: has the column 'text' twice"):
+            read_documents(tmp_path / "in" / name, include=[name])
+    for name in ("a.parquet", "b.arrow", "c.csv"):
+        (tmp_path / "in" / name).unlink()
+    (tmp_path / "in" / "d.csv").write_text("text,n,n\none,1,2\n")
+    assert [document.text for document in read_documents(tmp_path / "in" / "d.csv")[0]] == ["one"]
+
+
 def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -> None:
     """JSON can spell them, and tars have names that are no UTF-8."""
     (tmp_path / "a.jsonl").write_text('{"text": "one", "url": "http://x.org/\\ud800"}\n{"text": 1}')

@@ -1,6 +1,7 @@
 """Likelihoods of continuations and tasks without training: the same on any ranks and in any batches."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -356,6 +357,15 @@ def test_the_nearest_answer_is_found(tmp_path: Path, tokenizer_model: bytes) -> 
     for number, record in enumerate(records):
         similarities = torch.cosine_similarity(prompts[number], answers)
         assert record["rank"] == int(similarities.argsort(descending=True).tolist().index(number)) + 1
+
+
+def test_vectors_that_are_not_finite_find_nothing(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """Each right answer would be the nearest: none is nearer than NaN."""
+    loaded = open_text_model(write_run(tmp_path, tokenizer_model))
+    next(loaded.model.parameters()).data.fill_(math.nan)
+    task = open_evaluation_task(write_task(tmp_path, "retrieval", [prompt or "z" for prompt in PROMPTS]))
+    with pytest.raises(MegatfmError, match="task: vectors are not finite"):
+        evaluate_questions(loaded, task)
 
 
 def test_a_corpus_without_text_has_nothing_to_compress() -> None:

@@ -12,6 +12,7 @@ from megatfm.config.objective import ImageClassificationObjective
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.classifier import count_topk_correct
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
@@ -143,6 +144,14 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     }
     assert {int(count) for count in measured.target_counts(batch).values()} == {9}
     assert 0 < (ranks < 5).sum() < 9
+
+
+def test_no_class_of_nan_is_right() -> None:
+    """Sorting puts NaN first, in the order of the classes."""
+    logits = torch.full((3, 7), torch.nan)
+    logits[0] = torch.arange(7.0)
+    counts = count_topk_correct(logits, torch.tensor([6, 0, 0]))
+    assert {name: int(count) for name, count in counts.items()} == {"top1": 1, "top5": 1}
 
 
 # ----------------------------------------------------------------------------------------------------- SimMIM
