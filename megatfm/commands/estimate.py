@@ -187,7 +187,7 @@ def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult
 
 def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
-    from megatfm.estimate.text import describe_eager_blocks, describe_trace, make_traced_table
+    from megatfm.estimate.text import describe_trace, make_traced_table
     from megatfm.estimate.traced import compare_with_trace, count_traced_microbatches, make_trace_overrides, run_trace
 
     changes = make_trace_overrides(estimate.config, args.gpus, count_traced_microbatches(estimate))
@@ -200,10 +200,6 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
     config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
     bf16_estimate = opened_estimator.estimate(config)
     print_table(make_traced_table(compare_with_trace(bf16_estimate, traced), traced))
-    if estimate.compiled:
-        compiled = opened_estimator.estimate(config.with_changes({"train.compile": True}))
-        parts = opened_estimator.profile(config).parts
-        print(describe_eager_blocks([part.name for part in parts if part.is_block], bf16_estimate, compiled))
     for line in describe_trace(traced):
         print(line)
 

@@ -37,8 +37,9 @@ SAVED_OPS = {
     _collectives.all_reduce.default,
     _collectives.reduce_scatter_tensor.default,
 }
-SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
-"""Names of saved operators that exist only after their module is imported."""
+SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention", "megatfm_imaginary::attention"}
+"""Names of saved operators that exist only after their module is imported; the last one stands for all fused attention
+on an imaginary GPU."""
 
 Forward = Callable[..., Any]
 

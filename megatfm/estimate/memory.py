@@ -23,7 +23,7 @@ class RankMemory:
 
     weights: in the optimizer's precision; copies: in the model's. workspace: live in passes and reductions beside saved
     activations. reserved: CUDA, its libraries and fragments. by_phase: the sum at the fullest moment of "forward",
-    "backward" and "optimizer".
+    "backward" and "optimizer". saved_in_blocks: by the blocks of one micro-batch, between its passes.
     """
 
     pipeline_rank: int
@@ -36,6 +36,7 @@ class RankMemory:
     workspace: int
     reserved: int
     by_phase: Mapping[str, int] = field(default_factory=dict)
+    saved_in_blocks: int = 0
 
     @property
     def total(self) -> int:
@@ -129,6 +130,7 @@ def rank_memory(
         peak.workspace + gather_buffer,
         reserved,
         by_phase,
+        sum(n_bytes for index, n_bytes in saved_bytes.items() if profiles[index].is_block),
     )
 
 

@@ -10,8 +10,8 @@ SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
 LONG_CHAIN = 100
-"""Operators of a pointwise chain after which torch's partitioner saves a result
-(`ban_recompute_long_fusible_chains`)."""
+"""Operators of a pointwise chain after which torch saves a result
+(its `ban_recompute_long_fusible_chains`)."""
 
 
 @dataclass(frozen=True)

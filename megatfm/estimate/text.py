@@ -246,7 +246,7 @@ def make_traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> 
 
     facts = traced.facts
     rank = f"Rank {facts['rank']} of {facts['world']:,} on an imaginary GPU"
-    title = f"{rank}, {facts['microbatches']} micro-batches, not compiled"
+    title = f"{rank}, {facts['microbatches']} micro-batches" + (", compiled" if facts["is_compiled"] else "")
     table = Table(title=title, title_justify="left")
     for name in ("", "modelled, GB", "traced, GB", "difference"):
         table.add_column(name, justify="right" if name else "left")
@@ -256,24 +256,26 @@ def make_traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> 
     return table
 
 
-def describe_eager_blocks(blocks: Sequence[str], eager: Estimate, compiled: Estimate) -> str:
-    """Return a line that names the blocks that a run compiles and a trace does not, and what compiling changes.
-
-    blocks: paths of all blocks; eager, compiled: estimates of the traced micro-batches.
-    """
-    stacks = Counter(path.rpartition(".")[0] for path in blocks)
+def describe_compiled_blocks(traced: Traced) -> list[str]:
+    """Return lines on the blocks that a traced rank compiled: how many, graph breaks, and recompilations."""
+    facts = traced.facts
+    if not facts["is_compiled"]:
+        return []
+    stacks = Counter(path.rpartition(".")[0] for path in facts["saved"])
     names = ", ".join(f"{count} of {stack}" for stack, count in stacks.items())
-    peaks = [f"{(e.worst.total - e.worst.reserved) / 1e9:,.3f} GB" for e in (eager, compiled)]
-    return (
-        f"blocks traced eagerly, which a run compiles: {names}; the table's estimate is of eager blocks, too: peak "
-        f"{peaks[0]} on the fullest rank, {peaks[1]} if compiled (modelled)"
-    )
+    breaks, recompilations = facts["graph_breaks"], facts["recompilations"]
+    counts = f"{sum(breaks.values())} graph breaks, {sum(recompilations.values())} recompilations"
+    lines = [f"blocks compiled up to their graphs: {names}: {counts}"]
+    lines += [f"graph break {times} ×: {line}" for line, times in breaks.items()]
+    return lines + [f"compiled again {times} ×: {line}" for line, times in recompilations.items()]
 
 
 def describe_trace(traced: Traced) -> list[str]:
     """Return lines on the kernels, host waits and largest tensor of a traced step."""
     facts = traced.facts
-    lines = [f"{sum(facts['kernels'].values()):,} kernels in {facts['seconds']:.0f} s of tracing"]
+    bound = "at least " if facts["is_compiled"] else ""
+    lines = [f"{bound}{sum(facts['kernels'].values()):,} kernels in {facts['seconds']:.0f} s of tracing"]
+    lines += describe_compiled_blocks(traced)
     lines += [f"attention: {name.partition(': ')[2]}" for name in facts["kernels"] if "attention" in name]
     lines += [f"the host waits {times} ×: {line}" for line, times in facts["waits"].items()]
     lines += [f"a tensor of all pairs of tokens: {line}" for line in facts["all_pairs"]]

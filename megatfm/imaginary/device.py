@@ -25,6 +25,8 @@ WITHOUT_KERNEL = {
     "empty_strided", "new_empty", "new_empty_strided", "view_as", "unbind", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
 """Operators that launch no kernel."""
+STAND_IN_NAMESPACE = "megatfm_imaginary"
+"""Of operators that stand for fused attention; the last argument is the name of the kernel."""
 MIN_PAIRS_LENGTH = 512
 """Length of rows from which tensors of all pairs of tokens are reported."""
 DATA_DEPENDENT_ERRORS = ("DynamicOutputShapeException", "DataDependentOutputException")
@@ -36,8 +38,13 @@ class ImaginaryGPU(TorchDispatchMode):
     """Makes new "cuda" tensors fake while entered.
 
     memory: live bytes; kernels are counted under its phase. weight_shapes: of the model's weights, whose gradients
-    autograd sums.
+    autograd sums. is_fusing: operators are parts of a fused kernel, which `_FusedPass` counts.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile under this mode; the graphs run under it."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +56,7 @@ class ImaginaryGPU(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         self.all_pairs: Counter[str] = Counter()
         self.largest: tuple[int, str] = (0, "")
+        self.is_fusing = False
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> "ImaginaryGPU":
@@ -70,7 +78,7 @@ class ImaginaryGPU(TorchDispatchMode):
 
     def _track_storage(self, tensor: Any) -> None:
         """Count a new tensor's storage until it is freed."""
-        if not (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"):
+        if not (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda" and tensor.fake_mode is self.fake):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -119,9 +127,14 @@ class ImaginaryGPU(TorchDispatchMode):
         if name == "_to_copy" and out.device.type == "cpu":
             self.count_wait("copy to the host")
             return torch.ones(out.shape, dtype=out.dtype)
-        for x in tree_leaves(out):
-            self._track_storage(x)
+        if not self.is_fusing:
+            self.track(out)
         return out
+
+    def track(self, values: Any) -> None:
+        """Count the storages of new tensors until they are freed."""
+        for x in tree_leaves(values):
+            self._track_storage(x)
 
     def _is_on_device(self, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         device = options.get("device")
@@ -157,6 +170,12 @@ class ImaginaryGPU(TorchDispatchMode):
             if type(error).__name__ in DATA_DEPENDENT_ERRORS:
                 self.count_wait(f"{name}, whose shape depends on values,")
             raise
-        if name not in WITHOUT_KERNEL and func.namespace not in ("prim", "c10d", "_c10d_functional"):
+        if func.namespace == STAND_IN_NAMESPACE:
+            name = f"attention by {args[-1]}"
+        if (
+            not self.is_fusing
+            and name not in WITHOUT_KERNEL
+            and func.namespace not in ("prim", "c10d", "_c10d_functional")
+        ):
             self.kernels[self.memory.phase, name] += 1
         return out

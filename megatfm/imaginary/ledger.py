@@ -10,16 +10,19 @@ import torch
 HIDDEN_FILES = ("/verify/traffic", "/imaginary/", "/ops/transfer")
 """Files that allocate on behalf of their callers, which are named instead."""
 
+GATHERING = "torch/distributed/fsdp"
+"""Owner of what FSDP gathers for a compiled block: no line of megatfm's calls it there."""
+
 
 class Ledger:
     """Bytes that are live on the device, by owner: who allocated them, and where.
 
     An owner is "PHASE LAYER LINE": the phase of the step, the block ("-" outside of blocks), and the line of code, or
-    in a backward pass autograd's node. Start a phase by `begin`.
+    in a backward pass autograd's node. Start a phase by `begin`; set `line` where a compiled graph runs.
     """
 
     def __init__(self) -> None:
-        self.phase, self.layer = "build", "-"
+        self.phase, self.layer, self.line = "build", "-", ""
         self.live_bytes = self.peak = 0
         self._live: dict[int, tuple[int, str, Any]] = {}
         self._at_start: Counter[str] = Counter()
@@ -37,7 +40,7 @@ class Ledger:
 
     def add(self, key: int, n_bytes: int, reference: Any) -> None:
         """Add a storage. reference: weak, kept as long as the storage is live."""
-        owner = f"{self.phase} {self.layer} {find_allocating_line()}"
+        owner = f"{self.phase} {self.layer} {self.line or find_allocating_line()}"
         self._live[key] = n_bytes, owner, reference
         self._change(owner, n_bytes)
 
@@ -58,6 +61,13 @@ class Ledger:
         self.peak = max(self.peak, self.live_bytes)
         self._changes.append((owner, n_bytes))
 
+    def count_activations(self, layer: str) -> int:
+        """Return the live bytes that a layer owns, without gathered weights."""
+        owned = ((n_bytes, owner.split(" ", 2)) for n_bytes, owner, _ in self._live.values())
+        return sum(
+            n_bytes for n_bytes, (_, of, line) in owned if of == layer and not line.startswith(("engines/", GATHERING))
+        )
+
     def at_peak(self) -> dict[str, int]:
         """Return owner → bytes at the fullest moment since the phase began, the largest first."""
         live = peak = sum(self._at_start.values())
@@ -77,7 +87,17 @@ def find_allocating_line() -> str:
     node = torch._C._current_autograd_node()
     if node is not None and is_called_by_autograd():
         return str(node.name()).removeprefix("torch::autograd::")
-    return find_calling_line()
+    line = find_calling_line()
+    return GATHERING if line.startswith("models/") and _is_called_by_fsdp() else line
+
+
+def _is_called_by_fsdp() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if GATHERING in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_called_by_autograd() -> bool:
@@ -90,14 +110,14 @@ def find_calling_line() -> str:
     """Return file and line of the megatfm code that calls an operator; "torch" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if path := _get_path_in_package(frame.f_code.co_filename):
+        if path := get_path_in_package(frame.f_code.co_filename):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"
 
 
 @cache
-def _get_path_in_package(filename: str) -> str:
+def get_path_in_package(filename: str) -> str:
     """Return a file's path in the package; "" for files outside of it and for HIDDEN_FILES."""
     if "site-packages" in filename or any(path in filename for path in HIDDEN_FILES):
         return ""

@@ -1,6 +1,9 @@
-"""Stand-ins for attention's kernels on the imaginary GPU, which allocate and save as much, and count their runs."""
+"""Stand-ins for attention's kernels on the imaginary GPU, which allocate and save as much, and count their runs.
 
-from collections.abc import Iterator
+They are operators of their own, so that compiled blocks call them, too.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,43 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.imaginary.device import STAND_IN_NAMESPACE
 from megatfm.ops.attention import kernels
 
 FUSED = ("fused", "varlen", "flex")
 """Kernels without a tensor of scores."""
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Stand-in for a fused kernel. Saves q, k, v, biases, its output (a token's heads are neighbours), and for each
-    query its log-sum-exp in float32. count_run: called by each pass."""
+@torch.library.custom_op(f"{STAND_IN_NAMESPACE}::attention", mutates_args=())
+def attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, biases: Sequence[Tensor], kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Stand-in for a fused kernel: return its output, whose heads of a token are neighbours, and for each query its
+    log-sum-exp in float32."""
+    rows, heads, length, _ = q_BNTH.shape
+    out_BNTV = q_BNTH.new_empty(rows, length, heads, v_BKSV.shape[-1]).transpose(1, 2)
+    return out_BNTV, q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
 
-    @staticmethod
-    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, count_run, *biases):  # type: ignore[no-untyped-def]
-        rows, heads, length, _ = q_BNTH.shape
-        out_BNTV = q_BNTH.new_empty(rows, length, heads, v_BKSH.shape[-1]).transpose(1, 2)
-        lse_BNT = q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
-        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, *biases, out_BNTV, lse_BNT)
-        ctx.count_run = count_run
-        count_run()
-        return out_BNTV
 
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.count_run()
-        *inputs, _, _ = ctx.saved_tensors
-        q, k, v, *biases = (
-            torch.empty_like(x) if needed else None
-            for x, needed in zip(inputs, ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:], strict=True)
-        )
-        return q, k, v, None, *biases
+@torch.library.custom_op(f"{STAND_IN_NAMESPACE}::attention_backward", mutates_args=())
+def attention_backward(gradient_BNTV: Tensor, inputs: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """Stand-in for its backward pass: return the gradients of those of its inputs that need one."""
+    return [torch.empty_like(x) for x in inputs]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, biases, ctx.kernel = inputs
+    ctx.save_for_backward(q, k, v, *biases, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    *inputs, _, _ = ctx.saved_tensors
+    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[3]]
+    chosen = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+    computed = iter(attention_backward(gradient, chosen, ctx.kernel))
+    q, k, v, *biases = [next(computed) if is_needed else None for is_needed in needed]
+    return q, k, v, biases, None
+
+
+attention.register_fake(attention._init_fn)
+attention_backward.register_fake(attention_backward._init_fn)
+attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 @contextmanager
-def replace_fused_attention(gpu: ImaginaryGPU) -> Iterator[None]:
-    """Replace attention's fused kernels, and count them by the name of the kernel that a GPU would run."""
+def replace_fused_attention() -> Iterator[None]:
+    """Replace attention's fused kernels. Each run counts by the name of the kernel that a GPU would run."""
     stand_ins = dict(kernels.STAND_INS)
-    kernels.STAND_INS.update({name: partial(_run, gpu, name) for name in FUSED})
+    kernels.STAND_INS.update({name: partial(_run, name) for name in FUSED})
     try:
         yield
     finally:
@@ -52,10 +66,7 @@ def replace_fused_attention(gpu: ImaginaryGPU) -> Iterator[None]:
         kernels.STAND_INS.update(stand_ins)
 
 
-def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    def count_run() -> None:
-        gpu.kernels[gpu.memory.phase, f"attention by {name}"] += 1
-
+def _run(name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     biases = [x for x in args if isinstance(x, Tensor)]
-    out: Tensor = _FusedAttention.apply(q, k, v, count_run, *biases)
+    out, _ = attention(q, k, v, biases, name)
     return out

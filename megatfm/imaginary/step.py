@@ -1,6 +1,8 @@
 """Batches and steps of a traced rank."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
 from megatfm.engines.interface import Arrays, Engine
+from megatfm.imaginary.compiled import list_compilations
 from megatfm.imaginary.device import ImaginaryGPU
 from megatfm.imaginary.ledger import Ledger
 from megatfm.parallel.layout import iter_blocks
@@ -18,6 +21,15 @@ from megatfm.verify.traffic import TrafficCounter
 
 if TYPE_CHECKING:
     from megatfm.imaginary.trace import Trace
+
+
+class _StepTraffic(TrafficCounter):
+    """Traffic of a step, in compiled graphs, too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile under this mode; the graphs run under it."""
+        return True
 
 
 def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
@@ -37,11 +49,11 @@ def take_steps(
 ) -> None:
     """Take steps, and record the last one in `record`."""
     objective, signals, memory = objective_for(config), StopSignals(engine.device), gpu.memory
-    gpu.weight_shapes = _watch_model(engine, memory)
+    gpu.weight_shapes = _watch_model(engine, memory, record)
     for _ in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
         memory.begin("passes")
-        with TrafficCounter(engine.process_groups()) as traffic:
+        with _StepTraffic(engine.process_groups()) as traffic:
             engine.forward_backward(batches, objective)
             record.passes, record.at_peak = memory.peak, memory.at_peak()
             memory.begin("optimizer")
@@ -54,23 +66,43 @@ def take_steps(
     record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
     record.waits, record.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
     record.all_pairs = dict(gpu.all_pairs)
+    record.graph_breaks, record.recompilations = list_compilations()
     record.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"
 
 
-def _watch_model(engine: Engine, memory: Ledger) -> frozenset[tuple[int, ...]]:
-    """Install hooks that set the ledger's layer to the block that runs forward; return the shapes of the weights."""
+def _watch_model(engine: Engine, memory: Ledger, record: "Trace") -> frozenset[tuple[int, ...]]:
+    """Set the ledger's layer to the block that runs forward, and record what it saves. Return the weights' shapes."""
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):
         return frozenset()
     paths = {module: path for path, module in model.named_modules()}
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        memory.layer = paths[module]
-
-    def leave(*_: Any) -> None:
-        memory.layer = "-"
-
     for block in iter_blocks(model):
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
+        watch = _BlockWatch(memory, paths[block], record.saved)
+        if block._compiled_call_impl is not None:  # its hooks would be compiled
+            record.is_compiled = True
+            block._compiled_call_impl = partial(watch.call, block._compiled_call_impl)
+            continue
+        block.register_forward_pre_hook(watch.enter)
+        block.register_forward_hook(watch.leave)
     return frozenset(tuple(parameter.shape) for parameter in model.parameters())
+
+
+class _BlockWatch:
+    """Notes in `saved` the bytes of activations that a pass of a block leaves, its output among them."""
+
+    def __init__(self, memory: Ledger, path: str, saved: dict[str, int]) -> None:
+        self._memory, self._path, self._saved, self._earlier = memory, path, saved, 0
+
+    def enter(self, *_: Any) -> None:
+        self._memory.layer, self._earlier = self._path, self._memory.count_activations(self._path)
+
+    def leave(self, *_: Any) -> None:
+        self._saved[self._path] = self._memory.count_activations(self._path) - self._earlier
+        self._memory.layer = "-"
+
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.enter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.leave()

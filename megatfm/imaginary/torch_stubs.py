@@ -3,6 +3,7 @@
 They are for a separate process: nothing restores torch.cuda.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,11 +49,15 @@ def install(name: str, capability: tuple[int, int]) -> None:
     cuda: Any = torch.cuda
     for key in ("Stream", "Event", "stream", "device"):
         setattr(cuda, key, _Stub)
-    cuda.current_stream = cuda.default_stream = lambda *args: _Stub()
-    cuda.set_device = cuda.synchronize = cuda._lazy_init = lambda *args, **kwargs: None
-    cuda.is_available = cuda.is_initialized = lambda: True
-    cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
-    cuda.get_device_capability, cuda.get_device_name = lambda *args: capability, lambda *args: name
+    results = {
+        "current_stream": _Stub(), "default_stream": _Stub(), "set_device": None, "synchronize": None,
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 8, "current_device": 0,
+        "get_device_capability": capability, "get_device_name": name,
+        "get_device_properties": SimpleNamespace(name=name, major=capability[0], minor=capability[1]),
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+    }  # fmt: skip
+    for key, result in results.items():
+        setattr(cuda, key, _make_constant(result))
     for operator in FUSED_ON_GPU:
         _FUSED_KERNELS.impl(operator, _refuse, "CUDA")
     tensor: Any = torch.Tensor
@@ -61,6 +66,11 @@ def install(name: str, capability: tuple[int, int]) -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # Python lists become host tensors first
     work: Any = torch.distributed.Work
     work.is_completed = lambda self: True
+
+
+def _make_constant(result: Any) -> Any:
+    """Return a new function that returns `result`. Dynamo has a rule for each function of torch.cuda."""
+    return lambda *args, **kwargs: result
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

@@ -18,8 +18,10 @@ class Trace:
     """Record of a rank's last step.
 
     Bytes on the device: built, with the engine alone; passes, optimizer: their peaks; at_rest: after the step. at_peak:
-    owner (see `Ledger`) → bytes at the peak. sent: [axis, collective, calls, bytes]. waits,
-    copies: line of code → times; all_pairs: tensors of all pairs of tokens → times.
+    owner (see `Ledger`) → bytes at the peak. saved: block → bytes of activations that its last forward pass left, its
+    output among them. sent: [axis, collective, calls, bytes]. waits, copies: line of code → times; all_pairs: tensors
+    of all pairs of tokens → times. is_compiled: whether blocks are; graph_breaks, recompilations: line and reason →
+    times, in all steps.
     """
 
     config: str
@@ -27,17 +29,21 @@ class Trace:
     world: int
     layout: str
     microbatches: int
+    is_compiled: bool = False
     weights: int = 0
     built: int = 0
     passes: int = 0
     optimizer: int = 0
     at_rest: int = 0
     at_peak: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
     sent: list[tuple[str, str, int, int]] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     all_pairs: dict[str, int] = field(default_factory=dict)
+    graph_breaks: dict[str, int] = field(default_factory=dict)
+    recompilations: dict[str, int] = field(default_factory=dict)
     largest: str = ""
     seconds: float = 0.0
 
@@ -51,27 +57,38 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
 
     torch_stubs.install("NVIDIA H100 80GB HBM3", (9, 0))
     import torch.distributed as dist
+    from torch._dynamo.exc import TorchDynamoException
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatfm.config import load_config
+    from megatfm.errors import MegatfmError
+    from megatfm.imaginary.compiled import compile_without_code
     from megatfm.imaginary.device import CUDA, ImaginaryGPU
     from megatfm.imaginary.stand_ins import replace_fused_attention
     from megatfm.imaginary.step import make_batches, take_steps
     from megatfm.parallel.mesh import build_mesh
+    from megatfm.registry import import_plugins
     from megatfm.train.build import build_engine
 
     start = time.perf_counter()
-    config = load_config(source, [*overrides, "train.compile=false"])
+    config = load_config(source, overrides)
+    import_plugins(config.plugins)
     precision = "bf16" if config.train.precision == "auto" else config.train.precision
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     mesh = build_mesh(config.parallel, world, "cuda")
     gpu = ImaginaryGPU()
-    with gpu, replace_fused_attention(gpu):
+    with gpu, compile_without_code(gpu), replace_fused_attention():
         engine = build_engine(config, mesh, CUDA, precision)
         batches = make_batches(config, mesh.data_ranks, microbatches)
         record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.live_bytes)
         record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
-        take_steps(config, engine, gpu, batches, steps, record)
+        try:
+            take_steps(config, engine, gpu, batches, steps, record)
+        except TorchDynamoException as error:
+            reason = str(error).partition("\n")[0]
+            raise MegatfmError(
+                f"a block can't be compiled: {reason}: trace eager ones by train.compile=false"
+            ) from error
     record.seconds = time.perf_counter() - start
     return record
 

@@ -55,24 +55,30 @@ class Reader(HTMLParser):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_trace_names_the_blocks_that_it_does_not_compile(
+def test_a_trace_names_the_blocks_that_it_compiles(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The eager peak is the one in the table; compiled blocks save fewer activations."""
+    """Compiled or not, the table's estimate is of blocks as they are traced."""
     facts: dict[str, Any] = {"rank": 0, "world": 8, "microbatches": 2, "weights": 1, "passes": 10**9, "optimizer": 1}
     facts |= {"sent": [], "seconds": 1.0, "largest": ""} | {key: {} for key in ("kernels", "waits", "all_pairs")}
-    monkeypatch.setattr("megatfm.estimate.traced.run_trace", lambda *_: Traced(facts | {"at_peak": {}}))
+    facts |= {"at_peak": {}, "is_compiled": compiled, "saved": {f"decoder.layers.{i}": 10**9 for i in range(3)}}
+    facts |= {"graph_breaks": {"layers/block.py:64: skipped": 2}, "recompilations": {"layers/block.py:43: key": 1}}
+    overrides = list[str]()
+    monkeypatch.setattr(
+        "megatfm.estimate.traced.run_trace", lambda _, words, *__: overrides.extend(words) or Traced(facts)
+    )
     words = ["estimate", "gpt2-124m", "--gpus", "8", "--traced", "model.n_layers=3"]
     with pytest.raises(SystemExit):
         main([*words, f"train.compile={str(compiled).lower()}"])
     shown = capsys.readouterr().out
-    line = re.search(r"which a run compiles: 3 of decoder.layers; .*peak ([\d.]+) GB.*, ([\d.]+) GB if compiled", shown)
-    assert (line is not None) == compiled
-    if line is not None:
-        in_table = re.search(r"peak\W+([\d.]+)", shown)
-        assert in_table is not None
-        assert float(line[1]) == float(in_table[1])
-        assert float(line[2]) < float(line[1])
+    assert [word for word in overrides if word.startswith("train.compile")] == [
+        f"train.compile={str(compiled).lower()}"
+    ]
+    line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilations"
+    assert (line in shown) == compiled
+    assert ("graph break 2 ×: layers/block.py:64: skipped" in shown) == compiled
+    assert ("compiled again 1 ×: layers/block.py:43: key" in shown) == compiled
+    assert re.search(r"saved by blocks\W+\d\.\d+\W+3\.000", shown)
 
 
 def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:

@@ -115,9 +115,10 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
     config = load_config("llama3-70b", overrides)
     with open_estimator(config, load_cluster("h100", 1024)) as opened:
         pairs = compare_with_trace(opened.estimate(opened.base), traced_rank)
-    assert len(pairs) == 6
+    assert len(pairs) == 7
+    tolerances = {"peak": 0.04, "saved by blocks": 0.01}  # the first block also holds tables of positions
     for name, modelled, measured in pairs:
-        assert modelled == pytest.approx(measured, rel=0.04 if name == "peak" else 0.002), name
+        assert modelled == pytest.approx(measured, rel=tolerances.get(name, 0.002)), name
     assert not traced_rank.facts["all_pairs"]
     assert not traced_rank.facts["waits"], "the host never waits for the device but to read the loss"
     assert any("attention by" in name for name in traced_rank.facts["kernels"])
