@@ -134,7 +134,7 @@ def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file
 
 
 def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
-    """With its recipe; what was about the other run is not taken over."""
+    """The recipe is the other run's; settings about that run alone are not copied."""
     workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
     config, _ = continue_from_config(
         tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
@@ -227,7 +227,7 @@ PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 
 def train_with_fresh_log(config: Config) -> int:
-    """As in a process that has logged nothing yet: what is told once, it tells."""
+    """Train as in a process that has logged nothing yet, so that messages logged once are logged."""
     context_attention._logged.clear()
     return run_training(config)
 

@@ -128,7 +128,7 @@ def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
 
 
 def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> None:
-    """With the right hash, as an accident never has it."""
+    """The checkpoint's hash is right, which no accident achieves."""
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     path = first.folder / "checkpoints" / "step-00000004"

@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
 
 OPTIONS = '{rank = 3, dropout = 0.1, trained = ["decoder.norm.*"]}'
 STANDSTILL = ["train.patience=2", "evaluate.every=2", "optimizer.lr=1e-30", "optimizer.matrix_lr=1e-30"]
-"""Nothing is learnt, so the first evaluation, of step 2, stays the best: the run ends at step 6 of 12."""
+"""Settings of a run that learns nothing: its evaluation of step 2 stays the best, and it ends at step 6 of 12."""
 
 
 def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ NAME = "bert"
 
 
 def marks_are_lost(patch: Patch) -> None:
-    """As if the engine's own parameters were not those that were frozen."""
+    """Let the engine unfreeze all parameters."""
     real = NativeEngine.__init__
 
     def init(self: NativeEngine, parallelized: ParallelizedModel, *args: Any, **options: Any) -> None:

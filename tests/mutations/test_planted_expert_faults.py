@@ -86,7 +86,7 @@ def limit_parts_of_rows(patch: Patch) -> None:
 
 
 def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
-    """A row's choices stand as the ranks do, which have a run from the front and one from the back."""
+    """Leave a row's choices in the order of ranks, each of which has a run from the front and one from the back."""
 
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]

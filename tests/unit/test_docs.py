@@ -202,7 +202,7 @@ def test_every_registered_part_is_in_the_reference() -> None:
 NOT_KEYS = {"model.module", "model.layers.61", "tokenizer.model", "data.corpus"}
 """An attribute, weights, a file, and what the command line spells out."""
 FOREIGN_PAGES = {"glossary.md", "deepspeed.md", "LOG.md", "CHANGELOG.md"}
-"""They name keys of other frameworks, or of the past."""
+"""Pages that name keys of other frameworks, or of the past."""
 
 
 def key_paths(kind: type[Any], above: tuple[type[Any], ...] = ()) -> Iterator[str]:

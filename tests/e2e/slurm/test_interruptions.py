@@ -143,7 +143,7 @@ def test_a_second_job_of_a_run_is_refused(alone, project):
 
 
 def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
-    """Where jobs may not be requeued. The first is stopped as ahead of its time limit; the second loses its node, and
+    """Jobs may not be requeued here. The first is stopped as ahead of its time limit; the second loses its node, and
     srun leaves with 0 then: only the run itself knows that it is not done. The fourth is not needed."""
     (project.folder / "site.toml").write_text("requeue = false\n")
     slow = project.plant_fault("slow", "0.3")

@@ -51,7 +51,7 @@ SMALL = (
 
 
 def test_imports_of_scripts_exist() -> None:
-    """Also within functions, which nothing looks at before they run."""
+    """Imports within functions are checked, too, which nothing else looks at before they run."""
     paths, checked = sorted((ROOT / "benchmarks").glob("*.py")), 0
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_removed_once_a_later_one_is_verified(
 
 
 def newer(path: Path) -> None:
-    """As a later version would write it: with its hash."""
+    """Rewrite a checkpoint as a later version would, with its hash."""
     content = metadata.read_metadata(path).model_dump()
     content["schema_version"], content["state"]["megatfm"] = 3, "9.1.0"
     body = json.dumps(content).encode()

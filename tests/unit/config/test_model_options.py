@@ -32,7 +32,7 @@ DEBERTA = {"family": "encoder", "attention.name": "deberta", "position.name": "d
 
 
 def refused(options: dict[str, Any]) -> tuple[str, str]:
-    """Where, and why."""
+    """Return the key and the message of a refusal."""
     with pytest.raises(ValidationError) as caught:
         ModelConfig.from_dotted(SMALL | options)
     (error,) = caught.value.errors()

@@ -125,7 +125,7 @@ class Turns:
         return values if self.every else values[self.count % len(values) :][:1]
 
     def come(self) -> bool:
-        """Once in eight times."""
+        """Return True once in eight times."""
         self.count += 1
         return self.every or self.count % 8 == 0
 

@@ -92,7 +92,7 @@ def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConf
 
 
 class GcsHandler(http.server.BaseHTTPRequestHandler):
-    """As much of Google's JSON API as reading objects takes: what an object is, a part of it, which there are."""
+    """The part of Google's JSON API that reading takes: an object's metadata, a range of it, the list of objects."""
 
     folder: Path
     object_path = re.compile(r"(/download)?/storage/v1/b/bucket/o(?:/([^?]*))?(?:\?(.*))?")
@@ -210,7 +210,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 def test_a_download_goes_on_where_the_connection_or_the_process_ended(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No byte is written twice; what a kill left is checked as a whole, and fetched again where it is damaged."""
+    """Bytes are written once; a file left by a kill is checked as a whole, and fetched again if it is damaged."""
     corpus = Corpus.open(memory, cache)
     entry = corpus.manifest.shards[1]
     data = fsspec.filesystem("memory").cat(f"/bucket/corpus/{SHARD}")

@@ -69,7 +69,7 @@ class Status(Exception):
 
 
 class NoCredentialsError(Exception):
-    """As botocore names it."""
+    """Stand-in for botocore's error of that name."""
 
 
 @pytest.mark.parametrize(

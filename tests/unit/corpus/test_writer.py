@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_corpus_has_several_shards_of_several_frames(corpus: Corpus) -> None:
-    """So that the tests on this corpus mean something."""
+    """The other tests of this corpus depend on it."""
     assert len(corpus.indexes) > 2
     assert all(len(index.frames) > 3 for index in list(corpus.indexes)[:-1])
     assert (corpus.lengths() == 0).any()

@@ -172,7 +172,7 @@ def test_a_worker_that_hangs_is_killed_when_the_loader_closes(tmp_path: Path, mo
 
 
 def test_an_exit_code_that_is_told_late_is_waited_for() -> None:
-    """As where another thread asks the system for it at the same time."""
+    """Another thread may ask the system for it at the same time."""
 
     class Late(FakeProcess):
         left = 3

@@ -23,7 +23,7 @@ WIDTH, PIXELS = 3, (3, 4, 4)
 
 
 class Vectors:
-    """As many float vectors as a sample has tokens, side by side with others in a row, and their numbers."""
+    """Makes as many float vectors as a sample has tokens, beside others in a row, and their numbers."""
 
     field_prefixes = ("",)
     padding_values: Mapping[str, int] = MappingProxyType({})

@@ -136,7 +136,7 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDat
 
 
 def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> None:
-    """So a consumer whose step takes longer than its data waits for the first step only."""
+    """A consumer whose step takes longer than its data therefore waits for the first step only."""
     ready = threading.Semaphore(0)
     watch_reads(rows, lambda _: ready.release())
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:

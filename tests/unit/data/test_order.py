@@ -241,7 +241,7 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
 
 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
-    """No release may change the order of a run that it resumes."""
+    """A release must not change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
     first = [f"{place.block}.{place.row}" for place in map(rows.find_row, range(20))]

@@ -101,7 +101,7 @@ def test_workers_and_place_change_no_byte(config: Make) -> None:
 
 
 def test_prep_runs_where_the_system_tells_no_affinity(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As macOS doesn't."""
+    """macOS, for example, has none."""
     monkeypatch.delattr("os.sched_getaffinity")
     assert data_prep.run(config()).result["train"]["documents"]
 

@@ -134,7 +134,7 @@ class KilledError(BaseException):
 def test_a_kill_at_any_upload_loses_nothing(
     memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
+    """The prep is killed once before each file is sent, and once after it was sent and before that is recorded."""
     put, sent, killed = RemoteFolder.upload, list[str](), set[tuple[str, str]]()
 
     def fall(name: str, when: str) -> None:

@@ -1,4 +1,4 @@
-"""Whatever an engine is given, and however it cuts and packs: kernels reckon with memory that begins as torch's does.
+"""Alignment of an engine's tensors, however it shards and packs: kernels expect memory that begins as torch's does.
 
 Bit for bit holds only so: BLAS may add up in another order where a tensor begins elsewhere, or lies by columns.
 """

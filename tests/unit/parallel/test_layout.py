@@ -264,7 +264,7 @@ def lay_a_scalar(style: str) -> str:
 
 
 def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers: Workers) -> None:
-    """Under "colwise" each rank's gradient of a scalar is that of its own channels."""
+    """Each rank's gradient of a scalar under "colwise" is that of its channels."""
     for style in ("colwise", "shard_last_dim"):
         (message,) = set(workers.run(lay_a_scalar, 2, style))
         assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard")

@@ -186,7 +186,7 @@ def start(reported: Path) -> Iterator[Start]:
 def test_a_rank_that_is_stopped_before_it_comes_is_named(
     start: Start, reported: Path, stopped: int, alone: bool
 ) -> None:
-    """If it is rank 0, the other waits inside torch to reach it."""
+    """The other rank waits inside torch to reach it if it is rank 0."""
     lost = start(stopped, stops=stopped, alone=alone)
     waits = start(1 - stopped, alone=alone)
     _, output = waits.communicate(timeout=200)

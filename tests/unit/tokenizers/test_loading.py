@@ -24,7 +24,7 @@ from megatfm.tokenizers.base import filter_special_token_names, find_special_tok
 
 @pytest.fixture
 def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
-    """As prep leaves it."""
+    """Folder with a tokenizer's files, as `megatfm prep` leaves them."""
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.describe()))
     return tmp_path

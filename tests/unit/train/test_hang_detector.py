@@ -237,7 +237,7 @@ def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_nccl_s_records_are_read_from_its_own_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
+    """The recorder of other backends, which every build of torch has, does not hold NCCL's collectives."""
     requested: list[dict[str, bool]] = []
 
     def dump(**options: bool) -> bytes:

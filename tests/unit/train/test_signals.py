@@ -58,7 +58,7 @@ def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
 
 
 def test_the_agreement_of_the_step_before_is_the_same_on_all_ranks(workers: Workers) -> None:
-    """As on a GPU, where the host waits for nothing newer; before the first, all count as busy."""
+    """The host of a GPU waits for nothing newer; before the first step, all count as busy."""
     expected = [(None, True), (None, True), ("SIGTERM", False), ("SIGTERM", False)]
     assert workers.run(agreed_a_step_later, 3, signal.SIGTERM) == [expected] * 3
 

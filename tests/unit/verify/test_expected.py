@@ -223,7 +223,7 @@ def test_counted_is_expected_where_rows_or_layers_are_divided(pool: RankPool, ca
 def test_unexpected_traffic_is_named(
     pool: RankPool, part: str, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""
+    """The step sends more than closed forms that lack the ring, or the first pass."""
     monkeypatch.setattr(expected, part, lambda *_: [])
     comparison = verify(load_config("clip-b32", ["parallel.dp_shard=2"]), pool=pool)
     assert not comparison.wrong

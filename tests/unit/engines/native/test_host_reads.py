@@ -91,7 +91,7 @@ def test_the_host_waits_once_a_step(
 def test_rows_of_experts_are_counted_on_the_device(
     workers: Workers, ranks: int, parallel: ParallelConfig, looks: list[str]
 ) -> None:
-    """Where they travel to other ranks, the host makes room for them: it looks once in each layer, forward."""
+    """The host reads counts once in each layer's forward pass, to allocate the rows that come from other ranks."""
     passes = MOE.n_layers * len(range(0, 8 // ranks, 2))
     for waits, reads in workers.run(waits_of_a_step, ranks, MOE, parallel, "fp32", True):
         assert waits == looks * passes

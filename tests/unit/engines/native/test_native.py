@@ -156,7 +156,7 @@ def train_without_sentences(layouts: list[ParallelConfig]) -> None:
 
 
 def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
-    """Under every stage alike, instead of being left to decay."""
+    """Weights are named under every ZeRO stage, instead of being left to decay."""
     workers.run(train_without_sentences, 1, [ParallelConfig(zero=zero) for zero in (0, 3)])
     workers.run(train_without_sentences, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
 
@@ -177,7 +177,7 @@ def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
-    """Whatever the stage: nothing is gathered, scattered or copied for it, also beside tensor parallelism."""
+    """Nothing is gathered, scattered or copied under any stage, beside tensor parallelism, too."""
     assert workers.run(shares_weights_with_optimizer, 1, ParallelConfig(zero=zero)) == [True]
     assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, tp=2)) == [True] * 2
     assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, dp_shard=2)) == [False] * 2
@@ -234,7 +234,7 @@ STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 
 
 def early(engine: NativeEngine) -> NativeEngine:
-    """As an engine on a GPU decides."""
+    """Let optimizers decide about skips on the device, as on a GPU."""
     engine.skipping_optimizers = [optimizer for optimizer in engine.optimizers if optimizer.can_skip]
     return engine
 

@@ -1,4 +1,4 @@
-"""Where ranks can't read one another's memory, a run that asks for it is refused by name. What is sent, and the
+"""A run that asks for symmetric memory is refused by name if ranks can't read one another's. What is sent, and the
 gradients through it: tests/parity/test_async_tp.py."""
 
 import socket
