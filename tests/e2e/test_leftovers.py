@@ -38,7 +38,7 @@ def closed() -> Iterator[list[Path]]:
             path.chmod(0o755)
 
 
-def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start, closed: list[Path]) -> None:
+def test_a_run_resumes_despite_leftovers_and_a_checkpoint_without_permission(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=8")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     folder = first.folder / "checkpoints"
@@ -73,7 +73,7 @@ CLOSED = {
 }
 
 
-def test_unreadable_leftovers_say_why_a_run_can_not_go_on(start: Start, closed: list[Path]) -> None:
+def test_unreadable_leftovers_are_an_error_with_a_reason(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     for name, message in CLOSED.items():
@@ -179,7 +179,7 @@ def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, A
     return report
 
 
-def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_each_phase_equals_an_undisturbed_one(corpus: Path, tmp_path: Path) -> None:
     report = run_series(corpus, tmp_path / "runs", {"zero 3 on 2": len(PHASES)})
     assert report["hits"] == dict.fromkeys(PHASES, 1)
 

@@ -218,7 +218,7 @@ def on_a_host_without_fast_float16() -> list[torch.dtype]:
     return [item.dtype for item in modules]
 
 
-def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> None:
+def test_float16_and_float32_are_supported_on_every_host(workers: Workers) -> None:
     """Once DeepSpeed has mended the first, our correction can go."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     assert workers.run(on_a_host_without_fast_float16, 1) == [dtypes]

@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     corpus.read_block(0)
 
 
-def test_a_download_goes_on_where_the_connection_or_the_process_ended(
+def test_an_interrupted_download_is_resumed(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes are written once; a file left by a kill is checked as a whole, and fetched again if it is damaged."""
@@ -248,7 +248,7 @@ def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:
     out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)))
 
 
-def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path, cache: ShardCacheConfig) -> None:
+def test_ranks_fetch_a_file_once_and_a_killed_download_is_harmless(folder: Path, cache: ShardCacheConfig) -> None:
     """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
     requested: list[str] = []
     slow = threading.Event()

@@ -94,7 +94,7 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
     check_corpus(folder)
 
 
-def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: Path) -> None:
+def test_documents_with_and_without_files_have_separate_frames(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "c", tokenizer_hash="t", token_dtype="uint16") as writer:
         for i in range(12):
             files = {"cls": b"%d" % i} if 4 <= i < 7 else {}

@@ -79,7 +79,7 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
 
 
-def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
+def test_the_share_of_padding_is_reported(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=8, micro_batch=2, end_position=13) as loader:
         for first in (0, 8):
             next(loader)

@@ -302,7 +302,7 @@ def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, 
     assert len(PackedDataset(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
 
 
-def test_the_identity_is_json_and_tells_orders_apart(corpus: Corpus, causal: Any) -> None:
+def test_identities_are_json_and_distinguish_orders(corpus: Corpus, causal: Any) -> None:
     options: dict[str, Any] = {"sequence_length": 64, "seed": 1, "streams": 8}
     same = PackedDataset(corpus, causal, **options).order_config()
     assert same == PackedDataset(corpus, causal, **options, cache_bytes=1).order_config()

@@ -333,7 +333,7 @@ class Command:
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Command()), b"", b"\x80\x04N.", pickle.dumps({"segments": 3})])
-def test_a_file_that_lies_is_no_snapshot(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_file_is_no_snapshot(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rank-0.pickle").write_bytes(content)
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):

@@ -318,7 +318,7 @@ def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> Non
 
 
 @pytest.mark.parametrize(("precision", "batch", "expected"), [("fp32", 8, 0), ("fp32", 4, 4 * 30), ("bf16", 8, 2 * 30)])
-def test_whole_gradients_outside_of_blocks_take_up_new_ones_of_their_precision(
+def test_whole_gradients_outside_of_blocks_accumulate_in_their_precision(
     precision: str, batch: int, expected: int
 ) -> None:
     """The head's gradient waits under ZeRO 3 in the block's backward pass, unless it is added to that of an earlier

@@ -195,7 +195,7 @@ def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) ->
     assert difference < 1e-12 if policy == "position" else difference > 1e-2
 
 
-def test_a_capacity_that_shows_the_future_is_told_once(
+def test_a_capacity_that_depends_on_later_tokens_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())

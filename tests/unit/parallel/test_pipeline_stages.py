@@ -58,7 +58,7 @@ def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None
     assert costs["head"] == 10 * 96 * 16
 
 
-def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
+def test_a_large_vocabulary_is_a_separate_stage() -> None:
     model = load_config("gpt2-124m", []).model
     with torch.device("meta"):
         full = build(model)

@@ -125,7 +125,7 @@ def test_ranks_behind_a_relay_notice_a_lost_server(cluster: Cluster) -> None:
     assert cluster.hears(3, "diagnosis")["diagnosis"]["ranks"] == [[0, 1]]
 
 
-def test_a_server_that_is_silent_is_told_of() -> None:
+def test_a_silent_server_is_reported() -> None:
     """A listener that accepts no one takes connections, and says nothing."""
     silent = socket.create_server(("127.0.0.1", 0))
     listener = socket.create_server(("127.0.0.1", 0))

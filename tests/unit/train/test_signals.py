@@ -123,7 +123,7 @@ def test_handlers_are_given_back_after_an_error() -> None:
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
 
 
-def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_outside_the_main_thread_warns_that_it_handles_no_signals(caplog: pytest.LogCaptureFixture) -> None:
     """`megatfm.fit` in a thread of a notebook or a service."""
     before = [signal.getsignal(name) for name in STOP_SIGNALS]
     failed: list[BaseException] = []

@@ -278,7 +278,7 @@ def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(pool
     assert not comparison.traffic_mismatches
 
 
-def test_frozen_blocks_in_stages_of_their_own_are_predicted(pool: RankPool) -> None:
+def test_frozen_blocks_in_separate_stages_are_predicted(pool: RankPool) -> None:
     config = load_config(
         "quickstart",
         ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]'],

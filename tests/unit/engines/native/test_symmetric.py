@@ -95,5 +95,5 @@ def plan() -> str:
     return str(result)
 
 
-def test_the_plan_says_so(workers: Workers) -> None:
+def test_the_plan_lists_async_tp(workers: Workers) -> None:
     assert workers.run(plan, 2)[0].endswith(f"\n{build.ASYNC_TP}")
