@@ -156,7 +156,7 @@ def test_ranks_that_never_come(program: str) -> None:
 
 
 def test_the_time_that_rank_0_has_waited_already_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "POLL_INTERVAL", timedelta(seconds=0.1))
+    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     with pytest.raises(MegatfmError, match="rank 1 of 2 did not start within 1000 s"):
         _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
