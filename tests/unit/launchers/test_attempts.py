@@ -124,7 +124,7 @@ def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ['[{"time": 1', "{}", '[{"time": 1.0, "submission": "7"}, {"time": "soon"}]'])
 def test_a_damaged_record_is_kept(folder: Path, damaged: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Under another name, once: attempts that can't be read, or that come after such, are not overwritten."""
+    """The damaged file gets another name, once: attempts that can't be read, and later ones, are not overwritten."""
     (folder / RESTARTS).write_text(damaged)
     attempt(folder, EXIT_FAILED)
     (kept,) = folder.glob(f"{RESTARTS}.damaged-*")

@@ -100,7 +100,7 @@ def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
 
 
 def run_forked(program: str, seconds: int, **environment: str) -> tuple[int, list[str]]:
-    """As `run`, without a fresh Python."""
+    """Run a program as `run` does, without a fresh Python."""
     output = Path(program).with_suffix(".out")
     rank = ForkedCommand([seconds], output, output.parent, {**os.environ, **environment}, program=program)
     return rank.wait(60), sorted(rank.output.splitlines())
