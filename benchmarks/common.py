@@ -247,7 +247,7 @@ def summarize(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class SideProcess:
-    """A side in a process of its own, which takes a step for each line it is sent, and answers with its seconds.
+    """A side in a separate process that takes a step for each line it is sent, and answers with its seconds.
 
     The process runs the script with `--job` and the job in JSON. first: wall seconds of its first step.
     """

@@ -129,7 +129,7 @@ NO_SPLIT: StageResult = {"level": "nothing", "names": [], "parts": []}
 HELD_OUT = "held_out"
 """Drop reason under which the step `split` counts documents that go to validation."""
 MAX_NAMES = 10**6
-"""With more records, they are held out by their hashes instead of by name."""
+"""Largest number of records that are held out by name; more are held out by their hashes."""
 NOTES = {
     "file": "split by file: too few larger units",
     "record": "split by record: too few larger units",

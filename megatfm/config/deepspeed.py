@@ -17,14 +17,14 @@ class DeepSpeedConfig(Section):
     """Settings of parallel.engine = "deepspeed"."""
 
     offload_optimizer: OffloadDevice = "none"
-    """Where the optimizer's state and master weights are kept, with zero = 1, 2 or 3; "none": on the device."""
+    """Place of the optimizer's state and master weights, with zero = 1, 2 or 3; "none": on the device."""
     offload_parameters: OffloadDevice = "none"
-    """Where weights that are not in use are kept, with zero = 3; "none": on the device."""
+    """Place of weights that are not in use, with zero = 3; "none": on the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for state offloaded to "nvme"."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
-    """With zero = 3: number of neighbouring ranks, usually those of a node, that share a second copy of the weights in
-    the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
+    """Number of neighbouring ranks, usually those of a node, that share a second copy of the weights in the compute
+    precision, from which backward passes gather, with zero = 3 (DeepSpeed's zero_hpz_partition_size)."""
     json_file: PathStr | None = None
     """A DeepSpeed config that you wrote, whose tuning keys are used; keys that repeat ours must agree with them."""
 

@@ -50,7 +50,7 @@ class PluginFFNConfig(DenseFFNConfig):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """No sizes: a plugin's network is not cut."""
+        """Return no sizes: a plugin's network is not sharded."""
         return {}
 
 

@@ -26,19 +26,19 @@ class ParallelConfig(Section):
     """Type in which gradients are summed over data ranks. param: the weights'. bf16: half the traffic; each rank rounds
     the sum of its micro-batches."""
     fsdp_prefetch: NonNegativeInt | None = None
-    """With zero = 2 or 3: number of blocks whose weights are gathered ahead of the running one, each in extra memory.
+    """Number of blocks whose weights are gathered ahead of the running one, each in extra memory, with zero = 2 or 3.
     0: torch gathers a block's weights in its turn, and one block ahead in the backward pass. Left out: 1 on GPUs, else
     0."""
     comm_buffers: Literal["torch", "process_group"] = "torch"
-    """With zero = 2 or 3: allocator of the buffers of all-gathers and reduce-scatters. "process_group": the process
+    """Allocator of the buffers of all-gathers and reduce-scatters, with zero = 2 or 3. "process_group": the process
     group, if it supports that (NCCL on a switch that computes), so that the network needs no copy."""
     tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
-    """With tp > 1, keep norms and residuals on shards of the sequence."""
+    """Keep norms and residuals on shards of the sequence, with tp > 1."""
     async_tp: bool = False
-    """With sequence_parallel and train.compile, on the GPUs of one machine: overlap the traffic of tensor-parallel
-    ranks with matrix multiplications, chunk by chunk."""
+    """Overlap the traffic of tensor-parallel ranks with matrix multiplications, chunk by chunk: with sequence_parallel
+    and train.compile, on the GPUs of one machine."""
     pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Pipeline ranks, each with a share of the layers."""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"

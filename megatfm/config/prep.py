@@ -133,7 +133,7 @@ class TokenizerConfig(Section):
     sentinels: Annotated[int, Field(ge=0, le=1024)] = 32
     """Number of ids reserved for objectives that mark spans."""
     ul2_modes: bool | None = None
-    """Also reserve ids for UL2's modes; left out, all kinds do except sentencepiece-bpe."""
+    """Reserve ids for UL2's modes, too; left out, all kinds do except sentencepiece-bpe."""
     pretokenizer: Literal["gpt2", "llama3"] = "gpt2"
     """Pre-tokenization of byte-bpe: GPT-2's, or Llama 3's, which also splits numbers into groups of three digits."""
     lowercase: bool = True

@@ -28,7 +28,7 @@ class HtmlConfig(Section):
 
     name: Literal["html"]
     main_content: bool = True
-    """Only the main content: no navigation, footers, forms and advertisements."""
+    """Keep the main content alone: no navigation, footers, forms and advertisements."""
 
 
 class LanguageConfig(Section):

@@ -77,7 +77,7 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When and where checkpoints are saved, and which are kept."""
+    """Times and places of checkpoints, and which of them are kept."""
 
     every: PositiveInt = 500
     """Steps between checkpoints; the last step is always saved."""
@@ -152,11 +152,11 @@ class LogConfig(Section):
     """Steps between records of each layer's root mean square weight, gradient and (without train.compile) activation.
     0: none."""
     loss_by_source: bool = True
-    """Also record the training loss of each corpus of a mixture."""
+    """Record the training loss of each corpus of a mixture, too."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
     memory_snapshot: bool = False
-    """On GPUs, record which line of Python allocated each block of memory, for the snapshot of a run that runs out of
+    """Record which line of Python allocated each block of memory, on GPUs, for the snapshot of a run that runs out of
     it. Such a run does so automatically when it is started again."""
 
 
@@ -164,7 +164,7 @@ class ResilienceConfig(Section):
     """Checks before and during training, and the reaction to their failure."""
 
     preflight: bool = True
-    """Before the first step, test the disk, the memory and a collective on every axis."""
+    """Test the disk, the memory and a collective on every axis before the first step."""
     elastic: bool = False
     """Use the nearest layout and micro-batch that fit the number of processes, if the configured ones don't."""
     max_failures: PositiveInt = 3

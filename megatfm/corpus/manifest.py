@@ -69,7 +69,7 @@ class CorpusShard(_Strict):
     text_bytes: Count
     index: IndexFile
     foreign: bool = False
-    """Not written by `ShardWriter`, but indexed as it is."""
+    """Whether the shard was indexed in place, not written by `ShardWriter`."""
     files_only: bool = False
     """Samples are files alone, without an array of token ids."""
     frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES

@@ -86,7 +86,7 @@ class LocalStorage:
 
 
 class ShardCacheConfig(NamedTuple):
-    """The folder for files from URLs, which all processes of a machine share, and its limit in bytes."""
+    """Folder for files from URLs, shared by all processes of a machine, and its limit in bytes."""
 
     folder: Path = Path("~/.cache/megatfm/shards")
     limit: int = 2**36

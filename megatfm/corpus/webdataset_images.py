@@ -46,7 +46,7 @@ class ImageSample(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelRule:
-    """Where the class of an image comes from: its `.cls`, a field of its `.json`, or its `.txt`.
+    """Source of an image's class: its `.cls`, a field of its `.json`, or its `.txt`.
 
     by: "cls", "json" or "txt". key: dotted path of the field in the `.json`. names: names of the classes in order of
     their indexes; empty if labels are class indexes.

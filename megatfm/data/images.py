@@ -205,8 +205,10 @@ def _decode_any(data: bytes, extension: str) -> Image.Image:
 
 
 def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
-    """An image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it: CMYK, an
-    orientation, and whatever is unusual or damaged, which Pillow names."""
+    """Decode by simplejpeg, which is faster than Pillow and gives the same pixels.
+
+    Return None for images that Pillow has to decode: CMYK, those with an orientation, and unusual or damaged ones.
+    """
     if simplejpeg is None:
         return None
     end = _find_jpeg_scan(data)
@@ -223,7 +225,7 @@ def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
 
 
 def _find_jpeg_scan(data: bytes) -> int:
-    """Where the pixels of a JPEG begin, after its segments of metadata; its end where these are unusual."""
+    """Return where a JPEG's pixels begin, after its segments of metadata; its end if these are unusual."""
     at = 2
     while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
         if data[at + 1] == START_OF_SCAN:
@@ -233,7 +235,7 @@ def _find_jpeg_scan(data: bytes) -> int:
 
 
 def convert_mode(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode in RGB, or grey for one channel. Raises SampleError for floating-point pixels."""
+    """Convert an image of any mode to RGB, or to grey for one channel. Raises SampleError for floating-point pixels."""
     if image.mode == MODES[channels]:
         return image
     if image.mode == "F":

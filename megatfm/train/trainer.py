@@ -357,7 +357,7 @@ class Trainer:
         self.best.load_state_dict(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
-        """After a loss spike, roll back to a checkpoint and skip the data since then; return whether this happened."""
+        """Roll back to a checkpoint after a loss spike, and skip the data since then; return whether this happened."""
         if (score := self.loss_guard.observe(loss)) is None:
             return False
         detail = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"

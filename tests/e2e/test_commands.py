@@ -108,7 +108,7 @@ LESS = {"prep": "tokenizer.vocab_size=512", "launch": TINY, "train": TINY}
 
 
 def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, tmp_path):
-    """With the files that the pages show: nothing that a page has left behind makes a command of a later one fail."""
+    """The files are those that the pages show; files left by a page don't make a command of a later one fail."""
     for file in texts.rglob("*.py"):  # the page takes *.txt and *.md
         copy = tmp_path / "my-texts" / file.relative_to(texts).with_suffix(".txt")
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,7 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, reason: str,
 
 
 @pytest.mark.slow  # that it goes in and out of checkpoints to the bit is in tests/parity
-def test_a_killed_run_with_state_in_files_goes_on(
+def test_a_killed_run_with_state_in_files_resumes(
     start: Start, workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """The run goes on to the bit, and under the native engine."""

@@ -86,7 +86,7 @@ def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
 
 
 @pytest.mark.timeout(900)
-def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_without_a_node(nodes: list[Node], config_file: Path, tmp_path: Path) -> None:
     run, deadline = tmp_path / "run", time.monotonic() + 240
     while len(losses(run)) < 7:
         assert time.monotonic() < deadline, [node.agent.output for node in nodes]
@@ -157,7 +157,7 @@ def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> N
 
 
 @pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
-def test_an_error_of_one_is_told_by_all(start: Start, failing: int) -> None:
+def test_an_error_of_one_rank_is_reported_by_all(start: Start, failing: int) -> None:
     for rank, (code, output) in start(failing=failing).wait_for_exits(60).items():
         assert code == 1, output
         assert "as the test wants it" in output

@@ -150,7 +150,7 @@ def test_a_decoder_s_answers_are_exported(name: str, options: dict[str, Any], fo
     assert right / len(rows) > 0.5  # it has learnt something: towns are not answers by chance
 
 
-def test_a_run_goes_on_with_the_head_that_it_has(folder: Path) -> None:
+def test_a_run_resumes_with_the_head_that_it_has(folder: Path) -> None:
     """Earlier versions gave a decoder's head a bias; one that an option gave it stays, too."""
     save_model(folder / "start", "LlamaForCausalLM", **LLAMA)
     write_lines(folder / "train.jsonl", labelled_rows())

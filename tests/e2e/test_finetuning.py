@@ -121,7 +121,7 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     assert read_lines(folder / "new.predictions.jsonl") == predictions
 
 
-def test_training_goes_on_from_a_head_for_the_same_labels(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_starts_from_a_head_for_the_same_labels(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From a folder of transformers and from a run. For as many other labels the head is drawn anew."""
     labels = {0: "animal", 1: "sharp", 2: "tool"}
     base = transformers.BertForPreTraining.from_pretrained("bert")
@@ -338,7 +338,7 @@ def predict_rows(run: Path, file: Path, out: Path) -> bool:
     return predict_file(run, str(file), str(out)) is not None
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+def test_a_stopped_run_equals_an_undisturbed_one(
     workers: Workers, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped within an epoch, it goes on on one process to the same bits, on two to the same figures; three processes

@@ -56,7 +56,7 @@ def same_weights(run: Path, expected: torch.nn.Module) -> None:
         torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=0, atol=1e-9)
 
 
-def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
+def test_a_run_starts_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
     """Its architecture, tokenizer and weights; started again, it finds what it made of the folder."""
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
     config, output = continue_from_config(foreign, None, words)
@@ -88,7 +88,7 @@ def test_settings_of_a_foreign_model_survive_training_and_export(workers, corpus
     assert [back["config"][key] for key in ids] == [5, [7, 9], None]
 
 
-def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, config_file, tmp_path):
+def test_a_user_config_starts_from_it_on_several_processes(foreign, config_file, tmp_path):
     run = tmp_path / "run"
     words = ["launch", str(config_file), "--from", str(foreign), "--nproc", "2", f"run_dir={run}"]
     with pytest.raises(SystemExit) as left:
@@ -133,8 +133,8 @@ def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
-    """With its recipe; what was about the other run is not taken over."""
+def test_a_run_starts_from_a_run(workers, make_config, corpus, tmp_path):
+    """The recipe is the other run's; settings about that run alone are not copied."""
     workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
     config, _ = continue_from_config(
         tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
@@ -190,7 +190,7 @@ def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
+def test_a_branch_continues_like_its_run(workers, make_config, tmp_path, ranks):
     """Weights, optimizer and data: the same steps come out, to the bit; and what differs must be allowed."""
     workers.run(run_training, ranks, make_config("checkpoint.keep=9", run="trunk"))
     words = f"train.branch_from={tmp_path / 'trunk'}@4"
@@ -227,7 +227,7 @@ PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 
 def train_with_fresh_log(config: Config) -> int:
-    """As in a process that has logged nothing yet: what is told once, it tells."""
+    """Train as in a process that has logged nothing yet, so that messages logged once are logged."""
     context_attention._logged.clear()
     return run_training(config)
 

@@ -38,7 +38,7 @@ def closed() -> Iterator[list[Path]]:
             path.chmod(0o755)
 
 
-def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start, closed: list[Path]) -> None:
+def test_a_run_resumes_despite_leftovers_and_a_checkpoint_without_permission(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=8")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     folder = first.folder / "checkpoints"
@@ -73,7 +73,7 @@ CLOSED = {
 }
 
 
-def test_unreadable_leftovers_say_why_a_run_can_not_go_on(start: Start, closed: list[Path]) -> None:
+def test_unreadable_leftovers_are_an_error_with_a_reason(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     for name, message in CLOSED.items():
@@ -128,7 +128,7 @@ def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
 
 
 def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> None:
-    """With the right hash, as an accident never has it."""
+    """The checkpoint's hash is right, which no accident achieves."""
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     path = first.folder / "checkpoints" / "step-00000004"
@@ -179,7 +179,7 @@ def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, A
     return report
 
 
-def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_each_phase_equals_an_undisturbed_one(corpus: Path, tmp_path: Path) -> None:
     report = run_series(corpus, tmp_path / "runs", {"zero 3 on 2": len(PHASES)})
     assert report["hits"] == dict.fromkeys(PHASES, 1)
 

@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     assert second_run.wait(60) == [EXIT_OK, EXIT_OK], second_run.said(0)
 
 
-def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(start: Start, tmp_path: Path) -> None:
+def test_a_run_resumes_from_node_local_checkpoints_without_one_node(start: Start, tmp_path: Path) -> None:
     # Each rank stands for a node, with a disk of its own.
     often = (
         "train.steps=16", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
@@ -166,7 +166,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(star
     assert len(losses[0]) == 16
 
 
-def test_a_rank_that_never_comes_is_named(start: Start) -> None:
+def test_a_missing_rank_is_named(start: Start) -> None:
     run = start("train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience"))
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     output = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
@@ -199,7 +199,7 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
     assert "rank 1 on" in stuck.said(0)
 
 
-def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: Start) -> None:
+def test_an_active_run_is_locked_and_a_killed_one_is_not(start: Start) -> None:
     first = start("train.steps=20000", "evaluate.every=0")
     first.wait_for_step(2)
     second = start(run="run")

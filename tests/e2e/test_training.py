@@ -130,7 +130,7 @@ def resumes(folder: Path) -> list[str]:
     return [event["detail"] for event in events if event["event"] == "resumed"]
 
 
-def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_config, tmp_path):
+def test_a_resume_on_another_kind_of_machine_is_logged(workers, make_config, tmp_path):
     config = make_config(run="moved")
     assert workers.run(train_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(train_until, 1, config, 3) == [EXIT_REQUEUE]

@@ -150,9 +150,7 @@ def test_two_replicas_can_not_say_which_is_wrong(workers: Workers, make_config: 
     assert re.search(rf"rank 0 on {HOST}: {name}; rank 1 on {HOST}: {name}\. A", errors[0]), errors[0]
 
 
-def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
-    workers: Workers, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_fewer_ranks_if_allowed(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
     fixed = ["parallel.dp_shard=2", "train.micro_batch=4"]
     ((code, _), _) = workers.run(train_with_faults, 2, make_config(*fixed, "train.steps=4"))
     assert code == EXIT_OK
@@ -169,7 +167,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
 
 OPTIONS = '{rank = 3, dropout = 0.1, trained = ["decoder.norm.*"]}'
 STANDSTILL = ["train.patience=2", "evaluate.every=2", "optimizer.lr=1e-30", "optimizer.matrix_lr=1e-30"]
-"""Nothing is learnt, so the first evaluation, of step 2, stays the best: the run ends at step 6 of 12."""
+"""Settings of a run that learns nothing: its evaluation of step 2 stays the best, and it ends at step 6 of 12."""
 
 
 def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_curve_is_the_golden_one_and_another_learning_rate_is_not(workers: W
 
 
 def test_in_float32_the_first_steps_are_the_same(workers: Workers) -> None:
-    """As users train, with torch's Muon as it is."""
+    """Float32 uses torch's Muon unpatched, as users train."""
     (result,) = workers.run(curve, 1, 3e-3, "fp32", FLOAT32_STEPS)
     assert result == pytest.approx(json.loads(GOLDEN.read_text())[:FLOAT32_STEPS], rel=1e-4)
 

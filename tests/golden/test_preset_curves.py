@@ -119,7 +119,7 @@ GOLDEN_STEPS = {
     "siglip-b16": 30, "llava-1.5-7b": 30,
     **dict.fromkeys(MOE_ROUTERS, MOE_GOLDEN_STEPS),
 }  # fmt: skip
-"""So many are golden: soon after, curves depend on the processor (docs/LOG.md)."""
+"""Number of golden steps by preset: soon after, curves depend on the processor (docs/LOG.md)."""
 FIRST_STEPS = 12
 """Golden steps of `make test`, all rates' warm-up among them."""
 
@@ -174,7 +174,7 @@ def test_decoders_learn(name: str, workers: Workers) -> None:
 
 @pytest.mark.parametrize("name", [MOE_BIAS, pytest.param(MOE_PRESET, marks=EXTENDED)])
 def test_no_expert_is_much_busier_than_the_mean(name: str, workers: Workers) -> None:
-    """Once it has warmed up, after 48 steps: by a term of the loss, or by a bias of the router."""
+    """Load is balanced after 48 steps of warmup, by a term of the loss or by a bias of the router."""
     result = whole_curves_of(workers, name)
     assert result.keys() == {"loss", "busiest"} | ({"causal", "balance"} if name == MOE_PRESET else set())
     busiest = result["busiest"][48:]

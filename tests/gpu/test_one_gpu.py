@@ -58,7 +58,7 @@ BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 WIDE = UNTIED_MODEL.with_changes({"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640})
 """Heads of 64, as real models have them."""
 DEEP = WIDE.with_changes({"n_layers": 4})
-"""With two blocks between the first and the last."""
+"""A model with two blocks between the first and the last."""
 NARROW = DEEP.with_changes({"d_model": 64, "ffn.d_ff": 160})
 """For CPUs, which multiply float8 tensors one number at a time."""
 REAL = {
@@ -216,7 +216,7 @@ def test_gradients_by_products_in_8_bits(how: str, compiled: bool) -> None:
 
 
 def check_saved_steps(device: str, folder: Path, size: int) -> None:
-    """While the device is still at it, and the next update waits already."""
+    """Check steps that are saved while the device still computes, and the next update waits already."""
     weights = torch.zeros(size, device=device)
     turned = torch.zeros(512, size // 2**14, device=device).T
     busy = torch.randn(size // 2**14, size // 2**14, device=device)

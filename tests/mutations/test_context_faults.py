@@ -19,8 +19,8 @@ from megatfm.parallel import (
     context_attention,
     context_global_attention,
     context_parallel,
+    cp_plans,
     expert_parallel,
-    parallelize,
     ring_attention,
 )
 from megatfm.parallel.mesh import SHARD, Mesh
@@ -95,7 +95,7 @@ def gradients_of_wide_queries_stay(patch: Patch) -> None:
 
 
 def a_stretch_is_not_summed(patch: Patch) -> None:
-    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
+    patch.setattr(cp_plans, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:

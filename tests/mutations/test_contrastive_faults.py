@@ -14,7 +14,7 @@ from megatfm.layers import contrastive as features
 from megatfm.layers.classifier import index_documents
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import contrastive
-from megatfm.parallel import data_ring, parallelize
+from megatfm.parallel import cp_plans, data_ring
 from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
@@ -81,11 +81,11 @@ def captions_belong_to_the_next_image(patch: Patch) -> None:
 
 
 def pooled_vectors_are_of_one_rank_s_tokens(patch: Patch) -> None:
-    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
+    patch.setattr(cp_plans, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def gradients_of_pooled_vectors_stay_on_their_rank(patch: Patch) -> None:
-    patch.setattr(parallelize, "copy_to_group", lambda x, group: x)
+    patch.setattr(cp_plans, "copy_to_group", lambda x, group: x)
 
 
 def only_data_ranks_are_compared(patch: Patch) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
+from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.losses import LossAccumulator, TermWeights
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.pipeline import PipelineForwardBackward
@@ -31,12 +32,12 @@ NAME = "bert"
 
 
 def marks_are_lost(patch: Patch) -> None:
-    """As if the engine's own parameters were not those that were frozen."""
+    """Let the engine unfreeze all parameters."""
     real = NativeEngine.__init__
 
-    def init(self: NativeEngine, model: nn.Module, *args: Any, **options: Any) -> None:
-        model.requires_grad_(True)
-        real(self, model, *args, **options)
+    def init(self: NativeEngine, parallelized: ParallelizedModel, *args: Any, **options: Any) -> None:
+        parallelized.model.requires_grad_(True)
+        real(self, parallelized, *args, **options)
 
     patch.setattr(NativeEngine, "__init__", init)
 

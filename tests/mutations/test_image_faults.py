@@ -15,7 +15,7 @@ from megatfm.layers.attention.patterns.windows_2d import MapWindows
 from megatfm.layers.pixel_head import PixelsHead
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
-from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
+from megatfm.parallel import context_global_attention, context_parallel, cp_plans, styles
 from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
@@ -36,7 +36,7 @@ def a_rank_s_grid_begins_at_the_row_s_first_token(patch: Patch) -> None:
 
 
 def a_mean_is_of_one_rank_s_patches(patch: Patch) -> None:
-    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
+    patch.setattr(cp_plans, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def a_pool_attends_to_one_rank_s_tokens(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from megatfm.config import ParallelConfig
 from megatfm.layers.moe.moe import MoE
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import Soap
-from megatfm.parallel import collectives, expert_parallel, parallelize
+from megatfm.parallel import collectives, cp_plans, expert_parallel
 from megatfm.parallel.collectives import TensorParallelGroup
 from tests.support.batches import family_batch
 from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
@@ -82,11 +82,11 @@ def count_shared_ones_twice(patch: Patch) -> None:
 
 def limit_parts_of_rows(patch: Patch) -> None:
     """A capacity is filled by the tokens here alone."""
-    patch.setattr(parallelize, "install_moe", lambda moe, contexts: None)
+    patch.setattr(cp_plans, "install_moe", lambda moe, contexts: None)
 
 
 def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
-    """A row's choices stand as the ranks do, which have a run from the front and one from the back."""
+    """Leave a row's choices in the order of ranks, each of which has a run from the front and one from the back."""
 
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]

@@ -45,7 +45,7 @@ def count_ties_on_each_rank(patch: Patch) -> None:
 
 
 def name_layers_from_each_stage_on(patch: Patch) -> None:
-    """As if every stage's first layer were the model's."""
+    """Number the layers of every stage from 0."""
     real = base.draw
 
     def draw(initial: Any, seed: int, name: str, *box: Any) -> Tensor:

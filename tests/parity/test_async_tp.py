@@ -158,7 +158,7 @@ def family(name: str) -> dict[str, list[Counts]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
 def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> None:
-    """With dropout, and in two shapes of micro-batches."""
+    """Blocks have dropout, and micro-batches two shapes."""
     for result in workers.run(family, 2, name, timeout=280.0):
         for direction in ("forward", "backward"):
             assert result[direction]

@@ -59,7 +59,7 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 EVERY = [*itertools.product(NORM_POSITIONS, NORMS, ACTIVATIONS)]
 TURNS = 9
-"""Under each position and mask every ninth of them comes, from another on; nine divides no axis, so all pairs meet."""
+"""Each position and mask takes every ninth of them, from another start; nine divides no axis, so all pairs meet."""
 CASES = [
     case
     for turn, (position, mask) in enumerate(itertools.product(POSITIONS, MASKS))

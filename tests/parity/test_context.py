@@ -146,12 +146,12 @@ def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
 def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
-    """Without a backend that makes machine code: that takes minutes."""
+    """Blocks are compiled by a backend that makes no machine code, which would take minutes."""
     assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2
 
 
 def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
-    """Also where rows are whole, and where blocks are computed again in part."""
+    """Rows are whole or shards, and blocks are recomputed in part, too."""
     name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
     assert workers.run(compare_context_layouts, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
     configs = {

@@ -107,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "names", "requested"), CASES)
-def test_documents_wherever_rows_are_cut(workers: Workers, ranks: int, names: list[str], requested: list[str]) -> None:
+def test_documents_at_any_row_cut(workers: Workers, ranks: int, names: list[str], requested: list[str]) -> None:
     """And as documents have it, keys are fetched, or go round."""
     took = workers.run(compare, ranks, names, requested, ranks, timeout=180.0)
     assert all(item == took[0] for item in took), "all ranks decide alike"

@@ -1,4 +1,4 @@
-"""Under DeepSpeed's ZeRO a step is that of one device, and ten of them are those of the native engine."""
+"""A step under DeepSpeed's ZeRO equals one device's, and ten steps equal those of the native engine."""
 
 import importlib
 import importlib.util
@@ -218,8 +218,8 @@ def on_a_host_without_fast_float16() -> list[torch.dtype]:
     return [item.dtype for item in modules]
 
 
-def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> None:
-    """Where DeepSpeed has mended the first, our correction can go."""
+def test_float16_and_float32_are_supported_on_every_host(workers: Workers) -> None:
+    """Once DeepSpeed has mended the first, our correction can go."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     assert workers.run(on_a_host_without_fast_float16, 1) == [dtypes]
 

@@ -109,7 +109,7 @@ def moved(parallel: ParallelConfig) -> None:
 
 
 @pytest.mark.parametrize("layout", [EP2, *EXPERT_TP_LAYOUTS[2].values()], ids=["ep2", *EXPERT_TP_LAYOUTS[2]])
-def test_muon_moves_experts_wherever_they_are(workers: Workers, layout: ParallelConfig) -> None:
+def test_muon_updates_experts_on_any_rank(workers: Workers, layout: ParallelConfig) -> None:
     workers.run(moved, 2, layout, timeout=120.0)
 
 

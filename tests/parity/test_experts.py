@@ -106,7 +106,7 @@ def test_tensor_parallel_ranks_take_experts_in_other_ways(
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} layouts",
 )
 def test_rows_are_cut_beside_experts(workers: Workers, name: str, layouts: list[str]) -> None:
-    """Also where a capacity, and the balance of each row, follow from all tokens of rows."""
+    """Capacity and balance of each row, which depend on all of its tokens, are covered, too."""
     tried = {layout: EXPERT_CONTEXT_LAYOUTS[layout] for layout in layouts}
     assert workers.run(compare_expert_layouts, 4, name, tried, timeout=300.0)[0] == layouts
 

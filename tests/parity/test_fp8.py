@@ -56,7 +56,7 @@ def test_by_rows_every_division_of_a_batch_is_one_computation(workers: Workers) 
 
 
 def without_an_end(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """As many bits as these have, and exponents as small as any."""
+    """Round to the bits of a type, with exponents as small as any."""
     mantissa, exponent = torch.frexp(x / scale.double())
     steps = 2 / torch.finfo(kind).eps
     return torch.ldexp((mantissa * steps).round() / steps, exponent)

@@ -85,7 +85,7 @@ def test_schedules_have_the_bubble_of_the_formula(workers: Workers, ranks: int) 
 
 
 def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:
-    """Without a backend that makes machine code: that takes minutes."""
+    """Compare blocks compiled by a backend that makes no machine code, which would take minutes."""
     compiled = [0]
 
     def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:

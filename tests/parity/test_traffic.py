@@ -167,7 +167,7 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
     ids=["tp2", "the others"],
 )
 def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers, layouts: list[str]) -> None:
-    """Before or after a norm and dropout, which keep something after the last sum, and without."""
+    """Norm and dropout, which save tensors after the last sum, come before or after it, or not at all."""
     configs = {
         f"{name}, {layout}, {how}": traffic_config(
             FAMILY_MODELS[name].with_changes(dropped), CASES[name], LAYOUTS[2][layout], recompute=how

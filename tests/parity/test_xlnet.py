@@ -34,7 +34,7 @@ def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
 
 
 def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
-    """As our objective makes it: about a third of the tokens are targets, each document in its own random order."""
+    """Return a batch like our objective's: a third of the tokens are targets, each document in its own random order."""
     rows, longest = len(lengths), max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
     tokens = draw(VOCABULARY, rows, longest, seed=seed)

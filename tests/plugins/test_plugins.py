@@ -193,7 +193,7 @@ def test_the_page_has_the_engine() -> None:
     assert pages == [(PLUGINS / "plain_ddp.py").read_text(encoding="utf-8")]
 
 
-def test_no_file_of_ours_knows_it() -> None:
+def test_no_file_of_the_package_mentions_it() -> None:
     assert not [
         path
         for path in (ROOT / "megatfm").rglob("*.py")

@@ -53,7 +53,7 @@ class NextVector(nn.Module):
 
 @OBJECTIVES.register("next_vector")
 class PredictVectors(Objective):
-    """A sample's member "f32" holds float32 [n, width]; its tokens are n zeros, which tell the index how long it is."""
+    """Predicts the next vector: a sample's file "f32" holds float32 [n, width]; its n tokens, for the index, are 0."""
 
     model_families = ("decoder",)
     loss_weights = MappingProxyType({"next_vector": 1.0})

@@ -102,7 +102,7 @@ UNEVEN = (
     "patterns of decoders", "patterns of encoders", "llama", "window", "latent, patterns", "alibi, patterns",
     "deberta", "xlnet", "soft experts",
 )  # fmt: skip
-"""Also on rows of one document each, of a length that no number of ranks divides."""
+"""Models that are tested on rows of one document each, too, whose length no number of ranks divides."""
 CONTEXT_MODELS |= {
     f"{name}, rows of 11 tokens": CONTEXT_MODELS[name].with_changes({"extra_heads": {}}) for name in UNEVEN
 }
@@ -154,7 +154,7 @@ def attention_kinds(config: ModelConfig) -> set[tuple[str, ...]]:
 BIASED_NAMES = ("alibi, patterns", "t5 positions, patterns")
 COMBINED_LAYOUTS = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
 EXPERT_NAMES = ("patterns of decoders, experts", "patterns of encoders, experts")
-"""Where nothing is sent by heads."""
+"""Models that send nothing by heads."""
 CHOSEN_LAYOUTS: dict[tuple[str, int], tuple[str, ...]] = {
     **{(name, 2): CP2_ALONE for name in ("window", "compressed", "shaw", *OWN_ATTENTION, *OTHERS)},
     **{(f"{name}, rows of 11 tokens", 2): CP2_ALONE for name in ("window", "deberta", "xlnet", "soft experts")},

@@ -93,7 +93,7 @@ RATE = 2.0**10
 
 
 def make_config(family: str, *overrides: str, **parallel: Any) -> Config:
-    """A small config of a family, which fits its layout."""
+    """Return a small config of a family that fits its layout."""
     base = [
         *["data.tokenizer=t"] * (family not in IMAGES),
         "data.train=d",

@@ -99,7 +99,7 @@ def get_public_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def load_complete(kind: Any, folder: Path, **options: Any) -> Any:
-    """A folder's model as transformers loads it, which misses no tensor and finds none too many."""
+    """Load a folder's model by transformers; no tensor is missing, and none is superfluous."""
     loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return loaded
@@ -237,7 +237,7 @@ def save_bert(folder: Path, words: Sequence[str], **options: Any) -> None:
 
 
 def make_questions(n: int, seed: int, *, no_answer: float = 0.0) -> list[dict[str, Any]]:
-    """Where someone was: the one town of a text of 30 words or so, or none in a share of them."""
+    """Return questions about someone's place: the one town of a text of 30 words or so, or none in a share of them."""
     draw, rows = random.Random(seed), []
     for number in range(n):
         words = [draw.choice(FILLERS + NAMES) for _ in range(draw.randint(20, 35))]

@@ -135,7 +135,7 @@ def list_cases(test: Any) -> Iterator[dict[str, Any]]:
 
 
 def case_values(case: Any, count: int) -> Sequence[Any]:
-    """The values of one case, which may be marked."""
+    """Return the values of a case, with or without marks."""
     return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
 
 

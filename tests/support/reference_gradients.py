@@ -41,7 +41,7 @@ class DoubleTorch:
 
 @contextmanager
 def cast_to_float64(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
-    """Under float64, transformers' casts to float32 (norms, angles, scales) are to float64."""
+    """Let transformers' casts to float32 (norms, angles, scales) be to float64 under float64."""
     if dtype != torch.float64:
         yield
         return

@@ -82,7 +82,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """They, prepared."""
+    """Texts of the run, prepared as a corpus."""
     out = tmp_path_factory.mktemp("corpora") / "small"
     config = out.with_name("prep.toml")
     config.write_text(SMALL_PREP.format(out=out, texts=texts))

@@ -44,13 +44,13 @@ def is_misaligned(tensor: Tensor) -> bool:
 
 
 class MisalignedInputs(TorchDispatchMode):
-    """While entered, notes the operators of torch that take a tensor out of memory that is not torch's own.
+    """Context that records the operators of torch that take a tensor out of memory that is not torch's own.
 
     Views are let through: what is cut out of aligned memory at the same place gives the same bits each time.
     """
 
     PASSING = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.to", "aten.detach", "aten.alias", "c10d.")
-    """They move bytes and reckon nothing, or make views."""
+    """Operators that move bytes and compute nothing, or make views."""
 
     def __init__(self) -> None:
         super().__init__()

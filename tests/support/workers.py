@@ -218,7 +218,7 @@ class Worker:
         return self.log.read_bytes()[self._read_from :].decode(errors="replace").strip()
 
     def stack(self) -> str:
-        """The Python stacks of the process, which must not be asked more of than to take a signal."""
+        """Return the Python stacks of the process, which need only take a signal."""
         before = self.output()
         os.kill(self.process.pid or 0, STACK_SIGNAL)
         deadline = time.monotonic() + 2

@@ -58,7 +58,7 @@ assert not dist.is_initialized()
 """
 
 
-def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None:
+def test_a_notebook_trains_twice_and_resumes(file: Path, tmp_path: Path) -> None:
     program = NOTEBOOK.format(file=str(file), folder=tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     completed = subprocess.run(

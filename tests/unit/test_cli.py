@@ -93,7 +93,7 @@ def test_bash_completes_the_line_with_these_words(
 
 
 @pytest.mark.parametrize("shell", COMPLETION_FILES)
-def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
+def test_completion_of_every_shell_has_every_command(shell: str, bash_script: str) -> None:
     text = bash_script if shell == "bash" else completion_script(shell)
     for word in (*COMMANDS, "quickstart-data", "train.global_batch="):
         assert word in text
@@ -105,7 +105,7 @@ def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
     assert completed.returncode == 0, completed.stderr
 
 
-def test_flags_of_launch_at_train_are_told_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_launch_at_train_are_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "quickstart", "--nproc", "2"])
     assert ended.value.code == 2

@@ -114,7 +114,7 @@ def test_the_script_refuses_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_bare_machine_s_mounts_survive_its_removal(tmp_path: Path) -> None:
-    """Also where a command fails, which is when a machine is removed with everything still mounted."""
+    """A machine whose command failed is removed with everything still mounted."""
     if not can_mount():
         pytest.skip("needs root, and a machine that lets it mount")
     displayed = tmp_path / "shown"

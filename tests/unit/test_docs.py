@@ -64,7 +64,7 @@ def test_commands_parse(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", commands("make"))
-def test_make_targets_are_there(line: str) -> None:
+def test_make_targets_in_docs_exist(line: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{re.escape(line.split()[1])}:", makefile, re.MULTILINE)
 
@@ -202,7 +202,7 @@ def test_every_registered_part_is_in_the_reference() -> None:
 NOT_KEYS = {"model.module", "model.layers.61", "tokenizer.model", "data.corpus"}
 """An attribute, weights, a file, and what the command line spells out."""
 FOREIGN_PAGES = {"glossary.md", "deepspeed.md", "LOG.md", "CHANGELOG.md"}
-"""They name keys of other frameworks, or of the past."""
+"""Pages that name keys of other frameworks, or of the past."""
 
 
 def key_paths(kind: type[Any], above: tuple[type[Any], ...] = ()) -> Iterator[str]:
@@ -325,7 +325,7 @@ def glossary_terms(text: str) -> list[str]:
     return [name for row in rows for cell in row for name in re.findall(r"`([A-Z]\w+)`", cell)]
 
 
-def test_the_glossary_s_names_are_there() -> None:
+def test_names_in_the_glossary_exist() -> None:
     terms = glossary_terms((ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8"))
     assert len(terms) > 20
     assert not set(terms) - defined_names()

@@ -193,7 +193,7 @@ def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
     assert [fault.split()[1] for fault in House({"megatfm.attic": source}).faults()] == faulty
 
 
-def test_a_commands_two_functions_are_told_by_the_command_line() -> None:
+def test_a_command_s_two_functions_are_documented_by_the_command_line() -> None:
     source = "def data_command(args): ...\ndef script(): ..."
     faults = {module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")}
     assert [len(lines) for lines in faults.values()] == [1, 2]

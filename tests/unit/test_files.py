@@ -132,13 +132,13 @@ def test_draws_are_the_same_in_another_process() -> None:
     assert completed.stdout.strip() == str(GOLDEN_RAW)
 
 
-def test_a_number_is_its_value_whatever_its_type() -> None:
+def test_a_number_of_any_type_is_its_value() -> None:
     assert rng.random_uint64(1, np.int64(3), "x") == rng.random_uint64(1, 3, "x")
     with pytest.raises(TypeError):
         rng.random_uint64(1, 1.5)  # type: ignore[arg-type]
 
 
-def test_a_longer_draw_goes_on_where_a_shorter_one_ends() -> None:
+def test_a_longer_draw_begins_with_the_shorter_one() -> None:
     assert rng.random_uint64(100, 5)[:7].tolist() == rng.random_uint64(7, 5).tolist()
 
 
@@ -357,7 +357,7 @@ def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, m
         import_plugins(["broken_plugin"])
 
 
-def test_a_plugin_that_is_not_there() -> None:
+def test_a_missing_plugin() -> None:
     with pytest.raises(UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"):
         import_plugins(["no_such_parts"])
 

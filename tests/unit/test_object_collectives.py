@@ -59,7 +59,7 @@ def check_equal_host_names(folder: Path) -> tuple[set[str], tuple[int, ...]]:
         ).node_of_rank
 
 
-def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -> None:
+def test_machines_of_the_same_name_are_distinguished(workers: Workers, tmp_path: Path) -> None:
     (first, nodes), (second, _), (third, _) = workers.run(check_equal_host_names, 3, tmp_path)
     assert (first, second, third) == ({"of 0"}, {"of 1"}, {"a", "of 2"})
     assert nodes == (0, 0, 1)

@@ -205,7 +205,7 @@ class Replicated:
         return self._mesh.rank(data_axes.shard) if bucket.ranks > 1 else 0
 
     def start_microbatch(self, is_last: bool) -> None:
-        """Before the last pass, let every bucket await the gradients of all of its parameters."""
+        """Let every bucket await the gradients of all of its parameters before the last pass."""
         self._awaited = [{self._parameters[name] for name in b.shapes} for b in self._buckets] if is_last else []
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:

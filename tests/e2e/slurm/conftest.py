@@ -47,7 +47,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def python_server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonServer]:
-    """What forks the processes of jobs; it ends before the cluster."""
+    """Server that forks the processes of jobs; it ends before the cluster."""
     server = PythonServer(tmp_path_factory.mktemp("python"))
     yield server
     server.end()

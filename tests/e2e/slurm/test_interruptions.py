@@ -78,7 +78,7 @@ def test_requeued_in_the_middle(alone, project):
     assert_same_run(job.run_dir, alone)
 
 
-def test_a_preempted_job_goes_on_to_the_same_curve(alone, project):
+def test_a_preempted_job_resumes_to_the_same_curve(alone, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--partition", "low")
     job.wait_for_step(7)
@@ -94,7 +94,7 @@ def resubmit_words(project: Project) -> list[object]:
     return [*project.small, "--slurm", "--nodes", 1, "--nproc", 1]
 
 
-def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
+def test_a_cancelled_run_stays_cancelled_and_can_be_resumed(alone, project):
     slow = project.plant_fault("slow", "0.5")
     job = project.launch()
     job.wait_for_step(7)
@@ -142,8 +142,8 @@ def test_a_second_job_of_a_run_is_refused(alone, project):
     assert_same_run(first.run_dir, alone)
 
 
-def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
-    """Where jobs may not be requeued. The first is stopped as ahead of its time limit; the second loses its node, and
+def test_a_chain_resumes_after_a_stop_and_after_a_lost_node(alone, project):
+    """Jobs may not be requeued here. The first is stopped as ahead of its time limit; the second loses its node, and
     srun leaves with 0 then: only the run itself knows that it is not done. The fourth is not needed."""
     (project.folder / "site.toml").write_text("requeue = false\n")
     slow = project.plant_fault("slow", "0.3")
@@ -179,7 +179,7 @@ def test_a_lost_node_is_replaced_by_a_spare(bereft, uninterrupted):
 
 
 @pytest.mark.slow  # that a node is lost is above, and the layout that fits the others in tests/e2e/test_elastic.py
-def test_without_a_spare_the_run_goes_on_with_fewer(project, uninterrupted):
+def test_a_run_without_a_spare_resumes_on_fewer_nodes(project, uninterrupted):
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
     project.cluster.wait_until_idle("n[7-8]")  # the node that `bereft` has lost stays down until the last test

@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str) -> None:
-    """With their dropout: Triton takes no constant of 64 bits beside an index of 32."""
+    """Kernels include dropout: Triton takes no constant of 64 bits beside an index of 32."""
     compiled = list(load_script("compiled_kernels").compile_preset(preset, dtype))
     assert {way for way, _, _ in compiled} == {"forward", "backward"}
     for _, kernel, resources in compiled:

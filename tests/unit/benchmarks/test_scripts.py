@@ -51,7 +51,7 @@ SMALL = (
 
 
 def test_imports_of_scripts_exist() -> None:
-    """Also within functions, which nothing looks at before they run."""
+    """Imports within functions are checked, too, which nothing else looks at before they run."""
     paths, checked = sorted((ROOT / "benchmarks").glob("*.py")), 0
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -289,7 +289,7 @@ def test_cases_are_of_the_sizes_that_they_claim() -> None:
     assert counts["6.7b"] == {6_658_404_352}
 
 
-def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_facts_are_written_and_a_missing_kernel_is_named(tmp_path: Path) -> None:
     assert load_script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
     (result,) = tmp_path.glob("*-gpu-facts.md")
     kernels = {tuple(row[:2]): row[2:] for row in rows(result) if len(row) == 6}
@@ -309,7 +309,7 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_is_stopped_and_resumed(tmp_path: Path) -> None:
     module = load_script("gpu_training")
     words = ["run", "--tiny", "--steps", "12", "--out", str(tmp_path)]
     assert module.common.run_part(module.__doc__, module.PARTS, words) == 0

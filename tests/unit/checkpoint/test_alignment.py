@@ -1,4 +1,4 @@
-"""Where in memory tensors lie that come out of files, and those that wait to be written."""
+"""Alignment of tensors that were read from files, and of those that wait to be written."""
 
 from pathlib import Path
 

@@ -71,7 +71,7 @@ def readers() -> list[str]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n_bytes", [1000, 4096, CHUNK + 1, 10**6])
-def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, n_bytes: int) -> None:
+def test_a_file_is_read_unchanged(tmp_path: Path, reads: list[bool], size: int, n_bytes: int) -> None:
     content, read = write_random(tmp_path / "file", size), bytearray()
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
         while file.remaining:

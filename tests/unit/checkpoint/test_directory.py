@@ -47,7 +47,7 @@ def damage(path: Path) -> None:
     (path / "rank-00000-000.safetensors").unlink()
 
 
-def test_latest_is_the_highest_step_whatever_the_order(tmp_path: Path) -> None:
+def test_latest_is_the_highest_step_in_any_order(tmp_path: Path) -> None:
     assert find_latest(tmp_path) is None
     assert find_latest(tmp_path / "absent") is None
     numbers = [1, 99_999_999, 100_000_000, 20, 3]
@@ -127,7 +127,7 @@ def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "absent") == []
 
 
-def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
+def test_leftovers_that_can_not_be_removed_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck, other = (tmp_path / f".step-00000002.partial-{letter * 8}" for letter in "ab")
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_removed_once_a_later_one_is_verified(
 
 
 def newer(path: Path) -> None:
-    """As a later version would write it: with its hash."""
+    """Rewrite a checkpoint as a later version would, with its hash."""
     content = metadata.read_metadata(path).model_dump()
     content["schema_version"], content["state"]["megatfm"] = 3, "9.1.0"
     body = json.dumps(content).encode()
@@ -323,7 +323,7 @@ def test_the_wait_for_a_late_file_ends(workers: Workers, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.2])
-def test_a_name_that_never_comes(tmp_path: Path, patience: float) -> None:
+def test_a_missing_name(tmp_path: Path, patience: float) -> None:
     start = time.monotonic()
     file_io.wait_until_visible(tmp_path / "absent", start + patience)
     assert patience <= time.monotonic() - start < patience + 20

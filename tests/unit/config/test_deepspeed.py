@@ -114,7 +114,7 @@ def merged(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def test_a_json_of_one_s_own_tunes(tmp_path: Path) -> None:
+def test_a_user_json_sets_tuning_keys(tmp_path: Path) -> None:
     expected = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 0.5,

@@ -49,7 +49,7 @@ def test_an_override_is_toml_or_a_plain_string(load: Load) -> None:
 
 
 @pytest.mark.parametrize("name", ["2026-11-21", "run-1", "1e3x", "true-north", "nan0", "07"])
-def test_a_string_needs_no_quotes_whatever_it_looks_like(load: Load, name: str) -> None:
+def test_a_string_of_any_form_needs_no_quotes(load: Load, name: str) -> None:
     assert load(f"name={name}").name == name
 
 
@@ -209,7 +209,7 @@ RENAMED = (
 )
 
 
-def test_keys_move_to_their_new_names_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_renamed_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_migrations, "BLOCK_KINDS", ("model.block.*", "model.layer_type.*"))
     stored: dict[str, Any] = {
         "schedule": {"name": "cosine"},

@@ -32,7 +32,7 @@ DEBERTA = {"family": "encoder", "attention.name": "deberta", "position.name": "d
 
 
 def refused(options: dict[str, Any]) -> tuple[str, str]:
-    """Where, and why."""
+    """Return the key and the message of a refusal."""
     with pytest.raises(ValidationError) as caught:
         ModelConfig.from_dotted(SMALL | options)
     (error,) = caught.value.errors()
@@ -135,7 +135,7 @@ def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
         load_config("quickstart", [f"model.{part}.name={near}"])
 
 
-def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> None:
+def test_keys_of_earlier_versions_are_refused_with_their_new_names(tmp_path: Path) -> None:
     """All of them at once, those that hold a part's name and those of MLA's table among them."""
     with pytest.raises(ValidationError) as caught:
         ModelConfig.model_validate({**FLAT_MODEL_KEYS, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}})
@@ -261,7 +261,7 @@ def test_the_name_chooses_the_section(load: Load) -> None:
     assert type(reloaded.objective) is MaskedObjective
 
 
-def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:
+def test_a_plugins_section_may_have_further_keys(load: Load) -> None:
     config = load("objective.name=mine", "objective.depth=3")
     assert isinstance(config.objective, PluginObjective)
     assert config.objective.model_extra == {"depth": 3}

@@ -30,7 +30,7 @@ def test_a_key_is_taken_out_and_its_default_holds() -> None:
 
 
 def test_another_name_takes_out_what_only_the_old_one_has() -> None:
-    """The quickstart's muon has a rate for matrices, which AdamW has not."""
+    """The quickstart's Muon has a rate for matrices; AdamW has none."""
     assert quickstart().optimizer.name == "muon"
     adamw = quickstart("optimizer.name=adamw")
     assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", quickstart().optimizer.lr)

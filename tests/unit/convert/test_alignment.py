@@ -36,7 +36,7 @@ def shift(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
+def test_a_loaded_model_is_aligned_like_a_new_one(name: str, tmp_path: Path) -> None:
     build_hf_model(name).save_pretrained(tmp_path / "theirs")
     shift(tmp_path / "theirs" / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")

@@ -101,7 +101,7 @@ def test_no_more_than_a_batch_is_read_at_once(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
-    """As GPT-2's files are published: without the prefix, and with the masks of attention."""
+    """GPT-2's published files have no prefix, and masks of attention."""
     reference = build_hf_gpt2()
     reference.save_pretrained(tmp_path / "theirs")
     bare = {

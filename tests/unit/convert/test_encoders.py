@@ -272,7 +272,7 @@ def test_a_folder_without_an_architecture_is_recognised_by_its_weights(name: str
     torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_head_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = build_hf_encoder("BertForMaskedLM")
     reference.save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])

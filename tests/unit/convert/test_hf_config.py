@@ -125,7 +125,7 @@ class Turns:
         return values if self.every else values[self.count % len(values) :][:1]
 
     def come(self) -> bool:
-        """Once in eight times."""
+        """Return True once in eight times."""
         self.count += 1
         return self.every or self.count % 8 == 0
 
@@ -231,7 +231,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(case: str, every
                 actual = logits(model := megatfm.load(tmp_path), case, is_megatfm=True, config=edited)
                 if (
                     model.config.lm_head.name == "none" and case not in HF_IMAGES
-                ):  # said, see test_a_head_that_is_missing_is_told
+                ):  # said, see test_a_missing_head_is_reported
                     refused.append(name)
                     continue
             except MegatfmError:

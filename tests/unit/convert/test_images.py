@@ -123,7 +123,7 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: P
         HfFolder(tmp_path)
 
 
-def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--from` keeps the table of positions, which is interpolated to the images of the run."""
     monkeypatch.chdir(tmp_path)
     make("ViTForImageClassification", tmp_path / "theirs")

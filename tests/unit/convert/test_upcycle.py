@@ -139,7 +139,7 @@ def test_flags_that_do_not_fit(words: str, message: str, tmp_path: Path) -> None
         convert_command(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
 
 
-def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
+def test_layer_types_with_different_networks(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
     config = SMALL_DECODER.with_changes(
         {"n_layers": 3, "layer_types": ["narrow", "wide", "plain"],

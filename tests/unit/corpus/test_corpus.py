@@ -69,7 +69,7 @@ def test_only_numbers_that_exist(corpus: Corpus) -> None:
     assert_refused(lambda: corpus.read_block(corpus.n_blocks), f"not {corpus.n_blocks}")
 
 
-def test_the_fingerprint_tells_content_and_order(write: Write, make_documents: Any) -> None:
+def test_the_fingerprint_depends_on_content_and_order(write: Write, make_documents: Any) -> None:
     texts = make_documents(100)
 
     def fingerprint(name: str, texts: list[np.ndarray], **options: Any) -> str:
@@ -228,7 +228,7 @@ def exported_from(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return folder
 
 
-def test_text_comes_back_as_it_was(exported_from: Path, tmp_path: Path) -> None:
+def test_text_is_decoded_unchanged(exported_from: Path, tmp_path: Path) -> None:
     expected = [{"text": t, "id": f"{i:04d}", "source": f"web/a.jsonl#{i}"} for i, t in enumerate(TEXTS)]
     for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
         output = export_corpus(exported_from, tmp_path / "new" / name, CODEC)
@@ -320,7 +320,7 @@ def test_url_is_no_folder_of_that_name(exported_from: Path, tmp_path: Path, out:
     assert not list(tmp_path.iterdir())
 
 
-def test_ids_come_with_their_index_or_not_at_all(
+def test_an_export_writes_both_files_or_none(
     exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""

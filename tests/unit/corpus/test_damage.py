@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
     corpus.read_block(bad + 1)
 
 
-def test_the_check_hashes_what_no_frame_tells(folder: Path) -> None:
+def test_the_check_hashes_bytes_outside_of_frames(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["shards"][1].update(blake3="0" * 64))
     Corpus.open(folder)
     assert_refused(lambda: check_corpus(folder), SHARD, "BLAKE3")

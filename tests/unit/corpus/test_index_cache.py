@@ -153,7 +153,7 @@ def link(path: Path, other_content: bytes) -> None:
 
 
 @pytest.mark.parametrize("lie", [truncate, flip, empty, swap, fifo, link])
-def test_a_file_that_lies_is_written_again(
+def test_a_wrong_index_file_is_written_again(
     lie: Callable[[Path, bytes], None], folder: Path, write: Write, make_documents: Any, cache: ShardCacheConfig
 ) -> None:
     Corpus.open(write(make_documents(100, seed=1), "other"), cache)

@@ -92,7 +92,7 @@ def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConf
 
 
 class GcsHandler(http.server.BaseHTTPRequestHandler):
-    """As much of Google's JSON API as reading objects takes: what an object is, a part of it, which there are."""
+    """The part of Google's JSON API that reading takes: an object's metadata, a range of it, the list of objects."""
 
     folder: Path
     object_path = re.compile(r"(/download)?/storage/v1/b/bucket/o(?:/([^?]*))?(?:\?(.*))?")
@@ -207,10 +207,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     corpus.read_block(0)
 
 
-def test_a_download_goes_on_where_the_connection_or_the_process_ended(
+def test_an_interrupted_download_is_resumed(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No byte is written twice; what a kill left is checked as a whole, and fetched again where it is damaged."""
+    """Bytes are written once; a file left by a kill is checked as a whole, and fetched again if it is damaged."""
     corpus = Corpus.open(memory, cache)
     entry = corpus.manifest.shards[1]
     data = fsspec.filesystem("memory").cat(f"/bucket/corpus/{SHARD}")
@@ -248,7 +248,7 @@ def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:
     out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)))
 
 
-def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path, cache: ShardCacheConfig) -> None:
+def test_ranks_fetch_a_file_once_and_a_killed_download_is_harmless(folder: Path, cache: ShardCacheConfig) -> None:
     """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
     requested: list[str] = []
     slow = threading.Event()

@@ -69,7 +69,7 @@ class Status(Exception):
 
 
 class NoCredentialsError(Exception):
-    """As botocore names it."""
+    """Stand-in for botocore's error of that name."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_file_system_without_locks_is_named(
     assert_refused(lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache_dir")
 
 
-def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
+def test_a_corpus_replaced_behind_its_url_is_read_anew(
     memory: str, folder: Path, write: Callable[..., Path], cache: ShardCacheConfig, fetched: list[str]
 ) -> None:
     """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
@@ -134,7 +134,7 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
 
 
-def test_a_damaged_file_of_the_cache_is_told_how_to_mend(memory: str, cache: ShardCacheConfig) -> None:
+def test_a_damaged_cached_file_is_an_error_with_a_remedy(memory: str, cache: ShardCacheConfig) -> None:
     corpus = Corpus.open(memory, cache)
     path = corpus.store.path(corpus.manifest.shards[0].index)
     data = path.read_bytes()

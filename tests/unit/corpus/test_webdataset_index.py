@@ -136,7 +136,7 @@ def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
 
 
 def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None) -> None:
-    """With two, samples could lie behind the end of what is read."""
+    """Frames of two sizes could place samples behind the end of what is read."""
     folder = write_wds(tmp_path / "theirs", draw_documents(), "tar")
     index_folder(folder, HASH)
     index = Corpus.open(folder).indexes.complete(0)
@@ -156,7 +156,7 @@ def pax_bomb(size: int) -> bytes:
 
 
 def sparse_header() -> bytes:
-    """A header of GNU's old kind, which says that more of it follows."""
+    """Return a header of GNU's old format that announces a continuation."""
     info = tarfile.TarInfo("0.npy")
     info.type = tarfile.GNUTYPE_SPARSE
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -315,7 +315,7 @@ def test_shards_that_would_share_an_index_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No member is, but all its files are: sizes in an index have 32 bits."""
+    """Each member is smaller, but all files together are larger: sizes in an index have 32 bits."""
     monkeypatch.setattr(module, "MAX_FRAME_BYTES", 10_000)
     large = [make_member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
     (tmp_path / "a.tar").write_bytes(make_tar(GOOD, make_member("1.npy", IDS), *large))

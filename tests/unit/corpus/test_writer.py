@@ -42,7 +42,7 @@ def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None
 
 
 def test_a_corpus_has_several_shards_of_several_frames(corpus: Corpus) -> None:
-    """So that the tests on this corpus mean something."""
+    """The other tests of this corpus depend on it."""
     assert len(corpus.indexes) > 2
     assert all(len(index.frames) > 3 for index in list(corpus.indexes)[:-1])
     assert (corpus.lengths() == 0).any()
@@ -102,7 +102,7 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
     check_corpus(folder)
 
 
-def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: Path) -> None:
+def test_documents_with_and_without_files_have_separate_frames(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "c", tokenizer_hash="t", token_dtype="uint16") as writer:
         for i in range(12):
             files = {"cls": b"%d" % i} if 4 <= i < 7 else {}

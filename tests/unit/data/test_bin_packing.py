@@ -176,7 +176,7 @@ def test_few_rows_are_needed() -> None:
 
 @pytest.mark.parametrize("mean", [5, 40, 300])
 @pytest.mark.parametrize("length", [64, 512, 4096])
-def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
+def test_rows_are_filled_at_any_lengths_of_rows_and_documents(
     memory_corpus: Any, causal_type: Any, length: int, mean: int
 ) -> None:
     """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to chunks where they are

@@ -103,7 +103,7 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
 
 @pytest.mark.parametrize("times", [25, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("of", ["rows", "mixture"])
-def test_killed_again_and_again_it_goes_on_exactly(
+def test_repeated_kills_do_not_change_the_rows(
     of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None
 ) -> None:
     rows: RowDataset = request.getfixturevalue(of)
@@ -125,7 +125,7 @@ def test_killed_again_and_again_it_goes_on_exactly(
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["dying", "dead"])
-def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedDataset, already: bool) -> None:
+def test_processes_give_the_same_rows_and_their_ends_are_reported(rows: PackedDataset, already: bool) -> None:
     expected = [rows.read_row(position)["tokens"] for position in range(10)]
     with DataLoader(rows, global_batch=10, micro_batch=10, workers=3) as loader:
         np.testing.assert_array_equal(next(loader)[0]["tokens"], np.stack(expected))
@@ -171,8 +171,8 @@ def test_a_worker_that_hangs_is_killed_when_the_loader_closes(tmp_path: Path, mo
     loader.close()
 
 
-def test_an_exit_code_that_is_told_late_is_waited_for() -> None:
-    """As where another thread asks the system for it at the same time."""
+def test_a_late_exit_code_is_waited_for() -> None:
+    """Another thread may ask the system for it at the same time."""
 
     class Late(FakeProcess):
         left = 3

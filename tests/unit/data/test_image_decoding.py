@@ -155,7 +155,7 @@ def test_bombs_and_other_formats_are_refused() -> None:
 
 @pytest.mark.parametrize(("shape", "grown", "corner"), [((30, 50), (26, 16), (6, 1)), ((50, 30), (16, 26), (1, 6))])
 def test_evaluation_crops_the_centre(shape: tuple[int, int], grown: tuple[int, int], corner: tuple[int, int]) -> None:
-    """As torchvision's Resize(16) and CenterCrop(14)."""
+    """The crop equals torchvision's Resize(16) and CenterCrop(14)."""
     image = Image.fromarray(noise(*shape))
     left, top = corner
     expected = image.resize(grown, Image.Resampling.BILINEAR).crop((left, top, left + 14, top + 14))

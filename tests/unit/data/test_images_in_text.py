@@ -276,7 +276,7 @@ def prepare_folder(folder: Path, members: dict[str, bytes]) -> Corpus:
 
 
 def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
-    """With a text beside them they are one sample; without it, or each with its own, samples of one image."""
+    """Images with a common text are one sample; others, without text or each with its own, are samples of one image."""
     files = {f"set/a.{place}.png": png(place) for place in (10, 2, 0)} | {"set/a.txt": b"three"}
     files |= {"b.0.png": png(3), "b.1.PNG": png(4), "b.json": b'{"text": "two"}'}
     files |= {"cat.0.png": png(5), "cat.1.png": png(6)}  # as in Kaggle's "Dogs vs. Cats"

@@ -23,7 +23,7 @@ WIDTH, PIXELS = 3, (3, 4, 4)
 
 
 class Vectors:
-    """As many float vectors as a sample has tokens, side by side with others in a row, and their numbers."""
+    """Makes as many float vectors as a sample has tokens, beside others in a row, and their numbers."""
 
     field_prefixes = ("",)
     padding_values: Mapping[str, int] = MappingProxyType({})
@@ -102,7 +102,7 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
     assert len(rows) < 20, "several share a row"
 
 
-def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
+def test_images_and_labels_have_separate_rows(folder: Path) -> None:
     rows = PackedDataset(Corpus.open(folder), Images(), sequence_length=5, seed=3)
     assert len(rows) == 40
     batch = rows.read_rows([*range(40), None])

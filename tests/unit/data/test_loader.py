@@ -79,7 +79,7 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
 
 
-def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
+def test_the_share_of_padding_is_reported(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=8, micro_batch=2, end_position=13) as loader:
         for first in (0, 8):
             next(loader)
@@ -136,7 +136,7 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDat
 
 
 def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> None:
-    """So a consumer whose step takes longer than its data waits for the first step only."""
+    """A consumer whose step takes longer than its data therefore waits for the first step only."""
     ready = threading.Semaphore(0)
     watch_reads(rows, lambda _: ready.release())
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:

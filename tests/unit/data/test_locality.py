@@ -201,7 +201,7 @@ def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, rank
     assert min(keys) >= 0
 
 
-def test_a_resume_within_the_warmup_goes_on(rows: PackedDataset) -> None:
+def test_a_run_resumes_within_the_warmup(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=WARMUP, micro_batch=4) as loader:
         full = [next(loader) for _ in range(N_STEPS)]
         assert loader.state_dict()["warmup"] == "[(3, 4, 4), (2, 8, 2)]"

@@ -132,7 +132,7 @@ def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
         assert steps(30 - stop, position=12 * stop) == full[stop:]
 
 
-def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> None:
+def test_identities_are_json_and_distinguish_mixtures(make_mixture: Any) -> None:
     plain = make_mixture().order_config()
     assert json.loads(json.dumps(plain)) == plain
     assert len([key for key in plain if key.startswith("fingerprint of ")]) == 3

@@ -241,7 +241,7 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
 
 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
-    """No release may change the order of a run that it resumes."""
+    """A release must not change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
     first = [f"{place.block}.{place.row}" for place in map(rows.find_row, range(20))]
@@ -302,7 +302,7 @@ def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, 
     assert len(PackedDataset(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
 
 
-def test_the_identity_is_json_and_tells_orders_apart(corpus: Corpus, causal: Any) -> None:
+def test_identities_are_json_and_distinguish_orders(corpus: Corpus, causal: Any) -> None:
     options: dict[str, Any] = {"sequence_length": 64, "seed": 1, "streams": 8}
     same = PackedDataset(corpus, causal, **options).order_config()
     assert same == PackedDataset(corpus, causal, **options, cache_bytes=1).order_config()

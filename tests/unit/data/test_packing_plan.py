@@ -244,14 +244,14 @@ def test_samples_come_in_order_and_each_once_an_epoch(corpus: Corpus, streams: i
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64])
-def test_shuffling_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
+def test_shuffling_resumes_at_any_position(corpus: Corpus, streams: int) -> None:
     full = [number for number, _ in islice(ShuffledDocuments(corpus, seed=3, streams=streams), 250)]
     for position in (0, 1, 6, 7, 93, 99, 100, 101, 199):
         resumed = ShuffledDocuments(corpus, seed=3, streams=streams, position=position)
         assert [number for number, _ in islice(resumed, 250 - position)] == full[position:]
 
 
-def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
+def test_damage_is_reported_when_it_is_read(folder: Path) -> None:
     expected = list(islice(ShuffledDocuments(Corpus.open(folder), seed=3, streams=7), 100))
     corpus = Corpus.open(folder)
     samples = ShuffledDocuments(corpus, seed=3, streams=7)
@@ -319,7 +319,7 @@ def test_a_plain_tar_that_is_cut_or_gone_meanwhile_is_named(plain: Corpus) -> No
         list(islice(samples, 101))
 
 
-def test_damage_of_a_plain_tar_is_told_when_its_turn_comes(plain: Corpus) -> None:
+def test_damage_of_a_plain_tar_is_reported_when_it_is_read(plain: Corpus) -> None:
     expected = [number for number, _ in islice(ShuffledDocuments(plain, seed=3, streams=7), 100)]
     corpus = Corpus.open(plain.folder)
     samples, path = ShuffledDocuments(corpus, seed=3, streams=7), plain.folder / "a.tar"

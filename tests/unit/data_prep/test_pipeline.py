@@ -100,8 +100,8 @@ def test_workers_and_place_change_no_byte(config: Make) -> None:
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
 
 
-def test_prep_runs_where_the_system_tells_no_affinity(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As macOS doesn't."""
+def test_prep_runs_without_cpu_affinity(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS, for example, has none."""
     monkeypatch.delattr("os.sched_getaffinity")
     assert data_prep.run(config()).result["train"]["documents"]
 
@@ -189,7 +189,7 @@ def test_text_that_was_added_after_a_mistake_is_read(config: Make, corpus: Path)
     assert "more.txt" in shard_texts(summary.out, "train") | shard_texts(summary.out, "validation")
 
 
-def test_a_file_system_without_locks_is_told_of(
+def test_a_file_system_without_locks_is_reported(
     config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def flock(*_: int) -> None:
@@ -208,7 +208,7 @@ def test_the_preset_reads_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("many", [10**6, 10])
-def test_no_record_lies_on_both_sides_of_the_split(
+def test_no_record_is_on_both_sides_of_the_split(
     config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long records, cut into pieces, in a single file: halves of a record stay together, be they named or too many."""

@@ -40,7 +40,7 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
 
 
 def test_folders_of_datasets(tmp_path: Path) -> None:
-    """As that library saves them, with its descriptions and caches, which are no text."""
+    """Folders are as that library saves them; its descriptions and caches are not read as text."""
     import datasets
 
     columns = {"text": [f"{number}: {text}" for number in range(5) for text in TEXTS], "url": URLS * 5}
@@ -212,7 +212,7 @@ def test_formats_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # warcio closes none of its buffers
 def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another library writes them: what HTTP allows, headers that a crawler left, and what can't be unpacked."""
+    """Bodies are written by another library: all encodings of HTTP, headers left by a crawler, and damaged bodies."""
     text = "Grüße from <b>a page</b> 東京\n" * 5
     data = text.encode()
     packed = gzip.compress(data)

@@ -134,7 +134,7 @@ class KilledError(BaseException):
 def test_a_kill_at_any_upload_loses_nothing(
     memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
+    """The prep is killed once before each file is sent, and once after it was sent and before that is recorded."""
     put, sent, killed = RemoteFolder.upload, list[str](), set[tuple[str, str]]()
 
     def fall(name: str, when: str) -> None:
@@ -166,7 +166,7 @@ def test_a_kill_at_any_upload_loses_nothing(
     assert without_place(read_remote_files(memory, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
 
 
-def test_several_machines_share_the_work_by_a_folder_that_all_see(
+def test_several_machines_share_the_work_by_a_shared_folder(
     memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = threading.local()
@@ -261,7 +261,7 @@ def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
+def test_web_pages_are_listed_and_an_interrupted_read_resumes(
     web: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     input_files = InputFiles(ReadConfig(folder=f"{web}/b"), tmp_path)

@@ -153,7 +153,7 @@ def test_perplexity_that_is_no_number(
 
 
 def test_scores_of_classifiers_that_are_no_numbers(weights: LinearClassifier, tmp_path: Path) -> None:
-    """As weights that diverged give them."""
+    """Diverged weights, for example, give such scores."""
     replace(weights, bias=math.nan).save(tmp_path / "c.npz")
     assert apply("x", name="linear_classifier", file=str(tmp_path / "c.npz")) == "probability_not_a_number"
     write_classifier(tmp_path / "one", 1)

@@ -153,7 +153,7 @@ def jaccard(a: str, b: str) -> float:
 
 
 CLASSES = ("Äpfel", "birne", "猫", "10 Euro")
-"""Not in alphabetical order, and not Latin alone."""
+"""Names that are not in alphabetical order, and not all in Latin letters."""
 
 
 def png(number: int) -> bytes:

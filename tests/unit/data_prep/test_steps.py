@@ -113,7 +113,7 @@ def test_steps_count_what_the_steps_before_them_passed_on() -> None:
     assert [step.counts.changed for step in steps] == [1, 0]
 
 
-def test_a_piece_stays_one_of_its_record_whatever_a_step_makes_of_it() -> None:
+def test_a_piece_stays_with_its_record_after_any_step() -> None:
     class Shorter:
         title = "shorter"
 

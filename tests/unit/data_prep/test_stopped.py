@@ -279,7 +279,7 @@ def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
     assert not data_prep.run(config()).already_done
 
 
-def test_a_request_to_stop_ends_with_75_and_the_same_command_goes_on(config: Make, tmp_path: Path) -> None:
+def test_a_stop_request_ends_with_75_and_the_same_command_resumes(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
     falling = [sys.executable, str(SIGNAL_SCRIPT), "SIGTERM", "9", "-", str(path)]

@@ -37,7 +37,7 @@ def documents() -> list[list[int]]:
 
 
 def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2", code: int = 8) -> None:
-    """As the builder of Megatron-LM writes it: each document two sequences here, the last id an end of document."""
+    """Write a corpus as Megatron-LM's builder does: a document is two sequences, its last id an end of document."""
     sizes: list[int] = []
     edges = [0]
     with open(path, "wb") as file:
@@ -55,7 +55,7 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2",
 
 
 def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> None:
-    """As the writer of another library does."""
+    """Write a corpus as datatrove's writer does."""
     file = MegatronTokenizedFile(str(path.parent), path.stem, token_size=size)
     for ids in documents:
         file.write([*ids, END])

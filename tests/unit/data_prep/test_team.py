@@ -208,7 +208,7 @@ DASK_STEPS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A scheduler and two workers, with keys of their own, which Dask's config names."""
+    """Start a scheduler and two workers, whose keys Dask's config names."""
     keys, folder = Security.temporary(), tmp_path_factory.mktemp("keys")
     tls: dict[str, Any] = {"distributed.comm.tls.ca-file": _written(folder / "ca.pem", keys.tls_ca_file)}
     for role in ("scheduler", "worker", "client"):

@@ -227,7 +227,7 @@ def test_the_ids_are_the_same(tokenizer_files: tuple[Tokenizer, Path, str], text
     assert fast.encode_batch([], 1) == []
 
 
-def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
+def test_words_are_cut_only_between_pieces(tmp_path: Path) -> None:
     """A model whose pieces reach over spaces, as ours never do."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -200,7 +200,7 @@ def test_state_bytes_equal_those_of_the_optimizers(name: str, about: str) -> Non
 def test_state_bytes_equal_those_of_a_rank(
     parallel: list[str], precision: str, state: float, unsharded: float, sharing: str
 ) -> None:
-    """As `test_sharing.py` weighs real engines: the copy of 2, 4 of the weight and of the gradient, and AdamW's 8."""
+    """Bytes are those that `test_sharing.py` measures: 2 of the copy, 4 of weight and gradient each, 8 of AdamW."""
     overrides = [f"parallel.{setting}" for setting in parallel]
     actual = describe(
         load_config("quickstart", ["model.vocab_size=64", f"train.precision={precision}", *ADAMW, *overrides])

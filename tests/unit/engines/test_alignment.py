@@ -1,4 +1,4 @@
-"""Whatever an engine is given, and however it cuts and packs: kernels reckon with memory that begins as torch's does.
+"""Alignment of an engine's tensors, however it shards and packs: kernels expect memory that begins as torch's does.
 
 Bit for bit holds only so: BLAS may add up in another order where a tensor begins elsewhere, or lies by columns.
 """
@@ -118,7 +118,7 @@ WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
 
 
 @pytest.mark.parametrize("layout", extend(["one", "zero 1", "zero 3", "tp"], kept=["one", "zero 1", "tp"]))
-def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(workers: Workers, tmp_path: Path, layout: str) -> None:
+def test_soap_resumes_to_the_bit_when_its_bases_turn_each_step(workers: Workers, tmp_path: Path, layout: str) -> None:
     """LAPACK gives bases by columns, a checkpoint by rows."""
     ranks, parallel = LAYOUTS[layout]
     straight = workers.run(train_and_save, ranks, tmp_path / "a", parallel, WIDE)

@@ -179,7 +179,7 @@ def test_offloaded_files_of_killed_processes_alone_are_removed(tmp_path: Path) -
 
 
 def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
-    """Not a user's folder of a like name, nor another host's, nor what a link leads to."""
+    """A user's folder of a similar name, another host's, and the target of a link stay."""
     offload = OffloadDirectory(tmp_path)
     parent, host = offload.path.parent, offload.path.name.rpartition("-")[0]
     offload.remove()
@@ -218,7 +218,7 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, place: str) -> N
 
 
 def test_a_full_disk_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its marker's content, no later run would remove it."""
+    """A later run would not remove a folder whose marker is empty."""
 
     def fail(path: Path, content: bytes) -> None:
         path.touch()

@@ -89,7 +89,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIMIZERS])
-def test_state_goes_through_the_store_and_training_goes_on(workers: Workers, tmp_path: Path, name: str) -> None:
+def test_optimizer_state_is_saved_loaded_and_training_continues(workers: Workers, tmp_path: Path, name: str) -> None:
     optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]

@@ -114,7 +114,7 @@ def compute_worst_error(parallel: ParallelConfig) -> float:
 
 
 def skipped_by_decision(parallel: ParallelConfig) -> None:
-    """As torch.amp.GradScaler, the scale looks at the gradients alone."""
+    """The scale depends on the gradients alone, as torch.amp.GradScaler's."""
     engine, batch = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"), global_batch(seed=1)
     assert engine.loss_scale is not None
     for count in (1, 2):

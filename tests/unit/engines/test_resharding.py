@@ -153,7 +153,7 @@ def boxes(ranks: int) -> dict[str, list[Region]]:
     """Each tensor's box on every rank: uneven rows, a grid, replicas, empty blocks."""
 
     def rows(n: int, width: int) -> list[Region]:
-        """As FSDP2 cuts them: ceil(n / ranks) each, the last ones shorter or empty."""
+        """Return rows as FSDP2 divides them: ceil(n / ranks) each, the last ones shorter or empty."""
         step = -(-n // ranks)
         starts = [min(n, rank * step) for rank in range(ranks)]
         return [((start, 0), (min(step, n - start), width)) for start in starts]

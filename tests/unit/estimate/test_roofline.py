@@ -33,7 +33,7 @@ def device() -> Device:
 
 
 def last_end(jobs: int, workers: int, seconds: float) -> float:
-    """When the last of equal jobs ends."""
+    """Return when the last of equal jobs ends."""
     ends = [0.0] * workers
     for _ in range(jobs):
         heapq.heapreplace(ends, ends[0] + seconds)

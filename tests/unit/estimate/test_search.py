@@ -51,7 +51,7 @@ def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
     assert 0.9 < ordered[len(ordered) // 10] <= ordered[-len(ordered) // 10] < 1.1
 
 
-def test_a_layout_is_legal_if_and_only_if_the_rules_of_configs_say_so(opened: Estimator) -> None:
+def test_a_layout_is_legal_if_and_only_if_its_config_is_valid(opened: Estimator) -> None:
     base: Config = opened.base
     yielded = {config.parallel.model_dump_json() + config.train.recompute for config in layouts(opened, Counter())}
     sections = {config.parallel.model_dump_json(): config.parallel for config in layouts(opened, Counter())}

@@ -124,7 +124,7 @@ source = "test"
     ],
 )
 def test_devices_that_compute_at_once_wait_for_every_byte(tmp_path: Path, layout: str) -> None:
-    """With all axes on one link, a step takes as long as the link carries what a rank sends."""
+    """A step with all axes on one link takes as long as the link carries what a rank sends."""
     (tmp_path / "instant.toml").write_text(INSTANT, encoding="utf-8")
     words = ["model.n_layers=2", "model.vocab_size=1000", "data.sequence_length=2048", "train.micro_batch=1"]
     words += ["train.global_batch=8", "train.precision=bf16", "checkpoint.every=100000000", "parallel.dp_shard=-1"]
@@ -333,7 +333,7 @@ class Command:
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Command()), b"", b"\x80\x04N.", pickle.dumps({"segments": 3})])
-def test_a_file_that_lies_is_no_snapshot(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_file_is_no_snapshot(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rank-0.pickle").write_bytes(content)
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):

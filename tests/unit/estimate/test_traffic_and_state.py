@@ -318,10 +318,10 @@ def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> Non
 
 
 @pytest.mark.parametrize(("precision", "batch", "expected"), [("fp32", 8, 0), ("fp32", 4, 4 * 30), ("bf16", 8, 2 * 30)])
-def test_whole_gradients_outside_of_blocks_take_up_new_ones_of_their_precision(
+def test_whole_gradients_outside_of_blocks_accumulate_in_their_precision(
     precision: str, batch: int, expected: int
 ) -> None:
-    """Under ZeRO 3, the head's gradient waits in the block's backward pass, unless it is added to that of an earlier
+    """The head's gradient waits under ZeRO 3 in the block's backward pass, unless it is added to that of an earlier
     micro-batch at once: FSDP2 does so for gradients in the stored precision."""
     overrides = ["parallel.dp_shard=2", f"train.precision={precision}", "train.micro_batch=2"]
     config = load_config("gpt2-124m", [*overrides, f"train.global_batch={batch}", "data.train=d", "data.tokenizer=t"])

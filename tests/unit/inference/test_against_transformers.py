@@ -139,7 +139,7 @@ def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
 
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
-    """As if the vocabulary had the other ids alone, which are numbered without a gap."""
+    """Beams equal those of a vocabulary of the other ids alone, numbered without a gap."""
     actual = build_pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
     few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = actual.register_forward_hook(

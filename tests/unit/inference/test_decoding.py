@@ -165,7 +165,7 @@ def test_one_beam_is_greedy() -> None:
 
 
 def test_sampling_counts_positions_without_padding() -> None:
-    """So a prompt that stands first gives the same text whatever stands beside it."""
+    """The first prompt's text therefore does not depend on its neighbours."""
     model, prompts = build_case("rope", "decoder")
     short_first = Prompts([prompts.tokens[1], prompts.tokens[0]])
     options = {"max_tokens": NEW, "temperature": 1.0, "seed": 4}

@@ -27,7 +27,7 @@ SMALL = {
 
 
 def folder_of(path: Path, expected: Any) -> Path:
-    """As a MiniLM lies on the Hub: a bare encoder and a vocab.txt."""
+    """Write a folder like that of a MiniLM on the Hub: a bare encoder and a vocab.txt."""
     perturb(expected)
     expected.eval().save_pretrained(path)
     (path / "vocab.txt").write_text("\n".join(PIECES) + "\n")

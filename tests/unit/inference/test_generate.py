@@ -91,7 +91,7 @@ def test_an_empty_prompt_is_refused(model: Decoder) -> None:
         generate(model, PROMPT[:, :0], max_tokens=1)
 
 
-def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plugin_s_family_generates_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     """Its class says that it is causal, and its forward takes no cache: with one, it would read one token alone."""
     plugin("looped")
     model = random_model(SMALL_DECODER.with_changes({"family": "looped"}))

@@ -271,7 +271,7 @@ def test_transformers_attention() -> None:
 
 
 def test_one_layer_without_attention_reaches_itself() -> None:
-    """With A = I nothing moves; with uniform attention half stays."""
+    """Nothing moves under A = I; half stays under uniform attention."""
     torch.testing.assert_close(compute_rollout([torch.eye(3)[None]]), torch.eye(3)[None])
     uniform = torch.full((1, 4, 4), 0.25)
     torch.testing.assert_close(compute_rollout([uniform]), 0.5 * torch.eye(4)[None] + 0.125)

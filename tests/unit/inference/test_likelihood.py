@@ -97,7 +97,7 @@ def test_all_tokens_of_a_prefix_see_one_another() -> None:
     assert causal != results
 
 
-def test_a_greedy_continuation_is_told() -> None:
+def test_a_greedy_continuation_is_marked() -> None:
     model = random_model(SMALL_DECODER)
     context = [3, 1, 4]
     for _ in range(3):

@@ -126,7 +126,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_named(
         open_text_model(run)
 
 
-def test_weights_lie_as_fresh_ones_wherever_they_were_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_weights_are_aligned_like_new_ones(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit holds only so, see tests/support/uninitialized_memory.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misalign(tensor) for name, tensor in read(*args).items()}  # noqa: E731
@@ -263,7 +263,7 @@ def test_prompts_of_span_corruption_are_its_inputs(
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
 @pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
-def test_a_prompt_of_a_converted_model_is_read_as_it_is(
+def test_a_prompt_of_a_converted_model_is_tokenized_unchanged(
     config: ModelConfig, sentinel: str, tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody knows what it was trained for: T5's tasks have no sentinel. A run's own objective is known."""

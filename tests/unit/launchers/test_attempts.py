@@ -124,7 +124,7 @@ def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ['[{"time": 1', "{}", '[{"time": 1.0, "submission": "7"}, {"time": "soon"}]'])
 def test_a_damaged_record_is_kept(folder: Path, damaged: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Under another name, once: attempts that can't be read, or that come after such, are not overwritten."""
+    """The damaged file gets another name, once: attempts that can't be read, and later ones, are not overwritten."""
     (folder / RESTARTS).write_text(damaged)
     attempt(folder, EXIT_FAILED)
     (kept,) = folder.glob(f"{RESTARTS}.damaged-*")
@@ -184,7 +184,7 @@ def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:
     assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host is None
 
 
-def test_in_a_chain_the_next_link_goes_on(
+def test_the_next_link_of_a_chain_resumes(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_chain(run, 7, 8, 9)
@@ -260,7 +260,7 @@ def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
     assert not [call for call in fake_slurm.calls if "requeue" in call]
 
 
-def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_link_prints_how_to_resume(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_chain(run, 5, 6, 7)
     run_prolog(run)
     run_epilog(run, 75, "--no-requeue")

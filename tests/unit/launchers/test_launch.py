@@ -121,7 +121,7 @@ def test_exit_codes_that_a_restart_can_not_help_end_the_job(folder: Path) -> Non
         assert (folder / "starts").read_text() == "x"
 
 
-def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) -> None:
+def test_a_run_that_is_stopped_after_its_last_step_is_done(folder: Path) -> None:
     (folder / "fake_rank.py").write_text(f"{FAKE_RANK}{FINISH}sys.exit(75)")
     assert run_launch("--nproc", "1") == 0
     assert get_run_status(folder / "runs" / "quickstart").state.name == "DONE"

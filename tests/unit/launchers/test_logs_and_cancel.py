@@ -156,7 +156,7 @@ def test_all_cancels_jobs_of_all_runs(make: MakeRun, fake_slurm: FakeSlurm, caps
         assert (code, "name what to end" in output) == (2, True)
 
 
-def test_a_local_run_is_told_to_save_and_stop(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_run_is_signalled_to_save_and_stop(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
     make(launcher="local", host=socket.gethostname(), pid=process.pid, started=started)

@@ -162,7 +162,7 @@ def test_an_exit_code_of_zero_is_not_believed(
     assert "the next job of the chain, 8, will resume" in capsys.readouterr().err
 
 
-def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
+def test_an_exit_code_of_zero_without_a_reason_is_reported(run: Path) -> None:
     run_prolog(run)
     run_epilog(run, 0)
     assert AttemptLog(run).attempts[-1].reason == UNFINISHED

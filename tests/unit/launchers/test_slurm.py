@@ -113,7 +113,7 @@ def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake
 
 
 @pytest.mark.parametrize("fails", ["squeue", "scontrol-show", "no SLURM here"])
-def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
+def test_a_run_whose_job_state_is_unknown_is_not_submitted_again(
     folder: Path, fake_slurm: FakeSlurm, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.answer("sbatch", "12\n")

@@ -223,7 +223,7 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(explain_layout_error(config, 3))
 
 
-def test_a_micro_batch_that_would_fit_is_told() -> None:
+def test_a_micro_batch_that_would_fit_is_suggested() -> None:
     config = load_config("quickstart", ["train.global_batch=16", "train.micro_batch=16"])
     assert str(explain_layout_error(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
 

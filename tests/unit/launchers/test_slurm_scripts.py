@@ -231,14 +231,14 @@ def test_node_lists_are_expanded(fake_slurm: FakeSlurm) -> None:
     assert scheduler.expand_nodelist("n[1-2]") == ["n1", "n2"]
 
 
-def test_usable_nodes_are_those_in_order(fake_slurm: FakeSlurm) -> None:
+def test_usable_nodes_are_the_healthy_ones(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer(
         "sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\nn9 \nn10\n\n"
     )
     assert scheduler.list_usable_nodes("main") == {"n1", "n2", "n5", "n7"}
 
 
-def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="squeue is not on PATH: run this on a login node"):
         scheduler.run_slurm_command("squeue")

@@ -113,7 +113,7 @@ def signals(folder: Path, rank: int) -> list[str]:
     ("behaviours", "code"),
     [(["exit0"] * 3, 0), (["exit75"] * 2, 75), (["exit2"] * 2, 2), (["exit3"] * 2, 1), (["exit0", "exit75"], 1)],
 )  # fmt: skip
-def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[str], code: int) -> None:
+def test_the_exit_code_is_that_of_all_children(tmp_path: Path, behaviours: list[str], code: int) -> None:
     assert supervise(team(tmp_path, behaviours)) == code
 
 
@@ -284,7 +284,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, launch: Callab
     wait_until(lambda: not is_running(tmp_path, 0) and not is_running(tmp_path, 1))
 
 
-def test_a_program_that_is_not_there_leaves_nobody_running(tmp_path: Path) -> None:
+def test_a_missing_program_ends_all_children(tmp_path: Path) -> None:
     children = [*team(tmp_path, ["hang"]), Child("rank 1", [str(tmp_path / "nothing")])]
     with pytest.raises(MegatfmError, match=r"can't start rank 1: .*/nothing: No such file"):
         supervise(children)

@@ -123,7 +123,7 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(agent: Callable[[int]
     assert output == ""
 
 
-def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_during_its_stop_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else `supervise` would kill the others while they save."""
     ended = subprocess.Popen(["true"], env={**os.environ, "LOCAL_RANK": "0"})
     saves = subprocess.Popen(["sleep", "60"], env={**os.environ, "LOCAL_RANK": "1"})
@@ -198,7 +198,7 @@ def test_installed_plugins_stay_where_they_are() -> None:
     assert snapshot.collect_code(["pydantic"]).files == snapshot.collect_code([]).files
 
 
-def test_a_plugin_that_is_not_there_is_named() -> None:
+def test_a_missing_plugin_is_named() -> None:
     with pytest.raises(UsageError, match="plugins: can't find 'nothing_of_this_name'"):
         snapshot.collect_code(["nothing_of_this_name.part"])
 
@@ -273,7 +273,7 @@ def test_ranks_import_nothing_from_the_working_directory(folder: Path) -> None:
     [(ROOT, [], ROOT), (ROOT, [ROOT], None), (ROOT / "tests", [ROOT], None)],
     ids=["working directory", "both", "PYTHONPATH"],
 )
-def test_ranks_find_a_checkout_that_nobody_installed(directory: Path, paths: list[Path], expected: Path | None) -> None:
+def test_ranks_import_an_uninstalled_checkout(directory: Path, paths: list[Path], expected: Path | None) -> None:
     """Packages on PYTHONPATH have no .pth files read, so that an editable install of megatfm is none."""
     packages = sysconfig.get_path("purelib")
     path = os.pathsep.join(map(str, [*paths, packages]))

@@ -164,7 +164,7 @@ def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
-    """Before anything is built; the least that passes gives distances an order of buckets."""
+    """They are refused before anything is built; the smallest number that passes orders distances by buckets."""
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
         SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
     SHARED.with_changes({"position.buckets": 8, "position.max_distance": 6})
@@ -245,7 +245,7 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
 
 
 def test_pairs_are_those_of_windows() -> None:
-    """A window's tokens see one another, which is all that costs count."""
+    """Costs count the pairs within a window."""
     assert Windows2d(7).count_pairs(56 * 56) == 64 * 49**2
     assert Windows2d(7).count_pairs(16) == 16 * 16
 

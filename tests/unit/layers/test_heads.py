@@ -61,7 +61,7 @@ def norm(x: Tensor, layer: torch.nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("embedding_dim", [None, 7])
 def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
-    """Only tokens with a target count; D to E, GELU, norm, the tied table and its bias (Devlin et al. 2019)."""
+    """Tokens with a target alone count; D to E, GELU, norm, the tied table and its bias (Devlin et al. 2019)."""
     model = build_encoder(**{"embedding.dim": embedding_dim})
     tokens, targets = drawn(23, 2, T, seed=0), drawn(23, 2, T, seed=1).masked_fill(drawn(3, 2, T, seed=2) > 0, -100)
     output = model(tokens)

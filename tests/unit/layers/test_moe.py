@@ -268,7 +268,7 @@ def test_state_follows_the_counts_of_a_step() -> None:
     assert not module.observed
 
 
-def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
+def test_a_step_without_tokens_keeps_the_state() -> None:
     router = {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1, "aux_loss_coef": 0.1}
     module, nothing = build_moe(router=router), torch.full((B, T), -1)
     module.accumulate_counts(module(moe_inputs(), moe_sequence()).counts)
@@ -343,7 +343,7 @@ def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
         Config.model_validate(values)
 
 
-def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
+def test_families_whose_streams_have_no_padding_are_refused() -> None:
     config = moe_config()
     with pytest.raises(ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"):
         config.with_changes({"family": "discriminator"})

@@ -67,7 +67,7 @@ def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPat
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """As grouped_gemm.ops.gmm, which says what it wants less readably."""
+    """Stand-in for grouped_gemm.ops.gmm, with readable errors."""
     assert a.dtype == b.dtype == torch.bfloat16
     assert a.is_contiguous()
     assert b.is_contiguous()
@@ -130,7 +130,7 @@ def test_the_host_waits_for_the_rows_of_groups_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_windows_hold_their_groups_and_have_few_lengths() -> None:
-    """Whatever the routing; of nothing beyond the last group, where rows may be undefined."""
+    """Any routing is covered; rows beyond the last group, which may be undefined, are in no window."""
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for _ in range(100):
@@ -195,7 +195,7 @@ def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) ->
     assert difference < 1e-12 if policy == "position" else difference > 1e-2
 
 
-def test_a_capacity_that_shows_the_future_is_told_once(
+def test_a_capacity_that_depends_on_later_tokens_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())

@@ -1,4 +1,4 @@
-"""No attention makes a tensor of all pairs of a long row, forward and backward."""
+"""Attention never makes a tensor of all pairs of a long row, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 SHORT, LONG = 1280, 3072
 """Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
 AT_ONCE = 2**15
-"""So many scores and pairs are looked at together here, that what is chunked is far less than all pairs."""
+"""Scores and pairs that are computed at once here, far fewer than all pairs."""
 SMALL = {"d_model": 8, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 8, "vocab_size": 17}
 NO_POSITIONS = {"position": {"name": "none"}}
 LATENT = {"name": "mla", "kv_lora_rank": 8, "q_lora_rank": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}

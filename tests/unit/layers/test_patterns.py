@@ -98,7 +98,7 @@ def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 @pytest.mark.parametrize("size", [1, 4])
-def test_every_pair_lies_in_a_block_of_the_table(pattern: AttentionPattern, size: int) -> None:
+def test_every_pair_is_in_a_block_of_the_table(pattern: AttentionPattern, size: int) -> None:
     for sequence, documents, _ in layouts():
         table = PatternMask(pattern, sequence, 0, N).block_mask(size).expand(2, N, -(-T // size), -(-T // size))
         spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]

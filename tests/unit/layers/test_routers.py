@@ -262,8 +262,8 @@ def test_a_hash_needs_tokens() -> None:
         module(torch.zeros(B, T, D).double(), SequenceMetadata(torch.arange(T).expand(B, T)))
 
 
-def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
-    """As context parallelism has them."""
+def test_a_hash_uses_the_tokens_of_a_part_of_a_row() -> None:
+    """Parts of rows are those of context parallelism."""
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
     full = {"full_row_positions": torch.arange(T).expand(B, T), "full_row_documents": DOCUMENTS}
     part = make_sequence({"tokens": TOKENS[:, places], "token_indices": places, **full}, "tokens")

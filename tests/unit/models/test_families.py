@@ -141,7 +141,7 @@ def test_the_last_stage_of_xlnet_needs_no_targets_where_there_are_queries() -> N
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 @pytest.mark.parametrize("broken", ["embedding", "block"])
-def test_a_failed_pass_leaves_the_cache_or_is_told(family: str, broken: str) -> None:
+def test_a_failed_pass_keeps_the_cache_or_is_reported(family: str, broken: str) -> None:
     model, cache = model_of(family), KVCache(2, 6)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [-1, 0, 0, 0, 0, 0]])
     encoder = {"encoder_tokens": TOKENS} if family == "encoder_decoder" else {}
@@ -301,7 +301,7 @@ def test_a_stage_names_a_missing_input() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
-def test_a_copy_has_the_same_losses_and_weights_of_its_own(name: str) -> None:
+def test_a_copy_has_the_same_losses_and_separate_weights(name: str) -> None:
     config = FAMILY_MODELS[name]
     model = build(config).train()
     initialise(model, 3)

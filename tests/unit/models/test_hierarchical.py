@@ -28,7 +28,7 @@ COUNTS = {
     "swinv2-t": 28_347_154, "swinv2-s": 49_728_418, "swinv2-b": 87_918_816,
     "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
 }  # fmt: skip
-"""With 1,000 classes, as transformers counts them, MViTv2's as timm does."""
+"""Numbers of weights with 1,000 classes, as transformers counts them (MViTv2: timm)."""
 
 
 @pytest.mark.parametrize("preset", COUNTS)

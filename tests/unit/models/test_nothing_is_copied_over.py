@@ -30,7 +30,7 @@ SMALL = [
 ]  # fmt: skip
 B, T = 2, 16
 LISTS = re.compile(r"torch\.(?:as_)?tensor\((?:[^()]|\([^()]*\))*?\bdevice=")
-"""With calls in their arguments, and over several lines."""
+"""Tensors made of lists on a device; arguments may have calls, over several lines."""
 PLAIN = ["model.dropout=0", "model.attention.dropout=0"]
 
 
@@ -140,7 +140,7 @@ def test_rotary_tables_are_made_once_in_the_type_that_turns(dtype: torch.dtype) 
 
 
 STEP = 6
-"""So many queries at a time."""
+"""Number of queries at a time."""
 
 
 def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:

@@ -25,7 +25,7 @@ def test_every_token_is_predicted_once(document: list[int], dtype: type, build_o
     assert {k: v.tolist() for k, v in repeated.items()} == {k: v.tolist() for k, v in built.items()}
 
 
-def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: Any) -> None:
+def test_the_term_is_a_sum_over_counted_targets_within_documents(build_one: Any) -> None:
     model = build(ModelConfig(vocab_size=11, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))

@@ -260,7 +260,7 @@ def test_captions_stand_between_begin_and_end() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"begin_token": False}, {"pad_captions": True}])
-def test_lengths_are_told_before_anything_is_read(options: dict[str, Any]) -> None:
+def test_lengths_are_computed_before_files_are_read(options: dict[str, Any]) -> None:
     contrastive = contrastive_objective(**options)
     lengths = contrastive.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (of_image, of_text) in enumerate(lengths.tolist(), 1):

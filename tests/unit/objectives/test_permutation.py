@@ -63,7 +63,7 @@ def test_short_texts_are_predicted_at_the_same_rate(
 
 
 def test_span_lengths_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    """With contexts so wide that spans hardly ever touch or reach beyond the text, runs of targets are spans."""
+    """Runs of targets are spans if contexts are so wide that spans hardly ever touch or reach beyond the text."""
     result, runs = make_objective("permutation", tokens_per_prediction=100), Counter[int]()
     for sample in range(TEXTS):
         targets = find_text_targets(build_one(result, make_text(LENGTH), sample=sample))

@@ -56,7 +56,7 @@ def test_targets_do_not_cross_the_parts_of_an_example() -> None:
     }
 
 
-def test_parts_are_packed_as_documents_of_their_own() -> None:
+def test_parts_are_packed_as_separate_documents() -> None:
     config = model("encoder", {"name": "multiple_choice"})
     objective = build_objective(MultipleChoiceObjective(), config, SPECIAL, (32,))
     chunks = [chunk(10, CHOICES), chunk(4, {"at": [3], "labels": [0]}, 50), chunk(10, CHOICES, 30)]

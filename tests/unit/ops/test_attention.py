@@ -32,7 +32,7 @@ def draw_heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, 
 
 
 def attend_by_loops(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
-    """Nothing but loops, exponentials and sums."""
+    """Compute attention by loops, exponentials and sums alone."""
     result = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
@@ -85,7 +85,7 @@ def test_a_document_in_a_packed_row_equals_the_document_alone(function) -> None:
 def test_values_may_be_wider_than_keys(
     monkeypatch: pytest.MonkeyPatch, word: Literal["all", "causal"], of_values: int
 ) -> None:
-    """As of a row that is long, of which torch would hold all scores."""
+    """The row is long, so torch would hold all scores."""
     monkeypatch.setattr(sdpa, "LONG", T)
     flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

@@ -299,7 +299,7 @@ def flex_attention_stand_in(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
     enable_gqa: bool, return_aux: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """As its page has it: where nothing is left, 0 and a logarithm of −∞."""
+    """Stand-in by flex_attention's documentation: 0 and a logarithm of −∞ for queries without keys."""
     assert not enable_gqa or query.shape[1] > key.shape[1]
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)

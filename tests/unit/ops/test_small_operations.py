@@ -33,7 +33,7 @@ def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
 
 
 def test_the_sum_of_squares_of_a_large_table_is_accurate():
-    """As large as GPT-2's embedding, at which torch's own norm of float32 has lost a thousandth."""
+    """The table is as large as GPT-2's embedding, for which torch's norm in float32 is off by a thousandth."""
     tensor = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     expected = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
     assert float(sum_squares([tensor])) == pytest.approx(expected, rel=1e-7)
@@ -46,7 +46,7 @@ def test_sums_of_squares_keep_infinities_and_nans():
 
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
 def test_the_sum_of_squares_of_nothing_is_zero(tensors):
-    """As on a rank of which all shards are empty."""
+    """A rank may have empty shards alone."""
     actual = sum_squares(tensors)
     assert actual.dtype == torch.float64
     assert float(actual) == 0.0

@@ -70,7 +70,7 @@ def test_fake_tensors_are_recognised() -> None:
     assert not torch_private.is_fake(torch.zeros(2))
 
 
-def test_a_backward_pass_knows_whether_the_graph_is_kept() -> None:
+def test_a_backward_pass_detects_a_retained_graph() -> None:
     x, flags = torch.ones(1, requires_grad=True), []
     y = x * 2
     y.register_hook(lambda _: flags.append(torch_private.keeps_graph()))

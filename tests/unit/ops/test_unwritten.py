@@ -1,4 +1,4 @@
-"""No kernel reads what nobody wrote: in conftest.py's memory of NaN, all that comes out is a number.
+"""Kernels read no unwritten memory: on memory that conftest.py fills with NaN, all results are numbers.
 
 oneDNN's products of bfloat16 with AMX read a row of 50 numbers up to its 64th, and multiply by zero what is there. So
 sizes here are no multiples of anything, and larger than the tiles of such kernels.

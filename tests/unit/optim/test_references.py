@@ -298,7 +298,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def test_batched_muon_equals_torch_muon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: by torch's steps, in no more operators however many there are, and a batch at a time."""
+    """Batches are those of a GPU: torch's steps, a batch at a time, in as many operators for any number of matrices."""
     monkeypatch.setattr(matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, 3 * 24))
     generator = torch.Generator().manual_seed(0)
 

@@ -261,7 +261,7 @@ OBJECTIVE_OF = {
 
 
 def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> str:
-    """The refusal where they don't go together, whichever comes first; empty where they do."""
+    """Return the first refusal of a combination; empty if it is supported."""
     kinds = [model.layer_config(depth) for depth in range(max(1, len(model.layer_types)))]
     if engine == "deepspeed" and axes == "replicas":
         return "set parallel.dp_replicate = 1, or parallel.engine = 'native'"

@@ -100,7 +100,7 @@ def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
 
 
 def run_forked(program: str, seconds: int, **environment: str) -> tuple[int, list[str]]:
-    """As `run`, without a fresh Python."""
+    """Run a program as `run` does, without a fresh Python."""
     output = Path(program).with_suffix(".out")
     rank = ForkedCommand([seconds], output, output.parent, {**os.environ, **environment}, program=program)
     return rank.wait(60), sorted(rank.output.splitlines())
@@ -156,13 +156,13 @@ def test_ranks_that_never_come(program: str) -> None:
 
 
 def test_the_time_that_rank_0_has_waited_already_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "POLL_INTERVAL", timedelta(seconds=0.1))
+    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     with pytest.raises(MegatfmError, match="rank 1 of 2 did not start within 1000 s"):
         _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
 
 
-def test_a_last_count_that_does_not_come_is_told_by_the_store_s_own_reason() -> None:
+def test_a_missing_last_count_is_reported_with_the_store_s_reason() -> None:
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     store.set("megatfm/here/1", "n2")
     with pytest.raises(dist.DistError):
@@ -184,7 +184,7 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_finds_missing_ranks_and_reports_them_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     counts, errors = Counter[str](), []
@@ -318,7 +318,7 @@ def test_initialise_here_and_leave() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_host_that_nobody_knows_is_named_at_once(program: str) -> None:
+def test_an_unknown_host_is_named_at_once(program: str) -> None:
     begun = time.monotonic()
     code, lines = run_forked(program, 300, **second_rank("no.such.host.invalid"))
     assert code == 1

@@ -165,7 +165,7 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
     assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
 
 
-def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
+def test_a_parameter_without_a_plan_row_is_an_error_that_shows_the_row() -> None:
     class Mine(Around):
         def __init__(self) -> None:
             super().__init__(nn.Linear(2, 2))
@@ -263,8 +263,8 @@ def lay_a_scalar(style: str) -> str:
     return f"{layout['blocks.0.scale'].partial_axes} {tuple(model.blocks[0].weight.shape)}"
 
 
-def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers: Workers) -> None:
-    """Under "colwise" each rank's gradient of a scalar is that of its own channels."""
+def test_a_tensor_of_too_few_dims_needs_a_style_that_declares_its_gradient(workers: Workers) -> None:
+    """Each rank's gradient of a scalar under "colwise" is that of its channels."""
     for style in ("colwise", "shard_last_dim"):
         (message,) = set(workers.run(lay_a_scalar, 2, style))
         assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard")

@@ -58,7 +58,7 @@ def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None
     assert costs["head"] == 10 * 96 * 16
 
 
-def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
+def test_a_large_vocabulary_is_a_separate_stage() -> None:
     model = load_config("gpt2-124m", []).model
     with torch.device("meta"):
         full = build(model)
@@ -233,7 +233,7 @@ def test_passes_are_made_once_on_their_rank(schedule: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks_meet_their_transfers_in_the_same_order(schedule: str, ranks: int) -> None:
-    """As if each transfer waited for the other side, and no other could overtake it."""
+    """Each transfer waits for the other side here, and none can overtake it."""
     rank_of = stage_to_rank(schedule, ranks, SCHEDULES[schedule])
     for microbatches in MICROBATCHES:
         plan = add_send_recv(build_schedule(schedule, ranks, SCHEDULES[schedule], microbatches), rank_of)

@@ -53,7 +53,7 @@ STEP = {
         (STEP | MPICH | {"PMI_SIZE": "3"}, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
     ],
 )
-def test_launchers_are_told_apart(environment: dict[str, str], place: ProcessEnvironment) -> None:
+def test_launchers_are_recognised(environment: dict[str, str], place: ProcessEnvironment) -> None:
     assert read_process_environment(environment) == place
 
 
@@ -186,7 +186,7 @@ def start(reported: Path) -> Iterator[Start]:
 def test_a_rank_that_is_stopped_before_it_comes_is_named(
     start: Start, reported: Path, stopped: int, alone: bool
 ) -> None:
-    """If it is rank 0, the other waits inside torch to reach it."""
+    """The other rank waits inside torch to reach it if it is rank 0."""
     lost = start(stopped, stops=stopped, alone=alone)
     waits = start(1 - stopped, alone=alone)
     _, output = waits.communicate(timeout=200)
@@ -207,7 +207,7 @@ def test_a_stop_while_ranks_are_missing_ends_the_rank(start: Start, rank: int) -
     assert output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
 
 
-def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_meet_during_a_stop_end(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = StartupWatch(ProcessEnvironment("torchrun", 0, 2))
     meets = threading.Thread(target=watch.__exit__, args=(None, None, None))
 
@@ -243,7 +243,7 @@ def start_ranks(store: dist.Store, world_size: int, ranks: range | None = None) 
 
 
 @pytest.mark.parametrize("later", [2, 3, 4])
-def test_a_restart_has_a_part_of_the_store_of_its_own(later: int) -> None:
+def test_a_restart_has_its_own_store_prefix(later: int) -> None:
     store = dist.HashStore()
     first = start_ranks(store, 3)
     first[1].set("where", "an old port")

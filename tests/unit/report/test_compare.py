@@ -213,7 +213,7 @@ def labels(plot: str, kind: str) -> dict[str, float]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_a_browser_draws_matrices_and_pictures(run: Path, tmp_path: Path) -> None:
-    """A matrix of 20 classes is a picture, which the page's own policy lets through, and so are galleries."""
+    """Matrices of 20 classes and galleries are pictures, which the page's content policy allows."""
     counts = [[label, (label + 1) % 20 if label % 4 == 0 else label, 3] for label in range(20)]
     (run / "confusion.json").write_text(json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}}))
     (run / "pictures").mkdir()

@@ -101,7 +101,7 @@ def test_classes_and_pictures_on_the_page(run: Path) -> None:
     assert "猫" in page.text
 
 
-def test_a_run_without_predictions_has_no_such_sections(run: Path) -> None:
+def test_a_run_without_predictions_has_no_prediction_sections(run: Path) -> None:
     text = report_page(run).text
     assert "Confusion matrix" not in text
     assert "Pictures" not in text

@@ -144,7 +144,7 @@ def test_bad_conversations_are_named(tokenizer_pair: tuple[Tokenizer, Any, str],
         encoder(tokenizer, file).encode([{"messages": good}, {} if row is None else {"messages": row}])
 
 
-def test_an_answer_that_is_cut_away_is_refused_and_one_that_is_cut_is_told(
+def test_an_answer_cut_away_is_refused_and_a_shortened_one_warned_of(
     tokenizer_pair: tuple[Tokenizer, Any, str],
 ) -> None:
     tokenizer, _, file = tokenizer_pair

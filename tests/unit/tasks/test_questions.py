@@ -138,7 +138,7 @@ def test_solved_examples_of_another_file(tmp_path: Path) -> None:
     assert open_evaluation_task(path).questions[0].prompt == "Q: other\nA: d\n\nQ: Größe 0?\nA:"
 
 
-def test_the_fingerprint_tells_tasks_apart_by_what_is_asked(tmp_path: Path) -> None:
+def test_the_fingerprint_of_tasks_depends_on_their_questions(tmp_path: Path) -> None:
     write_rows(tmp_path)
     path = write_task(tmp_path, CHOICE + LABELS)
     first = open_evaluation_task(path).fingerprint

@@ -105,7 +105,7 @@ def test_answers_are_found_where_they_stand(context: str, text: str, start: int,
         assert context[answer.begin : answer.end] == "Cafe\u0301"
 
 
-def test_an_answer_that_is_not_there_is_none() -> None:
+def test_a_missing_answer_is_none() -> None:
     assert find_answer("in Bern", "Rome", 0)[0] is None
     assert find_answer("in Bern", "bern", 3)[0] is None, "another case is another word"
 

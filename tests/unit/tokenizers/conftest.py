@@ -99,12 +99,12 @@ def folders(
 
 
 def ended(pieces: dict[str, int], *names: str) -> dict[str, int]:
-    """With special tokens at the end, as GPT-2's."""
+    """Return a vocabulary with special tokens at the end, as GPT-2's."""
     return {**pieces, **{name: len(pieces) + number for number, name in enumerate(names)}}
 
 
 def framed(pieces: dict[str, int], *names: str) -> dict[str, int]:
-    """With four special tokens at the start and more at the end, as RoBERTa's."""
+    """Return a vocabulary with four special tokens at the start and more at the end, as RoBERTa's."""
     first: Sequence[str] = ("<s>", "<pad>", "</s>", "<unk>")
     shifted = {piece: token + len(first) for piece, token in pieces.items()}
     return ended({**{name: number for number, name in enumerate(first)}, **shifted}, *names)

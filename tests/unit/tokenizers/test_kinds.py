@@ -229,7 +229,7 @@ def test_ids_are_those_of_sentencepiece(tokenizer: SentencePieceTokenizer, model
     assert tokenizer.encode(text).tolist() == plain.encode(text)
 
 
-def test_a_tokenizer_of_ours_knows_its_special_tokens(tokenizer: SentencePieceTokenizer) -> None:
+def test_our_tokenizers_store_their_special_tokens(tokenizer: SentencePieceTokenizer) -> None:
     assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2, 3)
     assert (tokenizer.mask, tokenizer.cls, tokenizer.sep) == (4, 5, 6)
     assert tokenizer.sentinels == tuple(range(7, 15))

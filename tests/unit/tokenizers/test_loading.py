@@ -24,7 +24,7 @@ from megatfm.tokenizers.base import filter_special_token_names, find_special_tok
 
 @pytest.fixture
 def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
-    """As prep leaves it."""
+    """Folder with a tokenizer's files, as `megatfm prep` leaves them."""
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.describe()))
     return tmp_path
@@ -49,7 +49,7 @@ def test_models_go_by_several_names(tmp_path: Path, model: bytes, name: str) -> 
     assert list(read_tokenizer_files(tmp_path)) == ["tokenizer.model"]
 
 
-def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
+def test_a_file_is_recognised_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
     (tmp_path / "a").write_bytes(model)
     (tmp_path / "b").write_bytes(train_byte_bpe(texts, vocab_size=400))
     assert isinstance(load(tmp_path / "a"), SentencePieceTokenizer)
@@ -140,7 +140,7 @@ def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: by
     assert load(tmp_path / "spiece.model").sentinels
 
 
-def test_folders_of_old_say_how_to_go_on(tmp_path: Path) -> None:
+def test_folders_of_old_versions_are_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
         load(tmp_path)

@@ -72,7 +72,7 @@ def test_a_text_without_breaks_is_not_skipped(model_type: Type) -> None:
 
 @pytest.mark.parametrize("size", [700, 1500])
 def test_unigram_pieces_stay_within_segments(texts: list[str], size: int) -> None:
-    """As those of BPE do: a word or a run of signs with the space before it, or a break with its indentation."""
+    """A segment is a word or a run of signs with the space before it, or a break with its indentation, as for BPE."""
     model = train_sentencepiece(texts, vocab_size=size, sentinels=0, model_type="unigram")
     spelled = [piece.replace("\u2581", " ") for piece in pieces(SentencePieceTokenizer(model))[7 + 256 :]]
     assert all(_SEGMENT.fullmatch(piece) for piece in spelled)

@@ -181,7 +181,7 @@ def test_the_first_rows_alone(workers: Workers, folder: Path) -> None:
     assert workers.run(evaluated, 1, folder, {}, 2, 10**6)[0] == everything
 
 
-def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(workers: Workers, folder: Path) -> None:
+def test_the_loss_of_uniform_predictions_is_the_logarithm_of_the_vocabulary(workers: Workers, folder: Path) -> None:
     result = workers.run(evaluated_uniform, 1, folder)[0]
     assert result["loss"] == pytest.approx(math.log(400), rel=1e-12)
     expected = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
@@ -257,7 +257,7 @@ def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("batch", "few"), [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)]
 )
-def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(folder: Path, batch: int, few: bool) -> None:
+def test_a_batch_with_few_divisors_is_refused_with_a_better_one(folder: Path, batch: int, few: bool) -> None:
     result = config(folder)
     train = result.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
     note = note_few_streams(result.model_copy(update={"train": train}))

@@ -143,7 +143,7 @@ def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: Ha
     assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([1], True, 0)
 
 
-def test_only_victims_are_better_than_nobody(detector: HangDetector) -> None:
+def test_victims_are_named_if_no_cause_is_found(detector: HangDetector) -> None:
     for rank in range(4):
         detector.record_failure(rank, f"gloo {rank}", 1.0 + rank / 10, lost_peer=True)
     assert diagnose(detector, 2.0).ranks == [0]
@@ -160,7 +160,7 @@ def test_ranks_that_left_are_neither_awaited_nor_blamed(detector: HangDetector) 
     assert detector.diagnose(100.0) is None
 
 
-def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDetector) -> None:
+def test_a_monitor_that_was_stopped_itself_blames_no_rank(detector: HangDetector) -> None:
     record_heartbeats(detector, 0.0)
     detector.exclude_pause(60.0)
     assert detector.diagnose(61.0) is None
@@ -180,7 +180,7 @@ def test_the_relaying_rank_of_a_silent_node_is_blamed() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [3], [0, 1, 2, 3], [1, 3, 4, 5, 9], [5, 4, 3], [7, 7, 8]], ids=str)
-def test_a_diagnosis_comes_back_from_json(ranks: list[int]) -> None:
+def test_a_diagnosis_is_read_back_from_json(ranks: list[int]) -> None:
     diagnosis = Diagnosis(ranks, [f"n{rank // 4}" for rank in ranks], 3, "they hang", True, 2)
     assert Diagnosis.from_dict(json.loads(json.dumps(diagnosis.to_dict()))) == diagnosis
 
@@ -237,7 +237,7 @@ def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_nccl_s_records_are_read_from_its_own_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
+    """The recorder of other backends, which every build of torch has, does not hold NCCL's collectives."""
     requested: list[dict[str, bool]] = []
 
     def dump(**options: bool) -> bytes:

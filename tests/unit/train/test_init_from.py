@@ -33,7 +33,7 @@ def test_all_are_taken_over_where_all_fit() -> None:
     assert str(takeover) == "the weights of runs/before"
 
 
-def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
+def test_the_table_lists_loaded_drawn_and_unused_weights() -> None:
     expected = {**BODY, "topic.weight": (5, 8)}
     takeover = match_weights(expected, STORED, ["decoder.*"], SOURCE)
     assert takeover.loaded == BODY
@@ -46,7 +46,7 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
     ]
 
 
-def test_another_family_is_told_apart_from_other_sizes() -> None:
+def test_another_family_is_distinguished_from_other_sizes() -> None:
     expected = {name.replace("decoder.", "encoder."): shape for name, shape in BODY.items()}
     with pytest.raises(UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"):
         match_weights(expected, STORED, [], SOURCE)
@@ -140,7 +140,7 @@ def test_a_head_has_the_layers_of_transformers_s_class(preset: str, form: str, t
     assert (head.pooler, head.bias) == POOLERS[preset, form]
 
 
-def test_the_pooler_of_next_sentence_prediction_goes_on(tmp_path: Path) -> None:
+def test_the_pooler_of_next_sentence_prediction_is_kept(tmp_path: Path) -> None:
     """Its tanh, too, in a model whose class in transformers has another pooler."""
     words = [*task_words(tmp_path, "classification"), "data.sequence_length=16", "model.extra_heads.sentence={}"]
     config, _ = resolve_task(load_config("modernbert-base", words))

@@ -81,7 +81,7 @@ def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Pa
         carried_out(loss_guard, engine, 27, 2.0, math.inf)
 
 
-def test_a_loss_that_is_not_finite_counts_whatever_the_scale(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_counts_at_any_scale(tmp_path: Path) -> None:
     loss_guard, engine = guard(tmp_path, max_skipped=2), Engine()
     engine.loss_scale = LossScale()
     assert not carried_out(loss_guard, engine, 1, math.nan, 1.0)
@@ -96,7 +96,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
         carried_out(loss_guard, engine, 3, math.nan, 1.0)
 
 
-def test_a_step_that_was_skipped_is_skipped_again_whatever_its_numbers(tmp_path: Path) -> None:
+def test_a_skipped_step_is_skipped_again_with_any_values(tmp_path: Path) -> None:
     carried_out(guard(tmp_path), Engine(), 5, math.nan, 1.0)
     resumed, engine = guard(tmp_path), Engine()
     resumed.decisions.read()

@@ -125,7 +125,7 @@ def test_ranks_behind_a_relay_notice_a_lost_server(cluster: Cluster) -> None:
     assert cluster.hears(3, "diagnosis")["diagnosis"]["ranks"] == [[0, 1]]
 
 
-def test_a_server_that_is_silent_is_told_of() -> None:
+def test_a_silent_server_is_reported() -> None:
     """A listener that accepts no one takes connections, and says nothing."""
     silent = socket.create_server(("127.0.0.1", 0))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -169,7 +169,7 @@ def test_ranks_behind_a_relay_show_the_token_and_are_of_its_node(cluster: Cluste
 
 
 def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
-    """With a beat of minutes, a batch leaves for a new phase, and the other ranks' heartbeats go with it, older."""
+    """The period is minutes: a batch is sent for a new phase, with the other ranks' older heartbeats."""
     client_end, server = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     relay = RankMonitorRelay([2, 3], 600.0, 100.0, "secret", listener, JsonConnection(client_end))

@@ -99,7 +99,7 @@ def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect])
         assert rank.is_closed()
 
 
-def test_a_closed_connection_is_a_death_that_all_others_hear_of(open_hub: Callable[..., Connect]) -> None:
+def test_a_closed_connection_is_reported_to_all_ranks(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(3)
     ranks = [connect(rank) for rank in range(3)]
     ranks[1].line.send({"heartbeat": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
@@ -111,7 +111,7 @@ def test_a_closed_connection_is_a_death_that_all_others_hear_of(open_hub: Callab
         assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without an error message")
 
 
-def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> None:
+def test_a_missing_rank_is_named(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(2, limit=0.5, interval=0.05)
     local = connect(0)
     deadline = time.monotonic() + 20
@@ -215,7 +215,7 @@ def test_ranks_never_heard_are_named(open_hub: Callable[..., Connect], monkeypat
         connect(rank).line.send({"failed": "enough", "lost_peer": False})
 
 
-def test_connections_that_can_not_be_accepted_are_told_of_and_accepted_later(
+def test_connections_that_can_not_be_accepted_are_logged_and_accepted_later(
     open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_monitor_server, "ACCEPT_PAUSE_SECONDS", 0.2)

@@ -55,7 +55,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(result))  # as it comes back from a checkpoint
 
 
-def test_a_run_goes_on_with_the_same_config() -> None:
+def test_a_run_resumes_with_the_same_config() -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
@@ -111,7 +111,7 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
     (state(precision="fp64"), state(precision="fp32"), ["model"],
      r"'fp64', whose .* are float64; those of 'fp32' are float32: continue with"),
 ], ids=["another optimizer", "flat section", "several groups", "unreadable config", "less precision"])  # fmt: skip
-def test_what_can_not_go_on_says_how_to_go_on(
+def test_a_refused_resume_is_an_error_with_a_remedy(
     before: dict[str, Any], now: dict[str, Any], allow: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
@@ -258,7 +258,7 @@ def test_a_node_local_folder_is_named_once_per_run_directory(tmp_path: Path, mon
     assert resume.discover_nodes(Config.model_validate(VALUES), RunDirectory(tmp_path / "a", 0)) is None
 
 
-def test_another_kind_of_machine_is_told_and_goes_on() -> None:
+def test_a_resume_on_another_machine_is_logged() -> None:
     recorded = {
         "kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}],
         "of_rank": [0, 0],

@@ -58,7 +58,7 @@ def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
 
 
 def test_the_agreement_of_the_step_before_is_the_same_on_all_ranks(workers: Workers) -> None:
-    """As on a GPU, where the host waits for nothing newer; before the first, all count as busy."""
+    """The host of a GPU waits for nothing newer; before the first step, all count as busy."""
     expected = [(None, True), (None, True), ("SIGTERM", False), ("SIGTERM", False)]
     assert workers.run(agreed_a_step_later, 3, signal.SIGTERM) == [expected] * 3
 
@@ -123,7 +123,7 @@ def test_handlers_are_given_back_after_an_error() -> None:
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
 
 
-def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_outside_the_main_thread_warns_that_it_handles_no_signals(caplog: pytest.LogCaptureFixture) -> None:
     """`megatfm.fit` in a thread of a notebook or a service."""
     before = [signal.getsignal(name) for name in STOP_SIGNALS]
     failed: list[BaseException] = []

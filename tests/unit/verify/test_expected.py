@@ -223,7 +223,7 @@ def test_counted_is_expected_where_rows_or_layers_are_divided(pool: RankPool, ca
 def test_unexpected_traffic_is_named(
     pool: RankPool, part: str, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""
+    """The step sends more than closed forms that lack the ring, or the first pass."""
     monkeypatch.setattr(expected, part, lambda *_: [])
     comparison = verify(load_config("clip-b32", ["parallel.dp_shard=2"]), pool=pool)
     assert not comparison.wrong
@@ -278,7 +278,7 @@ def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(pool
     assert not comparison.traffic_mismatches
 
 
-def test_frozen_blocks_in_stages_of_their_own_are_predicted(pool: RankPool) -> None:
+def test_frozen_blocks_in_separate_stages_are_predicted(pool: RankPool) -> None:
     config = load_config(
         "quickstart",
         ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]'],

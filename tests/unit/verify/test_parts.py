@@ -290,6 +290,6 @@ def test_unnamed_sizes_become_small() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "longformer-base", "t-dmca"])
-def test_cores_of_their_own_kind_have_a_reference(name: str) -> None:
+def test_cores_of_every_kind_have_a_reference(name: str) -> None:
     small, _ = shrink(load_config(name))
     assert take_reference_step(small, draw_batch(small)).loss > 0

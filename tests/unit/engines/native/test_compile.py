@@ -52,7 +52,7 @@ def test_blocks_are_compiled_on_gpus_where_nothing_forbids(overrides: list[str],
     assert should_compile(config, CPU) is on_cpu
 
 
-def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
+def test_attention_of_long_rows_is_not_compiled_on_cpus() -> None:
     long, short = (load_config("quickstart", [f"data.sequence_length={n}"]) for n in (2048, 512))
     assert keeps_attention_eager(long, CPU)
     assert not keeps_attention_eager(short, CPU)
@@ -140,7 +140,7 @@ def in_lengths() -> list[int]:
     return result
 
 
-def test_each_length_of_a_warm_up_has_kernels_of_its_own(workers: Workers) -> None:
+def test_each_length_of_a_warmup_has_its_kernels(workers: Workers) -> None:
     """Left to itself, torch makes one graph for all lengths at the second."""
     assert workers.run(in_lengths, 1) == [[1, 2, 3, 3, 3, 3]]
 

@@ -91,7 +91,7 @@ def test_the_host_waits_once_a_step(
 def test_rows_of_experts_are_counted_on_the_device(
     workers: Workers, ranks: int, parallel: ParallelConfig, looks: list[str]
 ) -> None:
-    """Where they travel to other ranks, the host makes room for them: it looks once in each layer, forward."""
+    """The host reads counts once in each layer's forward pass, to allocate the rows that come from other ranks."""
     passes = MOE.n_layers * len(range(0, 8 // ranks, 2))
     for waits, reads in workers.run(waits_of_a_step, ranks, MOE, parallel, "fp32", True):
         assert waits == looks * passes
@@ -190,11 +190,11 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         pytest.param("patterns of encoders, rows of 11 tokens", ParallelConfig(cp=2), marks=EXTENDED),
     ],
 )
-def test_the_host_waits_for_nothing_that_it_knows(workers: Workers, name: str, parallel: ParallelConfig) -> None:
+def test_the_host_does_not_wait_for_known_values(workers: Workers, name: str, parallel: ParallelConfig) -> None:
     assert workers.run(waits_of_rows, 2, name, parallel, True) == [[], []]
 
 
-def test_without_copies_of_its_own_the_host_reads(workers: Workers) -> None:
+def test_the_host_reads_the_device_without_host_copies(workers: Workers) -> None:
     assert all(workers.run(waits_of_rows, 2, "window", ParallelConfig(cp=2), False))
 
 

@@ -120,7 +120,7 @@ def test_state_goes_through_the_store_bit_for_bit(
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_training_goes_on_after_a_load_as_without(workers: Workers, tmp_path: Path, optimizer: AdamWConfig) -> None:
+def test_training_after_a_load_equals_plain_training(workers: Workers, tmp_path: Path, optimizer: AdamWConfig) -> None:
     layout = ParallelConfig(dp_shard=2, zero=1)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]
@@ -156,7 +156,7 @@ def train_without_sentences(layouts: list[ParallelConfig]) -> None:
 
 
 def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
-    """Under every stage alike, instead of being left to decay."""
+    """Weights are named under every ZeRO stage, instead of being left to decay."""
     workers.run(train_without_sentences, 1, [ParallelConfig(zero=zero) for zero in (0, 3)])
     workers.run(train_without_sentences, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
 
@@ -171,13 +171,13 @@ def engines_end(layouts: list[ParallelConfig]) -> None:
         assert data() is None, f"{parallel}: something out of the collector's sight keeps it, and with it all weights"
 
 
-def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
+def test_an_unreferenced_engine_is_freed(workers: Workers) -> None:
     workers.run(engines_end, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
-    """Whatever the stage: nothing is gathered, scattered or copied for it, also beside tensor parallelism."""
+def test_one_data_rank_communicates_with_no_other(workers: Workers, zero: int) -> None:
+    """Nothing is gathered, scattered or copied under any stage, beside tensor parallelism, too."""
     assert workers.run(shares_weights_with_optimizer, 1, ParallelConfig(zero=zero)) == [True]
     assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, tp=2)) == [True] * 2
     assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, dp_shard=2)) == [False] * 2
@@ -234,7 +234,7 @@ STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 
 
 def early(engine: NativeEngine) -> NativeEngine:
-    """As an engine on a GPU decides."""
+    """Let optimizers decide about skips on the device, as on a GPU."""
     engine.skipping_optimizers = [optimizer for optimizer in engine.optimizers if optimizer.can_skip]
     return engine
 

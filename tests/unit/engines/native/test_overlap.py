@@ -256,7 +256,7 @@ def test_a_group_allocates_what_it_sends_where_it_can(workers: Workers) -> None:
         assert result == []
 
 
-def test_a_group_that_cannot_says_so(workers: Workers) -> None:
+def test_an_unsupported_group_is_reported(workers: Workers) -> None:
     for kinds, result in workers.run(allocated, 2, False):
         assert not any("ProcessGroup" in kind for kind in kinds)
         assert result == [

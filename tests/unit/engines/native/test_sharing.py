@@ -160,7 +160,7 @@ def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
 
 
 def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
-    """As the check before training asks for it."""
+    """Return the memory needs, as the check before training asks for them."""
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     return engine.estimate_memory(
         microbatches, compute_block_input_bytes(config, engine.precision.compute_dtype.itemsize)

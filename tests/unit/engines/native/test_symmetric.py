@@ -1,4 +1,4 @@
-"""Where ranks can't read one another's memory, a run that asks for it is refused by name. What is sent, and the
+"""A run that asks for symmetric memory is refused by name if ranks can't read one another's. What is sent, and the
 gradients through it: tests/parity/test_async_tp.py."""
 
 import socket
@@ -95,5 +95,5 @@ def plan() -> str:
     return str(result)
 
 
-def test_the_plan_says_so(workers: Workers) -> None:
+def test_the_plan_lists_async_tp(workers: Workers) -> None:
     assert workers.run(plan, 2)[0].endswith(f"\n{build.ASYNC_TP}")
