@@ -27,7 +27,8 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped by a signal to the launcher, and resumed."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
-    settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
+    validation = f"data.validation={{held-out='{corpus}/validation'}}"
+    settings = ["run_dir=run", validation, "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
     launch = ForkedCommand([*words, "train.steps=300"], folder / "said", folder)
     launch.wait_for_lines(folder / "run/metrics.jsonl", 3)

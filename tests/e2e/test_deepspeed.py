@@ -190,6 +190,7 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
     assert "ZeRO 2, deepspeed in fp32" in capsys.readouterr().out
 
 
+@pytest.mark.extended  # it sets the variables that torchrun sets, which tests/unit/parallel/test_distributed.py has
 @pytest.mark.timeout(900)  # three processes import torch; on a busy machine
 def test_training_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]

@@ -110,7 +110,7 @@ def test_a_run_resumes_without_a_node(nodes: list[Node], config_file: Path, tmp_
 
 Start = Callable[..., WatchedRanks]
 HOST = socket.gethostname()
-SLOW = pytest.mark.slow
+SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 
 @pytest.fixture
@@ -134,7 +134,10 @@ def test_all_end_well(start: Start, machines: str) -> None:
         assert f"step {STEPS - 1}\n" in output
 
 
-@pytest.mark.parametrize("blamed", [2, 3, pytest.param(0, marks=SLOW), pytest.param(4, marks=SLOW)])
+# What is said of 3, rank 2 relays; of 2 it is below, where it is stopped or fails.
+@pytest.mark.parametrize(
+    "blamed", [3, pytest.param(2, marks=EXTENDED), pytest.param(0, marks=SLOW), pytest.param(4, marks=SLOW)]
+)
 def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
     ranks = start()
     ranks.wait_until_watched()

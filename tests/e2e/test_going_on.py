@@ -189,7 +189,8 @@ def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path
         continue_from_config(foreign, None, words)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+# A branch reads a checkpoint as a resume does, of which tests/e2e/test_training.py has several ranks.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_branch_continues_like_its_run(workers, make_config, tmp_path, ranks):
     """Weights, optimizer and data: the same steps come out, to the bit; and what differs must be allowed."""
     workers.run(run_training, ranks, make_config("checkpoint.keep=9", run="trunk"))
@@ -241,7 +242,7 @@ def evaluate_in_one_process(run: Path) -> float:
 def test_context_ranks_train_like_one_process(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """Two ranks train like one process, stop and resume bit for bit, and change their number."""
+    """Two ranks train like one process, and stop and resume bit for bit; one process evaluates both."""
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", run="cut")
     assert workers.run(train_with_fresh_log, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
@@ -256,15 +257,21 @@ def test_context_ranks_train_like_one_process(
     ]
     assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
+    losses = [workers.run(evaluate_in_one_process, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert_nearly_equal(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.extended  # a checkpoint of two context ranks is read by one above; data ranks move in test_training.py
+def test_a_run_moves_to_context_ranks_and_back(
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     assert workers.run(train_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [EXIT_REQUEUE]
     moved = make_config("parallel.cp=2", run="moved")
     assert workers.run(train_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK]
-    # Whatever a run was laid over, one process evaluates it.
-    losses = [workers.run(evaluate_in_one_process, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    for run in ("cut", "moved"):
-        assert_nearly_equal(tmp_path / "whole", tmp_path / run)
+    assert_nearly_equal(tmp_path / "whole", tmp_path / "moved")
 
 
 # -------------------------------------------------------------------------------------- an engine of a plugin

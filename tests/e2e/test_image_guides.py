@@ -19,9 +19,10 @@ from tests.support.prep_files import write_file
 from tests.support.training_runs import training_curve
 
 COMMON = ("train.steps=2", "train.global_batch=4", "train.micro_batch=2", "lr_schedule.warmup_steps=1", "log.every=1")
+FEW_STEPS = ("train.steps=6", "lr_schedule.warmup_steps=1", "log.every=1")
 NARROW = ("model.d_model=24", "model.n_layers=1", "model.attention.n_heads=2", "model.ffn.d_ff=48")
 LESS = {
-    "train quickstart-vision": ("train.steps=30", "log.every=1"),
+    "train quickstart-vision": FEW_STEPS,
     "train photos.toml": (*COMMON, *NARROW),
     "train vit-b16 --from": COMMON,
     "train vit-b16 name=tuned": (*COMMON, *NARROW),
@@ -32,8 +33,8 @@ LESS = {
         *COMMON, "model.d_model=8", "model.stages={layers=[1,1,1,1],heads=[1,2,4,8],grid=[48,48]}", "model.ffn.d_ff=16",
     ),
     "train clip-b32": COMMON,
-    "train towers.toml": ("train.steps=40", "log.every=1"),
-    "train captioner.toml": ("train.steps=20", "log.every=1"),
+    "train towers.toml": FEW_STEPS,
+    "train captioner.toml": FEW_STEPS,
     "prep quickstart-data": ("tokenizer.vocab_size=340",),
 }  # fmt: skip
 """First words of a command → settings that make it small."""
@@ -88,7 +89,7 @@ def test_the_page_on_images(tmp_path: Path) -> None:
     runs = ("quickstart-vision", "photos", "larger", "mae-b16", "tuned", "simmim-swin-b")
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {*runs}
     for run in runs:
-        assert training_curve(tmp_path / "runs" / run)[-1]["step"] == (30 if run == runs[0] else 2)
+        assert training_curve(tmp_path / "runs" / run)[-1]["step"] == (6 if run == runs[0] else 2)
     assert len(json.loads((tmp_path / "runs/photos/pictures.json").read_text())["galleries"]) == 2
     assert (tmp_path / "runs/photos/report.html").is_file()
     assert (tmp_path / "samples.png").is_file()

@@ -1,7 +1,6 @@
 """Kills, checkpoints on two tiers, leftovers: a run that goes on takes the newest whole one, or says why not."""
 
 import json
-import os
 import re
 import shutil
 import socket
@@ -18,6 +17,8 @@ from megatfm import checkpoint
 from megatfm.checkpoint import metadata
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from tests.support.documentation import ROOT
+from tests.support.forked_commands import ForkedCommand
 from tests.support.kill_series import LAYOUTS, PHASES, divide_kills
 from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import run_training, training_curve
@@ -167,12 +168,13 @@ def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Pat
 
 def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, Any]:
     """In a process of its own: it forks, and so must have no thread."""
-    command = [sys.executable, "-m", "tests.support.kill_series", str(corpus), str(folder), json.dumps(kills)]
-    completed = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
-    )
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    report: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    words = [corpus, folder, json.dumps(kills)]
+    series = ForkedCommand(words, folder.with_name("said"), ROOT, program="tests.support.kill_series")
+    try:
+        assert series.wait(850) == 0, series.output[-4000:]
+    finally:
+        series.end()
+    report: dict[str, Any] = json.loads(series.output.splitlines()[-1])
     print(report)
     assert report["kills"] == sum(kills.values())
     assert report["compared"] >= len(kills)

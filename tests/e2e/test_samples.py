@@ -19,6 +19,7 @@ from megatfm.train.trainer import train
 from tests.support.evaluated_tasks import write_tasks
 from tests.support.workers import WorkerFailure, Workers
 
+EXTENDED = pytest.mark.extended
 PROMPTS = ["import ", "", "Größe 東京\n"]
 SHORT = (
     "train.steps=2", "evaluate.every=1", "evaluate.max_rows=4", "checkpoint.every=1", "train.precision=fp64",
@@ -43,7 +44,10 @@ def samples(run: Path) -> dict[int, list[dict[str, str]]]:
     return {line["step"]: line["samples"] for line in lines}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Tasks of averaged weights are below.
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=EXTENDED) if name == "averaged weights" else name for name in LAYOUTS]
+)
 def test_samples_are_what_generate_makes_of_the_checkpoint(
     workers: Workers, make_config: Any, tmp_path: Path, layout: str
 ) -> None:
@@ -143,7 +147,10 @@ def evaluations(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line.get("tasks", {}) for line in lines}
 
 
-@pytest.mark.parametrize("layout", TASK_LAYOUTS)
+# What the command says of a run of one rank is below.
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=EXTENDED) if name == "one rank" else name for name in TASK_LAYOUTS]
+)
 def test_curves_are_what_evaluate_says_of_the_checkpoints(
     workers: Workers, make_config: Any, tmp_path: Path, layout: str
 ) -> None:

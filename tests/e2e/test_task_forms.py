@@ -30,6 +30,7 @@ train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
 checkpoint = { keep = 1 }
 log = { sinks = [] }
 """
+EXTENDED = pytest.mark.extended
 TINY = "model={d_model=32, n_layers=1, attention={n_heads=2}, ffn={d_ff=64}"
 
 
@@ -69,7 +70,7 @@ def check_exported_answers(exported: Path, truth: Sequence[dict], rows: Sequence
         assert question["context"][offsets[begin][0] : offsets[end][1]] == row["answer"]
 
 
-@pytest.mark.parametrize("no_answer", [0.0, 0.4])
+@pytest.mark.parametrize("no_answer", [pytest.param(0.0, marks=EXTENDED), 0.4])
 def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
     for name, n, seed in (("train", 160, 1), ("validation", 30, 2), ("test", 30, 3)):
@@ -243,7 +244,8 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("pattern", LONG)
+# The pattern itself is in tests/unit/layers.
+@pytest.mark.parametrize("pattern", ["longformer", pytest.param("bigbird", marks=EXTENDED)])
 def test_long_documents_are_classified(folder: Path, pattern: str) -> None:
     """Words far behind the first token tell the class; most tokens see a window of 8, or a few blocks of 8, alone."""
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)

@@ -35,7 +35,8 @@ HOST = socket.gethostname()
 MakeConfig = Callable[..., Config]
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("nan", 1), ("inf", 2)])
+# A run of nothing but NaN is below.
+@pytest.mark.parametrize(("fault", "ranks"), [pytest.param("nan", 1, marks=pytest.mark.extended), ("inf", 2)])
 def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     workers: Workers, make_config: MakeConfig, tmp_path: Path, fault: str, ranks: int
 ) -> None:

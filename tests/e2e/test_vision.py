@@ -18,10 +18,17 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of corpora that holds the quickstart's."""
+    folder = tmp_path_factory.mktemp("digits")
+    assert "1,198" in run_megatfm("prep", "quickstart-vision-data", output=folder / "output", cwd=folder)
+    return folder / "corpora"
+
+
+def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path, corpora: Path) -> None:
     output = tmp_path / "output"
-    prepared = run_megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
-    assert "1,198" in prepared
+    (tmp_path / "corpora").symlink_to(corpora)
     run_megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     run = tmp_path / "runs/quickstart-vision"
     curve = training_curve(run)
@@ -62,10 +69,10 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_killed_training_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_killed_training_resumes_to_the_bit(tmp_path: Path, corpora: Path) -> None:
     """Two ranks with worker processes, augmentation, mixed images and averaged weights; all are killed at once."""
     output = tmp_path / "output"
-    run_megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
+    (tmp_path / "corpora").symlink_to(corpora)
     shorter = keep_last_override([*SMALL, "train.steps=12", "checkpoint.every=3"])
     words = [
         "quickstart-vision", "--nproc", 2, *shorter, "train.micro_batch=32", "data.workers=2",
@@ -141,10 +148,10 @@ SIMMIM = [
 
 
 @pytest.mark.parametrize("words", [MAE, SIMMIM], ids=["mae", "simmim"])
-def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tmp_path: Path) -> None:
+def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tmp_path: Path, corpora: Path) -> None:
     """Rows that an image fills."""
     output_file, run = tmp_path / "output_file", tmp_path / "runs/mae"
-    run_megatfm("prep", "quickstart-vision-data", output=output_file, cwd=tmp_path)
+    (tmp_path / "corpora").symlink_to(corpora)
     small = [word for word in SMALL if "mixup" not in word]
     run_megatfm("train", "quickstart-vision", "name=mae", *small, *words, output=output_file, cwd=tmp_path)
     curve = training_curve(run)

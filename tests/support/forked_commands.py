@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import gc
 import io
-import multiprocessing
 import os
 import runpy
 import signal
@@ -22,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 PR_SET_PDEATHSIG = 1
 MODULES = (
@@ -57,8 +56,7 @@ class ForkedCommand:
         """python: what the command itself takes for Python's path (`sys.executable`)."""
         self.output_path = output
         output.write_bytes(b"")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         place = (
             str(cwd or Path.cwd()),
             dict(os.environ if environment is None else environment),

@@ -8,7 +8,6 @@ job of `tests/e2e/slurm/test_failures.py` starts a real Python.
 
 import ctypes
 import json
-import multiprocessing
 import os
 import select
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.forked_commands import PR_SET_PDEATHSIG, parse_command, run_program, set_up_child
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 CLIENT = Path(__file__).with_name("python_client.py")
 NAMESPACES = ("uts", "net", "pid", "mnt")
@@ -38,8 +37,7 @@ class PythonServer:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen(64)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         self._process = context.Process(target=serve_clients, args=(listener,), daemon=True)
         self._process.start()
         listener.close()

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import importlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 
 from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import keep_last_override
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 PR_SET_PDEATHSIG = 1
 PHASES = ("startup", "step", "evaluation", "save")
@@ -46,8 +45,7 @@ class Ranks:
 
     def start(self, count: int, fault: Fault | None = None, absent: Sequence[int] = (), **environment: str) -> "Ranks":
         """Start ranks 0 … count−1, except those that are absent."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         self.folder.mkdir(parents=True, exist_ok=True)
         port = find_free_port()
         self.started = time.monotonic()

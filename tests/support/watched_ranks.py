@@ -1,6 +1,5 @@
 """Ranks of a run that only move on, watched by the rank monitor, each on a machine of a name that the test gives."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from megatfm.launchers.local import find_free_port
 from megatfm.parallel.distributed import distributed_session
 from megatfm.train import rank_monitor_client
 from megatfm.train.rank_monitor_client import RankMonitor
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 STEPS = 30
 
@@ -27,8 +26,7 @@ class WatchedRanks:
     """
 
     def __init__(self, folder: Path, machines: str, hang_timeout: float, failing: int | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         port = find_free_port()
         self._outputs = [folder / f"{rank}.txt" for rank in range(len(machines))]
         self._processes = [

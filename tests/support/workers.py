@@ -26,7 +26,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -41,6 +43,18 @@ MOST_THREADS = 60
 PR_SET_PDEATHSIG = 1
 THREADS = int(os.environ.get("MEGATFM_TEST_THREADS", "1"))
 """Threads of each rank."""
+
+
+def start_fork_server() -> ForkServerContext:
+    """The context whose processes are forked from one that has imported PRELOAD; it starts with the first use.
+
+    Python 3.11 looks for these modules in the current directory alone, and says nothing if they are not there.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with contextlib.chdir(TESTS.parent):
+        forkserver.ensure_running()
+    return context
 
 
 class WorkerFailure(Exception):
@@ -196,8 +210,7 @@ class Worker:
     """One process, its pipe and the file that takes what it prints."""
 
     def __init__(self, log: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         self.connection, expected = context.Pipe()
         self.log = log
         self.process = context.Process(target=serve_calls, args=(expected, str(log)))
