@@ -66,11 +66,9 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
-def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
-    workers.run(
-        check_tied_routing, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, second_half), timeout=180.0
-    )
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "quick"), *PARTS_OF_FOUR])
+def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, tier: str) -> None:
+    workers.run(check_tied_routing, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, tier), timeout=180.0)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +222,8 @@ def traffic_of(name: str, parallel: ParallelConfig, **options: Any) -> Config:
     return traffic_config(config, OBJECTIVES[config.family](), parallel, **options)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR, pytest.param(8, False, id="8", marks=SLOW)]
-)
-def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, second_half: bool) -> None:
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "quick"), *PARTS_OF_FOUR, pytest.param(8, "slow", id="8", marks=SLOW)])
+def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, tier: str) -> None:
     """Bytes on each rank, by a count of what the plain model's routers choose."""
     layouts = EXPERT_LAYOUTS[ranks]
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in layouts.items()}
@@ -240,12 +236,12 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, second_h
         configs |= {f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)}
         # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
         configs["selective, tp2"] = traffic_of("deepseek-v3", tensor_parallel_layout(0, dp_shard=1), **selective)
-    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, second_half)) == {}
+    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, tier)) == {}
 
 
-@pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "quick"), *PARTS_OF_FOUR])
 def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
-    workers: Workers, ranks: int, second_half: bool
+    workers: Workers, ranks: int, tier: str
 ) -> None:
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in EXPERT_TP_LAYOUTS[ranks].items()}
     if ranks == 4:
@@ -261,4 +257,4 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
             for how in ("none", "full")
         }
         configs["muon × cp"] = traffic_of("by batch", EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"], optimizer=MUON)
-    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, second_half)) == {}
+    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, tier)) == {}

@@ -26,10 +26,19 @@ from tests.support.expert_models import (
     expert_layouts_of,
 )
 from tests.support.expert_parity import compare_expert_layouts, objective_for
-from tests.support.layouts import SLOW, make_cases
+from tests.support.layouts import EXTENDED, SLOW, make_cases
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
+
+LONGER: dict[int, list[str]] = {
+    1: [],
+    2: ["replicas", "zero0", "zero2", "ep2, zero2", "pp2"],
+    4: ["ep2 of 4, zero0", "ep2 of 4, zero2", "ep4, zero1", "ep4, zero3", "ep2 × replicas, zero0", "ep2 × pp2, 1f1b",
+        "ep2 × pp2, zero1", "zero3 2 × tp2", "zero1 2 × tp2"],
+    8: ["ep2 of 4 × tp2"],
+}  # fmt: skip
+"""Layouts of extended cases: `make test` has each of their axes with experts in others."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,9 @@ from tests.support.workers import Workers
     [
         cell
         for ranks, names in EXPERT_MODELS_BY_RANKS.items()
-        for cell in make_cases(dict.fromkeys(names, expert_layouts_of(ranks)), ranks, label=f" on {ranks}")
+        for cell in make_cases(
+            dict.fromkeys(names, expert_layouts_of(ranks)), ranks, extended=LONGER[ranks], label=f" on {ranks}"
+        )
     ],
 )
 def test_gradients_and_state_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
@@ -46,7 +57,7 @@ def test_gradients_and_state_equal_one_device(workers: Workers, name: str, layou
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "top-k" else SLOW) for name in SCHEDULED_MODELS]
+    "name", [pytest.param(name, marks=EXTENDED if name == "top-k" else SLOW) for name in SCHEDULED_MODELS]
 )
 def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
     assert workers.run(compare_expert_layouts, 4, name, EXPERT_PIPELINE_LAYOUTS, timeout=300.0)[0] == list(
@@ -62,6 +73,10 @@ AGAIN = {
 """Slow: what differs in them the others show, too."""
 ON_FOUR = [name for name, ranks in EXPERT_TP_MODELS if ranks == 4]
 SOONER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout not in AGAIN]
+LONGER_TP = (
+    "ep2 × tp2 by channels, zero2", "ep4 of 2 × tp2, zero3", "ep2 of 2 × tp2, zero0", "ep4 of tp4",
+    "ep2 of tp2 × replicas", "tp2 by channels × pp2",
+)  # fmt: skip
 LATER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout in AGAIN]
 
 
@@ -69,7 +84,7 @@ LATER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout in AGAIN]
     ("name", "layouts", "ranks"),
     [
         *make_cases({"top-k": EXPERT_TP_LAYOUTS[2]}, 2),
-        *make_cases(dict.fromkeys(ON_FOUR, SOONER), 4),
+        *make_cases(dict.fromkeys(ON_FOUR, SOONER), 4, extended=LONGER_TP),
         *(pytest.param(name, LATER, 4, marks=SLOW, id=f"{name}, again") for name in ON_FOUR),
     ],
 )
@@ -80,10 +95,14 @@ def test_tensor_parallel_ranks_take_experts_in_other_ways(
     assert workers.run(compare_expert_layouts, ranks, name, tried, timeout=300.0)[0] == layouts
 
 
+SOONER_CONTEXT = [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in AGAIN]
+
+
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in AGAIN]),
+        ("by batch", SOONER_CONTEXT[::2]),
+        pytest.param("by batch", SOONER_CONTEXT[1::2], marks=EXTENDED),
         ("switch", [*WHOLE_ROW_LAYOUTS]),
         pytest.param("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout in AGAIN], marks=SLOW),
         pytest.param(
@@ -153,7 +172,9 @@ RESUMED = {
 STATE = {"top-k": "shares", "deepseek-v3": "router.bias"}
 
 
-@pytest.mark.parametrize(("name", "layouts"), make_cases(dict.fromkeys(STATE, RESUMED)))
+@pytest.mark.parametrize(
+    ("name", "layouts"), make_cases(dict.fromkeys(STATE, RESUMED), extended=["tp2", "zero3", "ep2"])
+)
 def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, name: str, layouts: list[str]) -> None:
     """Through a checkpoint that another layout has opened and saved as it was."""
     for i, layout in enumerate(layouts):

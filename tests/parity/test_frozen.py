@@ -16,7 +16,7 @@ from tests.support.frozen_parity import (
     frozen_errors,
     lora_errors,
 )
-from tests.support.layouts import SLOW, make_cases_by_ranks
+from tests.support.layouts import EXTENDED, SLOW, make_cases_by_ranks
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -31,6 +31,8 @@ LAYOUTS = {
         "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
     },
 }  # fmt: skip
+LONGER = {2: ["zero2", "pp2"], 4: ["zbv × zero1", "zero2 × tp2"]}
+"""Layouts of extended cases: of their axes each has a case of its own in `make test`."""
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -39,7 +41,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(FREEZE, LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(FREEZE, LAYOUTS, extended=LONGER))
 def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
@@ -97,6 +99,7 @@ ADAPTER_LAYOUTS = {
     4: {"tp4, more ranks than key heads": ParallelConfig(tp=4, sequence_parallel=True),
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2), "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2)},
 }  # fmt: skip
+LONGER_ADAPTERS = {2: ["zero1", "tp2 × sp", "pp2"], 4: ["pp2 × zero3"]}
 MODELS = {
     "llama": adapted_config("llama"),
     "llama, dropout": adapted_config("llama", dropout=0.3),
@@ -111,6 +114,7 @@ ODD_LAYOUTS = {
     5: {"zero1": ParallelConfig(dp_shard=5, zero=1), "zero3": ParallelConfig(dp_shard=5),
         "tp5": ParallelConfig(tp=5, sequence_parallel=False)},
 }  # fmt: skip
+LONGER_ODD = {3: ["zero1", "zero2"], 5: ["zero1", "tp5"]}
 ODD_MODELS = {
     "divisible": DIVISIBLE.with_changes({"lora": LORA}),
     "divisible, dropout": DIVISIBLE.with_changes({"lora": {**LORA, "dropout": 0.3}}),
@@ -151,6 +155,12 @@ EXPERT_LAYOUTS = {
         "tp5 by channels": ParallelConfig(tp=5, expert_tp="by_channel", sequence_parallel=False),
     },
 }
+LONGER_EXPERTS = {
+    2: ["zero0", "zero1", "zero2", "ep2, zero1", "ep2, zero2", "pp2", "cp2"],
+    3: ["zero1", "zero3", "ep3, zero0", "tp3", "ep3 of tp3"],
+    4: ["zero3, within experts", "ep2 of 4, zero1", "ep2 × tp2 without sequence parallel", "ep2 × pp2"],
+    5: [*EXPERT_LAYOUTS[5]],
+}
 EXPERT_MODELS = {
     "experts": EXPERTS.with_changes({"lora": {**LORA, "targets": EXPERT_TARGETS}}),
     "shared and biased experts": EXPERTS.with_changes({
@@ -166,7 +176,9 @@ def compare_adapters(config: ModelConfig, layouts: dict[str, ParallelConfig]) ->
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(MODELS, ADAPTER_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), make_cases_by_ranks(MODELS, ADAPTER_LAYOUTS, extended=LONGER_ADAPTERS)
+)
 def test_adapters_are_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ADAPTER_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
@@ -176,19 +188,23 @@ def recompute_adapters(parallel: ParallelConfig) -> set[str]:
     return lora_errors(ODD_MODELS["divisible, dropout"], parallel, recomputed="selective")[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=EXTENDED)])
 def test_adapters_of_recomputed_blocks_are_trained_as_on_one_device(workers: Workers, ranks: int) -> None:
     """The products of adapters, beside those whose sums over ranks are saved."""
     assert workers.run(recompute_adapters, ranks, ParallelConfig(tp=ranks)) == [set()] * ranks
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(ODD_MODELS, ODD_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), make_cases_by_ranks(ODD_MODELS, ODD_LAYOUTS, extended=LONGER_ODD)
+)
 def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ODD_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, ODD_MODELS[name], tried, timeout=240.0)[0] == layouts
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), make_cases_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS, extended=LONGER_EXPERTS)
+)
 def test_experts_are_adapted_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts

@@ -15,11 +15,14 @@ from megatfm.models import build
 from tests.support.batches import CAUSAL, family_case, global_batch
 from tests.support.layouts import (
     DATA_AND_TENSOR_LAYOUTS,
+    EXTENDED,
     FAMILY_LAYOUTS,
     RANKS_OF_LAYOUT,
     SLOW,
+    choose_cells,
     deal_layouts,
     make_cases,
+    make_cases_by_ranks,
 )
 from tests.support.models import ADAMW, FAMILY_NAMES, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
@@ -83,17 +86,14 @@ def compare_family(name: str, layouts: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
-    [
-        *make_cases(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
-        *make_cases(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
-    ],
+    make_cases_by_ranks(FAMILY_NAMES, FAMILY_LAYOUTS, always=["tp2"]),
 )
 def test_families_have_the_gradients_of_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     (compared, *_) = workers.run(compare_family, ranks, name, layouts)
     assert compared == layouts
 
 
-STEPS = 5
+STEPS = 3
 BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
 """Layouts under which Muon is tried too; AdamW under all."""
 
@@ -133,7 +133,7 @@ def train(layouts: Sequence[str], optimizer: AdamWConfig | MuonConfig) -> dict[s
 
 @pytest.mark.parametrize(
     ("optimizer", "ranks"),
-    [(ADAMW, 1), (ADAMW, 2), (ADAMW, 4), (MUON, 2), (MUON, 4)],
+    [(ADAMW, 1), (ADAMW, 2), (ADAMW, 4), (MUON, 2), pytest.param(MUON, 4, marks=EXTENDED)],
     ids=["adamw on 1", "adamw on 2", "adamw on 4", "muon on 2", "muon on 4"],
 )
 def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks: int) -> None:
@@ -158,6 +158,30 @@ def test_everybody_is_dealt_a_share() -> None:
     assert all(hands.values())
     assert set().union(*hands.values()) == set("wxyz")
     assert all(set(hand) <= set(GRID[model]) for model, hand in hands.items())
+
+
+def test_make_test_has_each_layout_and_each_model() -> None:
+    """One process is no layout, unless there is nothing else."""
+    dealt = {1: {"a": ["w"], "b": ["w"]}, 2: {"a": ["x"], "b": ["y", "z"]}, 4: {"a": ["x"], "b": ["x"], "c": ["x"]}}
+    chosen = {(1, "a", "w"), (2, "a", "x"), (2, "b", "y"), (2, "b", "z"), (4, "c", "x")}
+    assert choose_cells(dealt) == chosen
+    assert choose_cells(dealt, always="w") == chosen | {(1, "b", "w")}
+    assert choose_cells({1: dealt[1]}) == {(1, "a", "w"), (1, "b", "w")}
+
+
+def test_no_cell_of_several_numbers_of_ranks_is_lost() -> None:
+    layouts = {1: ["w"], 2: ["x", "y", "z"], 4: ["x", "y"]}
+    cases = make_cases_by_ranks("abcde", layouts, extended={2: ["z"]})
+    tried = [(case.values[2], case.values[0], layout) for case in cases for layout in case.values[1]]
+    assert sorted(tried) == sorted(
+        (n, model, layout) for n, names in layouts.items() for model in "abcde" for layout in names
+    )
+    now = [(case.values[2], layout) for case in cases if not case.marks for layout in case.values[1]]
+    later = [case.values[1] for case in cases if EXTENDED in case.marks]
+    assert set(now) == {(1, "w"), (2, "x"), (2, "y"), (4, "x"), (4, "y")}
+    assert ["z"] in later
+    by_hand = make_cases(GRID, extended=["y", "c"])
+    assert [case.values for case in by_hand if EXTENDED in case.marks] == [("a", ["y"]), ("c", ["x"])]
 
 
 def test_no_cell_is_lost() -> None:

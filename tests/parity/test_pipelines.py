@@ -20,7 +20,7 @@ from megatfm.models import build
 from megatfm.parallel.pipeline_stages import split_into_stages
 from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import PIPELINE_SCHEDULES, SLOW, make_cases
+from tests.support.layouts import EXTENDED, PIPELINE_SCHEDULES, SLOW, make_cases
 from tests.support.models import ADAMW, FAMILY_MODELS, LENGTH, MUON, PREFIX_LM, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     ROW_LENGTHS,
@@ -39,6 +39,8 @@ OTHERS = (
     "xlnet", "albert", "deberta", "deberta v3", "latent attention", "shaw, deepnorm", "alibi, sandwich norm", "swin",
     "mvit v2", "swin v2",
 )  # fmt: skip
+LONGER = ("gpipe", "interleaved", "interleaved-zero-bubble", "dualpipev")
+"""Schedules whose cases on four ranks are extended: two ranks run each of them."""
 
 
 def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
@@ -85,7 +87,9 @@ def test_schedules_on_two_ranks_equal_one_device(workers: Workers, schedule: str
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 
-@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES)))
+@pytest.mark.parametrize(
+    ("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), extended=LONGER)
+)
 def test_schedules_on_four_ranks_equal_one_device(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 4, names, ParallelConfig(pp=4, pp_schedule=schedule))
 
@@ -107,7 +111,7 @@ ON_FOUR = [layout for layout, (ranks, _) in AXES.items() if ranks == 4]
     ("layout", "names"),
     [
         *make_cases(dict.fromkeys(ON_FOUR, FAMILIES)),
-        pytest.param("tp2 × pp2 × zero3", ["bert"]),
+        pytest.param("tp2 × pp2 × zero3", ["bert"], marks=EXTENDED),
         pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
     ],
 )
@@ -125,9 +129,12 @@ MIXED = {
     "zbv × replicas": (4, ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2, zero=0)),
     "three stages a rank": (2, ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=3)),
 }
+LONGER_MIXED = ("1f1b × tp2 without sequence parallel", "zbv × zero3", "1f1b × zero1")
 
 
-@pytest.mark.parametrize(("layout", "names"), make_cases(dict.fromkeys(MIXED, ("t5", "electra", "xlnet"))))
+@pytest.mark.parametrize(
+    ("layout", "names"), make_cases(dict.fromkeys(MIXED, ("t5", "electra", "xlnet")), extended=LONGER_MIXED)
+)
 def test_schedules_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
     ranks, parallel = MIXED[layout]
     check(workers, ranks, names, parallel)
@@ -174,7 +181,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("layout", STEPS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=EXTENDED if layout in ("tp2 × pp2", "muon, pp2 × zero3") else ()) for layout in STEPS],
+)
 def test_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
     ranks, parallel, optimizer = STEPS[layout]
     assert max(workers.run(train, ranks, parallel, optimizer)) <= 1e-7

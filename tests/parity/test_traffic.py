@@ -29,6 +29,7 @@ from tests.support.layouts import (
     count_traffic,
     list_traffic_mismatches,
     make_cases,
+    make_cases_by_ranks,
     traffic_config,
 )
 from tests.support.models import FAMILY_MODELS
@@ -68,6 +69,8 @@ LAYOUTS = {
         "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
     },
 }
+LONGER = {2: ["replicas", "zero2, shards"], 4: ["zero0 2 × replicas 2"]}
+"""Layouts of extended cases: what is sent along each of their axes `make test` counts in others."""
 STAGES = {
     2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule) for schedule in PIPELINE_SCHEDULES},
     4: {
@@ -88,6 +91,11 @@ STAGES = {
         "tp2 × pp2 zbv × replicas": ParallelConfig(tp=2, pp=2, dp_replicate=2, dp_shard=1, pp_schedule="zbv"),
     },
 }
+LONGER_STAGES = {
+    2: ["pp2 gpipe", "pp2 interleaved-zero-bubble", "pp2 dualpipev"],
+    4: ["pp4 gpipe", "pp4 interleaved", "pp4 zbv", "pp2 × zero0", "pp2 × zero2", "pp2 gpipe × zero3",
+        "pp2 interleaved × zero3"],
+}  # fmt: skip
 
 
 def case(name: str, parallel: ParallelConfig) -> Config:
@@ -102,10 +110,7 @@ def case(name: str, parallel: ParallelConfig) -> Config:
 
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
-    [
-        *make_cases(dict.fromkeys(CASES, LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
-        *make_cases(dict.fromkeys(CASES, LAYOUTS[4]), 4, label=" on 4"),
-    ],
+    make_cases_by_ranks(CASES, LAYOUTS, extended=LONGER),
 )
 def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, LAYOUTS[ranks][layout]) for layout in layouts}
@@ -115,9 +120,8 @@ def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ra
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *make_cases(dict.fromkeys(MANY, STAGES[2]), 2, label=" on 2"),
-        *make_cases(dict.fromkeys(MANY, STAGES[4]), 4, label=" on 4"),
-        *make_cases(dict.fromkeys(MANY[:2], STAGES[8]), 8, label=" on 8"),
+        *make_cases_by_ranks(MANY, {2: STAGES[2], 4: STAGES[4]}, extended=LONGER_STAGES),
+        *make_cases(dict.fromkeys(MANY[:2], STAGES[8]), 8, extended=["tp2 × pp2 zbv × replicas"], label=" on 8"),
         *(pytest.param(name, list(STAGES[8]), 8, id=f"{name} on 8", marks=SLOW) for name in MANY[2:]),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.support.layouts import SLOW
+from tests.support.layouts import EXTENDED, SLOW
 from tests.support.models import SMALL_MODEL
 
 SPARSE = {**SMALL_MODEL, "dropout": 0.2, "layer_types": ["plain", "sparse"], "layer_type.plain": {}}
@@ -141,44 +141,32 @@ EXPERT_TP_LAYOUTS = {
 WHOLE_ROW_LAYOUTS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
 EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", "w_down")}
 QUICK_LAYOUTS = {
-    "ep2 of 4, zero0",
-    "ep2 of 4, zero3",
-    "ep4, zero1",
-    "ep4, zero2",
-    "ep2 × replicas",
-    "ep2 × tp2",
-    "ep2 × tp2 without sequence parallel",
-    "ep2 × pp2, zbv",
-    "ep2 × pp2, zero1",
-    "switch",
+    "ep2 of 4, zero3", "ep4, zero1", "ep2 × replicas", "ep2 × tp2 without sequence parallel", "ep2 × pp2, zbv",
     # Where tensor-parallel ranks take experts otherwise, and where rows are cut:
-    "ep2 × tp2 by channels, zero0",
-    "tp2 by channels × zero3",
-    "tp2 by channels × pp2",
-    "ep4 of 2 × tp2, zero1",
-    "ep2 of 2 × tp2, zero3",
-    "ep2 of tp4",
-    "ep2 of tp2 × replicas",
-    "ep2 of tp2 × pp2, zbv",
-    "ep2 × cp2, zero0",
-    "ep2 × cp2 × tp2, by channels",
-    "ep4 of tp2 × cp2",
-    "switch, folded",
-    "muon, channels",
-    "muon × cp",
+    "ep2 × tp2 by channels, zero0", "tp2 by channels × pp2", "ep4 of 2 × tp2, zero1", "ep2 of tp2 × replicas",
+    "ep2 × cp2, zero0", "ep4 of tp2 × cp2", "switch, folded", "muon, channels",
+    "deepseek-v3, ep2 × cp2, zero0, none", "expert-choice, ep4 of tp2 × cp2, full",
+}  # fmt: skip
+"""Layouts and cases of `make test` on four ranks: each kind of axis, router and way to take experts once."""
+EXTENDED_LAYOUTS = {
+    "ep2 of 4, zero0", "ep4, zero2", "ep2 × tp2", "ep2 × pp2, zero1", "switch", "tp2 by channels × zero3",
+    "ep2 of 2 × tp2, zero3", "ep2 of tp4", "ep2 of tp2 × pp2, zbv", "ep2 × cp2 × tp2, by channels", "muon × cp",
     "switch, ep4 of tp2 × cp2, full",
-    "deepseek-v3, ep2 × cp2, zero0, none",
-    "expert-choice, ep4 of tp2 × cp2, full",
-}
-"""Cases for four ranks: the other ones are slow."""
+}  # fmt: skip
+"""Extended ones; all others are slow."""
 
 
-def make_four_rank_configs(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
-    """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
-    return {name: config for name, config in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
+def make_four_rank_configs(configs: dict[str, Any], ranks: int, tier: str) -> dict[str, Any]:
+    """Configs of a case: of four ranks, those of a tier."""
+    tiers = dict.fromkeys(QUICK_LAYOUTS, "quick") | dict.fromkeys(EXTENDED_LAYOUTS, "extended")
+    return {name: config for name, config in configs.items() if ranks != 4 or tiers.get(name, "slow") == tier}
 
 
-PARTS_OF_FOUR = [pytest.param(4, False, id="4"), pytest.param(4, True, id="4, the others", marks=SLOW)]
+PARTS_OF_FOUR = [
+    pytest.param(4, "quick", id="4"),
+    pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
+    pytest.param(4, "slow", id="4, the others", marks=SLOW),
+]
 PLAIN_EXPERT_LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
     2: {

@@ -55,10 +55,11 @@ PLAIN_LAYOUTS = {
 """Ranks → one layout of each kind."""
 
 
-SLOW = pytest.mark.slow
-EXTENDED = pytest.mark.extended
+EXTENDED, SLOW = pytest.mark.extended, pytest.mark.slow
 Grid = Mapping[str, Collection[str]]
 """Model → the layouts that it is tried under."""
+Cell = tuple[int, str, str]
+"""Ranks, model, layout."""
 
 
 def deal_layouts(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
@@ -78,18 +79,40 @@ def deal_layouts(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
     return hands
 
 
+def choose_cells(dealt: Mapping[int, Grid], always: Collection[str] = ()) -> set[Cell]:
+    """Of the dealt cells those of `make test`: each layout once, each model once on several ranks, what all have."""
+    all_cells = [(n, model, layout) for n, hands in dealt.items() for model in hands for layout in hands[model]]
+    chosen = {cell for cell in all_cells if cell[2] in always}
+    for n, _, layout in all_cells:
+        takers = [cell for cell in all_cells if cell[0] == n and cell[2] == layout]
+        if chosen.isdisjoint(takers):
+            often = Counter(model for ranks, model, _ in chosen if ranks > 1)
+            chosen.add(min(takers, key=lambda cell: often[cell[1]]))
+    for model in dict.fromkeys(model for _, model, _ in all_cells):
+        cells = [cell for cell in all_cells if cell[1] == model and (cell[0] > 1 or max(dealt) == 1)]
+        if chosen.isdisjoint(cells):
+            chosen.add(cells[0])
+    return chosen
+
+
 def make_cases(
-    grid: Grid, *more: object, rounds: int = 1, always: Collection[str] = (), label: str = ""
+    grid: Grid,
+    *more: object,
+    rounds: int = 1,
+    always: Collection[str] = (),
+    extended: Collection[str] = (),
+    label: str = "",
 ) -> list[ParameterSet]:
-    """Cases (model, layouts, *more) for `parametrize`: what each is dealt and always has; slow, all others."""
-    actual = []
+    """Cases (model, layouts, *more) for `parametrize`: what each is dealt and always has; slow, all others.
+
+    extended: models and layouts that `make test` leaves to the tier of this name.
+    """
+    cases = []
     for model, hand in deal_layouts(grid, rounds).items():
-        now = [layout for layout in grid[model] if layout in hand or layout in always]
-        later = [layout for layout in grid[model] if layout not in now]
-        actual.append(pytest.param(model, now, *more, id=f"{model}{label}"))
-        if later:
-            actual.append(pytest.param(model, later, *more, id=f"{model}{label}, the others", marks=SLOW))
-    return actual
+        dealt = [layout for layout in grid[model] if layout in hand or layout in always]
+        later = dealt if model in extended else [layout for layout in dealt if layout in extended]
+        cases += _make_model_cases(model, grid[model], dealt, later, more, label)
+    return cases
 
 
 def extend(cases: Iterable[Any], kept: Container[Any]) -> list[Any]:
@@ -105,12 +128,47 @@ def make_cases_by_ranks(
     layouts: Mapping[int, Collection[str]],
     rounds: int = 1,
     always: Collection[str] = (),
+    extended: Mapping[int, Collection[str]] | None = None,
 ) -> list[ParameterSet]:
-    """Cases (model, layouts, ranks) of a grid for each number of ranks."""
+    """Cases (model, layouts, ranks) of a grid for each number of ranks. Of what models are dealt, `make test` has what
+    `choose_cells` says, less those in `extended`: ranks → layouts.
+    """
+    dealt = {
+        ranks: {
+            model: [layout for layout in names if layout in hand or layout in always]
+            for model, hand in deal_layouts(dict.fromkeys(models, names), rounds).items()
+        }
+        for ranks, names in layouts.items()
+    }
+    chosen = {cell for cell in choose_cells(dealt, always) if cell[2] not in (extended or {}).get(cell[0], ())}
     return [
         case
-        for ranks, names in layouts.items()
-        for case in make_cases(dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}")
+        for ranks, hands in dealt.items()
+        for model, hand in hands.items()
+        for case in _make_model_cases(
+            model, layouts[ranks], hand, {layout for layout in hand if (ranks, model, layout) not in chosen},
+            (ranks,), f" on {ranks}",
+        )
+    ]  # fmt: skip
+
+
+def _make_model_cases(
+    model: str,
+    layouts: Collection[str],
+    dealt: Collection[str],
+    extended: Collection[str],
+    more: Sequence[object],
+    label: str,
+) -> list[ParameterSet]:
+    shares: list[tuple[str, list[str], Sequence[pytest.MarkDecorator]]] = [
+        ("", [layout for layout in dealt if layout not in extended], ()),
+        (", extended", [layout for layout in dealt if layout in extended], (EXTENDED,)),
+        (", the others", [layout for layout in layouts if layout not in dealt], (SLOW,)),
+    ]
+    return [
+        pytest.param(model, share, *more, id=f"{model}{label}{suffix}", marks=marks)
+        for suffix, share, marks in shares
+        if share
     ]
 
 
