@@ -168,11 +168,12 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
     ("preset", "tolerance", "layout"),
     [
         ("llama3-8b", 0.015,
-         "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=8"),
+         "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=4"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
         ("gpt2-124m", 0.01, "parallel.zero=1 train.global_batch=8 model.n_layers=12"),
-        ("t5-base", 0.01, "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_encoder_layers=2"),
+        ("t5-base", 0.01,
+         "parallel.zero=1 train.micro_batch=8 train.global_batch=128 model.n_encoder_layers=1 model.n_layers=1"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16"),
         pytest.param(
             "gpt3-13b", 0.01, "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8",
