@@ -88,6 +88,8 @@ def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
             "model.stages.layers": (1, 2),
             "model.stages.heads": config.model.stages.heads[:2],
         }
+    if config.model.n_encoder_layers:
+        changes |= {"model.n_layers": 1, "model.n_encoder_layers": 1}
     trace = traced(config.with_changes(changes), tmp_path, 2, 1)
     assert trace.facts["microbatches"] == 1
     assert not trace.facts["waits"]
