@@ -5,6 +5,7 @@ import json
 import json.decoder
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,18 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers import FORMATS, READERS
 from megatfm.errors import EXIT_OK, UsageError
+from megatfm.verify.rank_processes import RankPool
 from megatfm.verify.verify import verify
 from tests.support.documentation import PLUGIN_LAYOUTS, PLUGINS, ROOT, get_code_block, list_code_blocks, load_module
 from tests.support.training_runs import train_with_plugins
 from tests.support.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
 
 # -------------------------------------------------------------------------------------------- parts of blocks
 
@@ -45,10 +54,10 @@ def test_the_page_s_test_passes(plugin: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", PLUGIN_LAYOUTS)
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
-def test_gradients_of_blocks_are_one_process_s(plugin: str, layout: str) -> None:
+def test_gradients_of_blocks_are_one_process_s(pool: RankPool, plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other."""
     values = tomllib.loads(get_code_block(BLOCK_PAGES[plugin], "toml", f"{plugin}.toml"))
-    actual = verify(Config.model_validate({**values, "parallel": {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}}))
+    actual = verify(Config.model_validate({**values, "parallel": {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}}), pool=pool)
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert not actual.axes_without_closed_form
@@ -76,12 +85,12 @@ def test_the_page_has_the_inputs_and_heads(plugin: str) -> None:
 
 @pytest.mark.parametrize("layout", PLUGIN_LAYOUTS)
 @pytest.mark.parametrize("plugin", PAGES)
-def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
+def test_every_gradient_is_one_process_s(pool: RankPool, plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other: of frozen weights no gradient."""
     parallel = {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}
     freeze = ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"]
     more = {"init_from": None, "init_include": [], "freeze": freeze} if plugin == "labels" else {}
-    actual = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
+    actual = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)), pool=pool)
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert not actual.axes_without_closed_form
@@ -202,8 +211,8 @@ def test_no_file_of_the_package_mentions_it() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_under_the_engine_are_one_process_s(layout: str) -> None:
-    actual = verify(config(**LAYOUTS[layout]))
+def test_gradients_under_the_engine_are_one_process_s(pool: RankPool, layout: str) -> None:
+    actual = verify(config(**LAYOUTS[layout]), pool=pool)
     assert actual.gradients
     assert not actual.wrong
     assert not actual.traffic_mismatches

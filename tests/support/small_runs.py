@@ -101,7 +101,7 @@ def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(file: Path) -> Path:
     """A run of two steps."""
-    return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")
+    return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2", "train.micro_batch=8")
 
 
 VERIFIED_CONFIG = {

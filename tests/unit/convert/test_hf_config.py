@@ -205,7 +205,7 @@ def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Te
 RELATED = (
     "AlbertForMaskedLM", "RobertaForMaskedLM", "DebertaV2ForMaskedLM", "Dinov2ForImageClassification", "DINOv3ViTModel",
     "Swinv2ForImageClassification", "mistral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "olmoe", "deepseek-v2",
-    "gpt-oss", "switch",
+    "deepseek-v3", "gpt-oss", "switch",
 )  # fmt: skip
 """Cases that take more than a second, of families of which another case has most keys: BERT, DeBERTa, DINOv2, Swin,
 Llama, Gemma, mixtures of experts, T5."""

@@ -82,7 +82,7 @@ def sequences(row: Row, side: str, length: int) -> list[dict[str, tuple[int, ...
 blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     blocks=blocks_of_documents,
     most=st.integers(1, 20),

@@ -101,7 +101,7 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
     assert Counter(tokens[tokens >= 10].tolist()) == every
 
 
-@pytest.mark.parametrize("times", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [16, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("of", ["rows", "mixture"])
 def test_repeated_kills_do_not_change_the_rows(
     of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None

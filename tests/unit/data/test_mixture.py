@@ -78,7 +78,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
         mixture = Mixture(
             sources, [Phase(0, dict(zip(sources, weights, strict=True)))], seed=seed, streams=streams, turn=turn,
         )  # fmt: skip
-        names = np.array([mixture.find_source(position)[0] for position in range(4096)])
+        names = np.array([*"abc"])[mixture.find_source_indices(np.arange(4096))]
         for name, share in zip(sources, weights, strict=True):
             is_here = names == name
             prefixes = np.cumsum(is_here) - share * np.arange(1, 4097)

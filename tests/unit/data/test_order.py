@@ -48,7 +48,7 @@ def chunks(row: Row) -> list[Row]:
 blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     blocks=blocks_of_documents,
     length=st.integers(1, 48),

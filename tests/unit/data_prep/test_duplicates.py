@@ -179,8 +179,14 @@ def components(texts: Sequence[str], least: float, words: int) -> list[set[int]]
     return groups
 
 
-@pytest.mark.parametrize("sizes", CUTS)
-@pytest.mark.parametrize("memory", [MANY, 5000])
+@pytest.mark.parametrize(
+    ("memory", "sizes"),
+    [
+        pytest.param(memory, sizes, marks=[pytest.mark.extended] * (memory < MANY and sizes != CUTS[1]))
+        for memory in (MANY, 5000)
+        for sizes in CUTS
+    ],
+)
 def test_near_duplicates_are_those_of_exact_similarity(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
     rng = random.Random(0)
     texts: list[str] = []

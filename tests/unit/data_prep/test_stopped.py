@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from megatfm import data_prep
 from megatfm.config import to_toml
@@ -19,6 +20,7 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
+from tests.support.layouts import EXTENDED, SLOW
 from tests.support.prep_files import KILLED, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
@@ -48,7 +50,7 @@ CASES = [
     for tasks in (1, 2)
     if other != "no validation" or stage not in OF_VALIDATION
 ]
-FEW = [
+SOON = [
     (other, stage, then, tasks)
     for number, other in enumerate(OTHERS)
     for stage, then, tasks in (
@@ -56,7 +58,13 @@ FEW = [
         (STAGES[-1 - 2 * (number % 2)], "on", 2 - number % 2),
     )
 ]
-"""Each of the settings and of the stages, in `make test`."""
+"""Each of the settings and of the stages."""
+LATER = [case for case in SOON if case[2] == "on"][2:]
+"""Cases that go on with the other settings, of which `make test` has two."""
+
+
+def mark_case(case: tuple[str, str, str, int]) -> ParameterSet:
+    return pytest.param(*case, marks=SLOW if case not in SOON else [EXTENDED] * (case in LATER))
 
 
 class StoppedError(BaseException):
@@ -139,7 +147,7 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("other", "stage", "then", "tasks"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES],
+    [mark_case(case) for case in CASES],
 )
 def test_leftovers_of_other_settings_reach_no_corpus(
     make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +228,7 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
     moments = count_moments(tmp_path, config())
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
-    lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), 1 + count)})
+    lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), count)})
     assert run_killed_at(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
     for last in lasts:
         left = file_hashes(tmp_path / f"killed{last}")
@@ -254,6 +262,7 @@ OTHER_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.extended
 def test_stages_of_other_settings_are_not_used(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = file_hashes(data_prep.run(config("clean")).out)
 

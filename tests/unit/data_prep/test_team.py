@@ -118,6 +118,7 @@ def test_ranks_under_mpirun_make_the_same(
     assert "'a stranger', which no prep made" in output
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_costs_its_part_only(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:

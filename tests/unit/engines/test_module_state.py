@@ -73,11 +73,12 @@ DRIFTING = UNTIED_MODEL.with_changes({"norm.name": "drifting"})
 DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
-    1: [ParallelConfig()],
-    2: [ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2),
-        ParallelConfig(tp=2), ParallelConfig(tp=2, sequence_parallel=False)],
-    4: [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)],
-}  # fmt: skip
+    "one": (1, [ParallelConfig()]),
+    "two": (2, [ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2), ParallelConfig(tp=2)]),
+    "two, further": (2, [ParallelConfig(dp_shard=2, zero=0), ParallelConfig(tp=2, sequence_parallel=False)]),
+    "four": (4, [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)]),
+}
+"""Ranks and layouts."""
 LR = 1e-2
 STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")]
 
@@ -145,9 +146,10 @@ def compare(
             assert torch.equal(resumed.weights()[name].tensor, drift)
 
 
-@pytest.mark.parametrize("ranks", extend(LAYOUTS, kept=[1, 2]))
-def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, ranks: int) -> None:
-    workers.run(compare, ranks, DRIFTING, build_engine, LAYOUTS[ranks], tmp_path)
+@pytest.mark.parametrize("name", extend(LAYOUTS, kept=["one", "two"]))
+def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, name: str) -> None:
+    ranks, layouts = LAYOUTS[name]
+    workers.run(compare, ranks, DRIFTING, build_engine, layouts, tmp_path)
 
 
 @pytest.mark.parametrize("config", extend([DEEPER, SHARED], kept=[SHARED]), ids=["own", "shared"])

@@ -89,6 +89,8 @@ def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
             "model.stages.layers": (1, 2),
             "model.stages.heads": config.model.stages.heads[:2],
         }
+    if config.model.n_encoder_layers:
+        changes |= {"model.n_layers": 1, "model.n_encoder_layers": 1}
     trace = traced(config.with_changes(changes), tmp_path, 2, 1)
     assert trace.facts["microbatches"] == 1
     assert not trace.facts["waits"]
@@ -197,11 +199,12 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
     ("preset", "tolerance", "layout"),
     [
         ("llama3-8b", 0.015,
-         "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=8"),
+         "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=4"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
         ("gpt2-124m", 0.01, "parallel.zero=1 train.global_batch=8 model.n_layers=12"),
-        ("t5-base", 0.01, "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_encoder_layers=2"),
+        ("t5-base", 0.01,
+         "parallel.zero=1 train.micro_batch=8 train.global_batch=128 model.n_encoder_layers=1 model.n_layers=1"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16"),
         pytest.param(
             "gpt3-13b", 0.01, "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8",

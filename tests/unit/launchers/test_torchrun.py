@@ -99,7 +99,9 @@ def agent(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("code", [0, 2, 75, 76, 77, 1, 3])
+@pytest.mark.parametrize(
+    "code", [0, 2, 75, 3, *(pytest.param(code, marks=pytest.mark.extended) for code in (76, 77, 1))]
+)
 def test_the_code_of_the_workers_comes_through(
     code: int, agent: Callable[[int], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
