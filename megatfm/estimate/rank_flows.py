@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from megatfm.config import Config
+from megatfm.config.attention import MLAAttentionConfig
 from megatfm.estimate.contrastive import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
@@ -72,9 +73,9 @@ def _add_tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Confi
 def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, microbatches: int) -> None:
     """Add the traffic of attention in rows of one document: a ring of keys and values, or Ulysses' all-to-alls.
 
-    In a ring of c ranks with x bytes of keys and values on each, a rank sends (c − 1)·x forward, and backward the same
-    and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps 1/c. Local
-    attention sends the keys of its windows alone.
+    In a ring of c ranks with x bytes of keys and values (or latents) on each, a rank sends (c − 1)·x forward, and
+    backward the same and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps
+    1/c. Local attention sends the keys of its windows alone.
     """
     if axis.size == 1:
         return
@@ -88,14 +89,33 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
             flows.add(axis, "send", sent, (2 + repeats) * microbatches)
             continue
         output = next(iter(op.writes.values()))
-        head = q // max(1, config.model.attention.n_heads // config.parallel.tp)
-        ring = (c - 1) * (k + v)
-        ulysses = (q + max(k, head) + max(v, head) + output) * (c - 1) // c
+        latents = _count_latent_bytes(config, part, op.itemsize)
+        ring = (c - 1) * (latents or k + v)
+        # Ranks that outnumber the heads of keys get copies of them; latents are projected to as many as queries have.
+        key_heads = max(1, config.model.attention.kv_heads // config.parallel.tp)
+        copies = 1 if latents else max(1, c // key_heads)
+        ulysses = (q + (k + v) * copies + output) * (c - 1) // c
         if _is_ulysses(config, ulysses, ring):
             flows.add(axis, "all_to_all", ulysses, (2 + repeats) * microbatches)
         else:
             flows.add(axis, "send", ring, (1 + repeats) * microbatches)
             flows.add(axis, "send", ring * (1 + max(4, op.itemsize) // op.itemsize), microbatches)
+
+
+def _count_latent_bytes(config: Config, part: PartProfile, itemsize: int) -> int:
+    """Return the bytes of a micro-batch's latents on a rank, of which keys and values are made; 0 without any."""
+    attention = config.model.attention
+    if not isinstance(attention, MLAAttentionConfig):
+        return 0
+    width = attention.kv_lora_rank + attention.qk_rope_head_dim
+    return _count_local_tokens(config, part) * width * itemsize
+
+
+def _count_local_tokens(config: Config, part: PartProfile) -> int:
+    """Return the number of a micro-batch's tokens on a rank of `cp`."""
+    is_decoder = part.name.startswith("decoder.")
+    length = (is_decoder and config.data.target_length) or config.data.sequence_length
+    return config.train.micro_batch * length // config.parallel.cp
 
 
 def _is_ulysses(config: Config, ulysses: int, ring: int) -> bool:
@@ -106,7 +126,7 @@ def _is_ulysses(config: Config, ulysses: int, ring: int) -> bool:
     parallel, attention = config.parallel, config.model.attention
     if parallel.cp_method != "auto":
         return parallel.cp_method == "ulysses"
-    heads, keys = attention.n_heads // parallel.tp, max(1, attention.kv_heads // parallel.tp)
+    heads, keys = (max(1, n // parallel.tp) for n in (attention.n_heads, attention.kv_heads))
     is_divisible = heads % parallel.cp == 0 and (keys % parallel.cp == 0 or parallel.cp % keys == 0)
     return is_divisible and 2 * ulysses < 3 * ring
 
@@ -120,9 +140,7 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
         return
     section = experts_section(config.model)
     top_k = getattr(section, "top_k", 1)
-    is_decoder = part.name.startswith("decoder.")
-    length = (is_decoder and config.data.target_length) or config.data.sequence_length
-    rows = config.train.micro_batch * length // config.parallel.cp * top_k
+    rows = _count_local_tokens(config, part) * top_k
     if config.parallel.expert_tp != "by_channel":
         rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
     row_bytes = config.model.d_model * matmuls[0].itemsize

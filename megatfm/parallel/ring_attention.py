@@ -35,27 +35,26 @@ def make_block_attention_plan(
     kernel. Full attention then needs no blocks: of each document, a shard of queries sees a shard of keys fully, not at
     all, or as a causal square.
     """
-    key_indices = move_to_device(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
+    positions = {"zero_distance": sequence.length - 1, "q_positions": sequence.indices}
+    if fused_width is not None and has_flash(q_BNTH, fused_width):
+        host_mask = core.attention_mask(sequence.on_host().with_keys_at(key, key_indices), n_heads)
+        bands = host_mask.cached("shard bands", host_mask.shard_bands)
+        if bands is not None:
+            return BlockAttentionPlan.build(
+                bands, 1, width, core.options, k_positions=key_indices, sums_parts=True, **positions
+            )
+    warn_of_blocks(q_BNTH, fused_width, repr(core.pattern))
+    key_indices = move_to_device(key_indices, q_BNTH.device)
     shard = sequence.with_keys_at(key, key_indices)
     mask = core.attention_mask(shard, n_heads)
-    positions = {
-        "zero_distance": sequence.length - 1,
-        "k_positions": key_indices,
-        "q_positions": sequence.indices,
-    }
-    if fused_width is not None and has_flash(q_BNTH, fused_width):
-        bands = mask.cached("shard bands", lambda: core.attention_mask(shard.on_host(), n_heads).shard_bands())
-        if bands is not None:
-            return BlockAttentionPlan.build(bands, 1, width, core.options, sums_parts=True, **positions)
-    warn_of_blocks(q_BNTH, fused_width, repr(core.pattern))
     size = min(block_sparse.choose_block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
     visits = mask.cached(
         ("block groups", size),
         lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
-    return BlockAttentionPlan.build(visits, size, width, core.options, **positions)
+    return BlockAttentionPlan.build(visits, size, width, core.options, k_positions=key_indices, **positions)
 
 
 @constant_when_compiled

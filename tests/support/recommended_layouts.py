@@ -63,7 +63,7 @@ LONG: Sequence[Recommended] = (
     Recommended("llama3-8b", 128, ("data.sequence_length=131072", "train.global_batch=64", "parallel.cp=8",
                                    "train.recompute=full")),
     Recommended("llama3-405b", 1024, ("data.sequence_length=131072", "train.global_batch=128", "parallel.tp=8",
-                                      "parallel.cp=16", "parallel.pp=8", "parallel.zero=1", "train.recompute=full")),
+                                      "parallel.cp=8", "parallel.pp=16", "parallel.zero=1", "train.recompute=full")),
     Recommended("modernbert-large", 16, ("data.sequence_length=8192", "train.micro_batch=1", "parallel.cp=2")),
 )  # fmt: skip
 """The longest contexts, which ranks divide."""

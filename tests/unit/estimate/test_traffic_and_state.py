@@ -115,6 +115,27 @@ def test_combined_axes_send_what_six_and_eight_executed_ranks_send(
     check_flows(workers, small(preset, parallel))
 
 
+ONE_KEY_HEAD = {"name": "gqa", "n_heads": 4, "n_kv_heads": 1}
+LATENTS = {"name": "mla", "n_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("attention", "cp", "method"),
+    [
+        (ONE_KEY_HEAD, 4, "auto"),
+        (LATENTS, 2, "auto"),
+        pytest.param(ONE_KEY_HEAD, 4, "ulysses", marks=EXTENDED),
+        pytest.param(LATENTS, 2, "ulysses", marks=EXTENDED),
+    ],
+)
+def test_ranks_that_share_rows_send_few_key_heads_and_latents(
+    workers: Workers, attention: dict[str, object], cp: int, method: Literal["auto", "ulysses"]
+) -> None:
+    """By Ulysses each of four ranks needs the only head of keys; a ring sends it once, and of MLA the latents."""
+    config = small("llama3-8b", ParallelConfig(dp_shard=1, cp=cp, cp_method=method))
+    check_flows(workers, config.with_changes({"model.attention": attention}))
+
+
 def test_folded_experts_gather_no_tokens_over_tensor_parallel_ranks(workers: Workers) -> None:
     """Each rank sends its own tokens to experts; by expert, ranks would gather those of all first."""
     parallel = ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded")
