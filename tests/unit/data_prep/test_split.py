@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megatfm import data_prep
-from megatfm.config.prep import NearDuplicatesConfig, PrepConfig
+from megatfm.config.prep import LabelsConfig, NearDuplicatesConfig, PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.labels import _read_table
 from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_by_documents, plan_by_files
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.images import encode_image
@@ -232,6 +233,14 @@ def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> N
     )  # fmt: skip
     assert classes == list(CLASSES)
     assert actual == {n: n % 4 for n in range(12)}
+
+
+def test_cells_of_a_table_of_labels_hold_any_line_break(tmp_path: Path) -> None:
+    """In quotes a line break, and Unicode's own, at which a line of a CSV does not end, anywhere."""
+    cells = {"0.png": "two\nlines", "1.png": "a\u2028b", "2\x85.png": "c"}
+    rows = "".join(f'"{file}","{label}"\n' for file, label in cells.items())
+    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}", encoding="utf-8")
+    assert _read_table(LabelsConfig(by="table", table=str(tmp_path / "labels.csv"), key="label")) == cells
 
 
 @pytest.mark.parametrize("by", ["json", "txt"])
