@@ -17,14 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatfm.imaginary.ledger import Ledger, find_calling_line, is_called_by_autograd
+from megatfm.ops.kernel_free import KERNEL_FREE
 
 CUDA = torch.device("cuda", 0)
-WITHOUT_KERNEL = {
-    "view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split",
-    "split_with_sizes", "chunk", "as_strided", "unsqueeze", "squeeze", "permute", "empty", "empty_like",
-    "empty_strided", "new_empty", "new_empty_strided", "view_as", "unbind", "_reshape_alias", "lift_fresh",
-}  # fmt: skip
-"""Operators that launch no kernel."""
 MIN_PAIRS_LENGTH = 512
 """Length of rows from which tensors of all pairs of tokens are reported."""
 DATA_DEPENDENT_ERRORS = ("DynamicOutputShapeException", "DataDependentOutputException")
@@ -157,6 +152,6 @@ class ImaginaryGPU(TorchDispatchMode):
             if type(error).__name__ in DATA_DEPENDENT_ERRORS:
                 self.count_wait(f"{name}, whose shape depends on values,")
             raise
-        if name not in WITHOUT_KERNEL and func.namespace not in ("prim", "c10d", "_c10d_functional"):
+        if name not in KERNEL_FREE and func.namespace not in ("prim", "c10d", "_c10d_functional"):
             self.kernels[self.memory.phase, name] += 1
         return out
