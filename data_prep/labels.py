@@ -80,7 +80,7 @@ class ClassLabels:
             keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
             return next((self._table[key] for key in keys if key in self._table), None)
         if self._config.by == "txt":
-            return members.get("txt", b"").decode().strip() or None
+            return members.get("txt", b"").decode("utf-8-sig").strip() or None
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
         return None if value is None or isinstance(value, dict | list | bool) else str(value)
 
