@@ -88,7 +88,7 @@ def test_corpora_beside_a_task_are_refused(tmp_path: Path, override: str, capfd:
 def test_corpora_in_the_config_of_a_task_are_refused(
     tmp_path: Path, corpus: str, model: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They would be replaced, too. Those of a base or of a stored config are the run's before, and no mistake."""
+    """The task's files would replace these, too. Corpora of a base or of a stored config are no mistake."""
     (tmp_path / "task.toml").write_text(f'[task]\ntrain = "a.csv"\n[data]\n{corpus}\n')
     key = corpus.partition(" ")[0].partition(".")[0]
     assert run_command("finetune", str(tmp_path / "task.toml"), *model) == 2
