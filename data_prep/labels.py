@@ -1,6 +1,7 @@
 """Classes of images, from folder names, tables, or fields beside them, stored as each image's `.cls`."""
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -79,7 +80,7 @@ class ClassLabels:
             keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
             return next((self._table[key] for key in keys if key in self._table), None)
         if self._config.by == "txt":
-            return members.get("txt", b"").decode().strip() or None
+            return members.get("txt", b"").decode("utf-8-sig").strip() or None
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
         return None if value is None or isinstance(value, dict | list | bool) else str(value)
 
@@ -139,7 +140,7 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise UsageError(f"read.labels.table = {str(path)!r}: is not valid UTF-8 ({error})") from error
         delimiter = "\t" if path.suffix == ".tsv" else ","
-        rows = enumerate(csv.DictReader(text.splitlines(), delimiter=delimiter), 2)
+        rows = enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter), 2)
     table: dict[str, str] = {}
     for line, row in rows:
         file, label = (row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key))

@@ -110,4 +110,5 @@ def iter_reversed_lines(path: Path) -> Iterator[str]:
             text = file.read()
     except OSError:
         return
-    yield from reversed(text.decode(errors="replace").splitlines())
+    # Not splitlines: JSON leaves U+2028 and the like as they are.
+    yield from reversed(text.decode(errors="replace").split("\n"))

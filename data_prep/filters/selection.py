@@ -65,7 +65,7 @@ class C4BadWords:
 def read_list(path: str, remark: str = "") -> list[str]:
     """Read the lines of a file, without empty ones and comments. Raises UsageError if there are none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read ({error}): give a list, one entry in a line") from None
     if remark:

@@ -87,7 +87,7 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
         return BadRecord(key, "has a .cls that is no number of a class")
     try:
-        text = members.get("txt", b"").decode()
+        text = members.get("txt", b"").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return BadRecord(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
     try:

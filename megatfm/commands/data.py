@@ -97,15 +97,28 @@ def _export(args: argparse.Namespace) -> str:
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
-    """Load the tokenizer of --tokenizer, or the one beside the corpus; None if there is none."""
+    """Load the tokenizer of --tokenizer, or the one beside the corpus; None if there is none.
+
+    Raises UsageError if --tokenizer is another than the corpus was written with. Another one beside the corpus is not
+    used, with a note.
+    """
     from megatfm import tokenizers
+    from megatfm.corpus.corpus import Corpus
+    from megatfm.corpus.manifest import NO_TOKENIZER
 
     path = args.tokenizer
     if path is None and "://" not in args.dir:
         folder = Path(args.dir).resolve().parent
         # A task's corpora are one folder deeper in their run.
         path = tokenizers.find_tokenizer_file(folder) or tokenizers.find_tokenizer_file(folder.parent)
-    return tokenizers.load(path) if path else None
+    tokenizer = tokenizers.load(path) if path else None
+    corpus = Corpus.open(args.dir)
+    if tokenizer is None or corpus.tokenizer_hash in (NO_TOKENIZER, tokenizer.hash):
+        return tokenizer
+    if args.tokenizer:
+        corpus.check_tokenizer(tokenizer.hash)
+    print(f"note: {path}: is not used, for the corpus was written with another tokenizer", file=sys.stderr)
+    return None
 
 
 def _index(args: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from megatfm.inference.text import TextModel
 
 SAMPLES = "samples.jsonl"
+SAMPLING_DEFAULTS = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "seed": 0}
+"""Options that choose tokens at random → default. Beam search chooses none so."""
+BEAM_DEFAULTS = {"length_penalty": 0.6}
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +54,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="add <extra_0> to a prompt of span corruption that has none; auto: if the model learnt it here (auto)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the samples (0)")
+    parser.add_argument(
+        "--seed", type=int, default=SAMPLING_DEFAULTS["seed"], metavar="S", help="seed of the samples (0)"
+    )
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to generate (1)")
     add_trust_argument(parser)
     parser.add_argument(
@@ -66,21 +72,21 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
+        default=SAMPLING_DEFAULTS["temperature"],
         metavar="T",
         help="temperature of sampling; 0: always the likeliest token (0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
-        default=0,
+        default=SAMPLING_DEFAULTS["top_k"],
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (0)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
-        default=0.95,
+        default=SAMPLING_DEFAULTS["top_p"],
         metavar="P",
         help="sample from the likeliest tokens that together have probability P (0.95)",
     )
@@ -95,7 +101,7 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length-penalty",
         type=float,
-        default=0.6,
+        default=BEAM_DEFAULTS["length_penalty"],
         metavar="A",
         help="with --num-beams: scores are divided by ((5 + length) / 6)^A (0.6)",
     )
@@ -113,12 +119,22 @@ def load_text_model(path: str | Path, device: "str | torch.device", dtype: str, 
     return open_text_model(path, device, dtype=dtype, trust_plugins=trust_plugins)
 
 
+def _refuse_ignored_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for options of sampling beside a beam search, and of beam search without one."""
+    ignored: Mapping[str, float] = SAMPLING_DEFAULTS if args.num_beams else BEAM_DEFAULTS
+    if changed := [name for name, default in ignored.items() if getattr(args, name) != default]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        reason = "beam search draws nothing: leave this or --num-beams out"
+        raise UsageError(f"{flags}: {reason if args.num_beams else 'is for --num-beams: give that, or leave this out'}")
+
+
 def generate_command(args: argparse.Namespace) -> int:
     """Print prompt and continuation as they are made, and add them to RUN/samples.jsonl for the report."""
     if args.max_tokens < 1 or args.num_samples < 1:
         raise UsageError("--max-tokens and --num-samples: choose 1 or more")
     if args.num_beams < 0 or (args.num_beams and args.num_samples > 1):
         raise UsageError("--num-beams: choose 1 or more, and no --num-samples: beam search finds one text")
+    _refuse_ignored_options(args)
     if args.chat and args.bos != "auto":
         raise UsageError("--chat: the template decides what stands before the prompt: leave --bos out")
     begin, separator = ("chat", "\n") if args.chat else (args.bos, "")

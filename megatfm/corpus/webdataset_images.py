@@ -78,7 +78,7 @@ class LabelRule:
         if data is None:
             return None
         if self.by != "json":
-            return data.decode("utf-8", "replace").strip() or None
+            return data.decode("utf-8-sig", "replace").strip() or None
         try:
             value: Any = json.loads(data)
             for part in self.key.split("."):

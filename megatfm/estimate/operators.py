@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatfm.ops.kernel_free import KERNEL_FREE
+
 Kind = Literal["matmul", "attention", "pointwise", "collective"]
 
 MATMULS = {
@@ -28,13 +30,6 @@ MATMULS = {
     "convolution",
     "convolution_backward",
 }
-WITHOUT_KERNEL = {
-    "view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split",
-    "split_with_sizes", "chunk", "as_strided", "unsqueeze", "squeeze", "permute", "empty", "empty_like",
-    "empty_strided", "new_empty", "new_empty_strided", "unbind", "_reshape_alias", "lift_fresh", "device",
-    "promote_types", "wait_tensor", "movedim", "unfold", "diagonal", "detach_", "is_same_size",
-}  # fmt: skip
-"""Operators that launch no kernel: views, and uninitialised memory."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
@@ -153,7 +148,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self._live += self._sizes[key]
                 self.recording.created[number] = len(self.recording.live), self._sizes[key]
         self.recording.live.append(self._live - self._base)
-        if name in WITHOUT_KERNEL:
+        if name in KERNEL_FREE:
             return out
         self.recording.operators.append(self._operator(func, name, inputs, outputs, args, kwargs or {}))
         return out

@@ -17,14 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatfm.imaginary.ledger import Ledger, find_calling_line, is_called_by_autograd
+from megatfm.ops.kernel_free import KERNEL_FREE
 
 CUDA = torch.device("cuda", 0)
-WITHOUT_KERNEL = {
-    "view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split",
-    "split_with_sizes", "chunk", "as_strided", "unsqueeze", "squeeze", "permute", "empty", "empty_like",
-    "empty_strided", "new_empty", "new_empty_strided", "view_as", "unbind", "_reshape_alias", "lift_fresh",
-}  # fmt: skip
-"""Operators that launch no kernel."""
 STAND_IN_NAMESPACE = "megatfm_imaginary"
 """Of operators that stand for fused attention; the last argument is the name of the kernel."""
 MIN_PAIRS_LENGTH = 512
@@ -174,7 +169,7 @@ class ImaginaryGPU(TorchDispatchMode):
             name = f"attention by {args[-1]}"
         if (
             not self.is_fusing
-            and name not in WITHOUT_KERNEL
+            and name not in KERNEL_FREE
             and func.namespace not in ("prim", "c10d", "_c10d_functional")
         ):
             self.kernels[self.memory.phase, name] += 1

@@ -148,6 +148,8 @@ def predict_file(
             f"{run_dir}: --beams and --length-penalty: its task, form = {task.form!r}, generates no answers: "
             "leave them out"
         )
+    if "length_penalty" in search and search.get("beams", task.beams) < 2:
+        raise UsageError("--length-penalty: is for a beam search: give --beams 2 or more, too, or leave it out")
     config = config.model_copy(update={"task": task.model_copy(update=dict(search))})
     if task.form == "chat":
         raise UsageError(f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`")

@@ -21,10 +21,14 @@ from megatfm.commands.doctor import Finding, doctor_command
 from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import load_config
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
 from megatfm.train import corpora
 from tests.support.hf_folders import run_command
 from tests.support.small_runs import SMALL_CONFIG
+from tests.support.trained_runs import tokenizer_model
+
+__all__ = ["tokenizer_model"]  # a fixture
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -84,7 +88,7 @@ def test_corpora_beside_a_task_are_refused(tmp_path: Path, override: str, capfd:
 def test_corpora_in_the_config_of_a_task_are_refused(
     tmp_path: Path, corpus: str, model: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Corpora of the config would be replaced, too. Those of a base or of a stored config were replaced before."""
+    """The task's files would replace these, too. Corpora of a base or of a stored config are no mistake."""
     (tmp_path / "task.toml").write_text(f'[task]\ntrain = "a.csv"\n[data]\n{corpus}\n')
     key = corpus.partition(" ")[0].partition(".")[0]
     assert run_command("finetune", str(tmp_path / "task.toml"), *model) == 2
@@ -111,6 +115,24 @@ def test_verify_says_that_its_engine_replaces_the_configured_one(
         assert (note in capfd.readouterr().err) == is_replaced
     assert run_command(*command, "--engine", "deepspeed", mistake) == 2
     assert "note:" not in capfd.readouterr().err
+
+
+def test_ids_are_decoded_by_the_tokenizer_that_made_them(
+    tmp_path: Path, tokenizer_model: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another one would show other words, and end documents of Megatron-LM's file by an id of its own."""
+    other, folder = tmp_path / "tokenizer.model", str(tmp_path / "train")
+    other.write_bytes(tokenizer_model)
+    with ShardWriter(folder, tokenizer_hash="made it", token_dtype="uint16") as writer:
+        writer.add("a", np.array([5, 6]), "x", 3)
+        writer.finish({})
+    assert run_command("data", "export", folder, str(tmp_path / "a.bin"), "--tokenizer", str(other)) == 2
+    assert "was written with tokenizer made it" in capfd.readouterr().err
+    for words, code in ((["export", folder, str(tmp_path / "a.bin")], 2), (["export", folder, f"{tmp_path}/tars/"], 0)):
+        assert run_command("data", *words) == code
+        assert f"note: {other}: is not used" in capfd.readouterr().err
+    assert run_command("data", "show", folder, "--sample", "0") == 0
+    assert capfd.readouterr().out.endswith("\n5 6\n")
 
 
 @pytest.mark.parametrize("images", [["--images", "3"], []])

@@ -174,6 +174,14 @@ def test_ngrams_by_definition() -> None:
     assert over > 300, "bounds decided that often"
 
 
+def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As Windows' editors write it; their first entry would match nothing."""
+    (tmp_path / "list").write_text("spam.example\n", encoding="utf-8-sig")
+    assert (
+        apply_step(build_step("url_filter", file=str(tmp_path / "list")), "text", "http://spam.example/")[1] == "domain"
+    )
+
+
 def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megatfm import data_prep
-from megatfm.config.prep import NearDuplicatesConfig, PrepConfig
+from megatfm.config.prep import LabelsConfig, NearDuplicatesConfig, PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.webdataset_images import LabelRule
 from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.labels import ClassLabels, _read_table
+from megatfm.data_prep.readers.images import ImageRecord, make_record
 from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_by_documents, plan_by_files
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.images import encode_image
@@ -234,6 +237,14 @@ def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> N
     assert actual == {n: n % 4 for n in range(12)}
 
 
+def test_cells_of_a_table_of_labels_hold_any_line_break(tmp_path: Path) -> None:
+    """In quotes a line break, and Unicode's own, at which a line of a CSV does not end, anywhere."""
+    cells = {"0.png": "two\nlines", "1.png": "a\u2028b", "2\x85.png": "c"}
+    rows = "".join(f'"{file}","{label}"\n' for file, label in cells.items())
+    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}", encoding="utf-8")
+    assert _read_table(LabelsConfig(by="table", table=str(tmp_path / "labels.csv"), key="label")) == cells
+
+
 @pytest.mark.parametrize("by", ["json", "txt"])
 def test_fields_beside_images_give_labels(tmp_path: Path, by: str) -> None:
     def beside(n: int, name: str) -> dict[str, bytes]:
@@ -244,6 +255,19 @@ def test_fields_beside_images_give_labels(tmp_path: Path, by: str) -> None:
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
     actual, _ = labels_of(tmp_path, by=by, key="of.kind", classes=str(tmp_path / "classes.txt"))
     assert actual == {n: n % 4 for n in range(12)}
+
+
+def test_texts_of_labels_and_captions_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    files = {"png": png(1), "txt": "birne\n".encode("utf-8-sig")}
+    (tmp_path / "classes.txt").write_text("birne\n10 Euro\n", encoding="utf-8")
+    record = make_record("a", files, PrepConfig.model_validate({"out": "x", "read": {"folder": "x"}}).read)
+    assert isinstance(record, ImageRecord)
+    assert record.text == "birne\n"
+    labels = ClassLabels(LabelsConfig(by="txt", classes=str(tmp_path / "classes.txt")), ["a.png"])
+    labelled = labels.apply("a.png", record)
+    assert isinstance(labelled, ImageRecord)
+    assert labelled.members["cls"] == b"0"
+    assert LabelRule("txt").label(files) == "birne"
 
 
 def test_images_of_one_folder_lie_apart(tmp_path: Path) -> None:

@@ -318,6 +318,9 @@ def test_broken_weights_end_in_one_line(run: Path) -> None:
         ["--top-p", "2"],
         ["--num-beams", "-1"],
         ["--num-beams", "2", "--num-samples", "2"],
+        ["--num-beams", "2", "--top-p", "0.5"],
+        ["--num-beams", "2", "--seed", "1"],
+        ["--length-penalty", "1"],
     ],
 )
 def test_wrong_arguments_of_generate_are_refused(run: Path, words: list[str]) -> None:

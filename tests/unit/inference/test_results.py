@@ -30,6 +30,17 @@ def read_strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.parametrize("search", [{"length_penalty": 0.5}, {"length_penalty": 0.5, "beams": 1}])
+def test_a_length_penalty_without_a_beam_search_is_refused(
+    search: dict[str, float], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(run / "config.toml")
+    config = config.with_changes({"task": {"form": "generation", "train": "a.jsonl", "label": "b"}})
+    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    with pytest.raises(UsageError, match="--length-penalty: is for a beam search"):
+        predict_file(run, "new.jsonl", search=search)
+
+
 @pytest.mark.parametrize(
     ("loss", "stored_loss", "perplexity"),
     [

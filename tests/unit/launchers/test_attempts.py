@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from megatfm.launchers.attempts import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
+from megatfm.launchers.attempts import EVENTS, MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog, tail_jsonl
+from megatfm.tracking.metrics import log_event
 from megatfm.launchers.prolog_epilog import find_failure_cause
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import finish_run, run_epilog, run_prolog, write_chain, write_event, write_log
@@ -111,6 +112,12 @@ def test_hosts_that_failed_twice_of_late_are_offenders(folder: Path) -> None:
     attempt(folder, EXIT_FAILED, host="n2", submission="8")
     assert AttemptLog(folder).find_faulty_hosts(now=200.0) == ["n2"]
     assert AttemptLog(folder).find_faulty_hosts(now=200.0 + 8 * 86400) == [], "by then it was repaired"
+
+
+def test_an_event_may_hold_any_line_break(folder: Path) -> None:
+    """JSON leaves Unicode's own as they are, such as of a file's name in an error."""
+    log_event(folder, "failed", "a\u2028b\x85c\x0bd\n")
+    assert [event["detail"] for event in tail_jsonl(folder / EVENTS, 2)] == ["a\u2028b\x85c\x0bd\n"]
 
 
 def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
