@@ -1,6 +1,6 @@
 """Profile of one part of a model: the operators of its two passes, and the bytes that it saves between them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,6 +130,9 @@ class PartProfile:
             sums = [op for op in self.forward if op.collective in ("all_reduce", "reduce_scatter")]
             saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE] + sums
             written = {number: n_bytes for op in saved for number, n_bytes in op.writes.items()}
+            if compiled:
+                needed = self._find_needed(written)
+                written = {number: n_bytes for number, n_bytes in written.items() if number in needed}
             terms = {number for op in sums for number in op.reads.keys() - op.writes.keys()}
             return self.input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
         if recompute.endswith("%"):
@@ -164,6 +167,19 @@ class PartProfile:
                 continue
             queue += [(n, size) for n, size in reads[number].items() if n not in self.weight_numbers]
         return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
+
+    def _find_needed(self, written: Collection[int]) -> set[int]:
+        """Return those of some results from which the backward pass computes what it reads; a compiled block saves no
+        others, such as the output of its last matmul."""
+        _, reads, _ = self._trace_pointwise_chains()
+        queue = [tensor.number for tensor in self.saved]
+        visited: set[int] = set()
+        while queue:
+            number = queue.pop()
+            if number not in visited:
+                visited.add(number)
+                queue += () if number in written else reads.get(number, ())
+        return visited.intersection(written)
 
     def _trace_pointwise_chains(self) -> tuple[dict[int, Operator], dict[int, dict[int, int]], dict[int, int]]:
         """Return, for each storage that the forward pass writes: the operator that wrote it first, all that its writers

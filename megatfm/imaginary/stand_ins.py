@@ -30,9 +30,16 @@ def attention(
 
 
 @torch.library.custom_op(f"{STAND_IN_NAMESPACE}::attention_backward", mutates_args=())
-def attention_backward(gradient_BNTV: Tensor, inputs: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """Stand-in for its backward pass: return the gradients of those of its inputs that need one."""
-    return [torch.empty_like(x) for x in inputs]
+def attention_backward(
+    gradient_BNTV: Tensor,
+    inputs: Sequence[Tensor],
+    out_BNTV: Tensor,
+    lse_BNT: Tensor,
+    needed: Sequence[bool],
+    kernel: str,
+) -> list[Tensor]:
+    """Stand-in for its backward pass, which reads all of its arguments: return the gradients of needed inputs."""
+    return [torch.empty_like(x) for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -41,10 +48,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    *inputs, _, _ = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors
     needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[3]]
-    chosen = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    computed = iter(attention_backward(gradient, chosen, ctx.kernel))
+    computed = iter(attention_backward(gradient, inputs, out, lse, needed, ctx.kernel))
     q, k, v, *biases = [next(computed) if is_needed else None for is_needed in needed]
     return q, k, v, biases, None
 

@@ -52,6 +52,7 @@ def take_steps(
     gpu.weight_shapes = _watch_model(engine, memory, record)
     for _ in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
+        record.saved.clear()
         memory.begin("passes")
         with _StepTraffic(engine.process_groups()) as traffic:
             engine.forward_backward(batches, objective)
@@ -66,6 +67,7 @@ def take_steps(
     record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
     record.waits, record.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
     record.all_pairs = dict(gpu.all_pairs)
+    record.saved = {path: n_bytes // len(batches) for path, n_bytes in record.saved.items()}
     record.graph_breaks, record.recompilations = list_compilations()
     record.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"
 
@@ -88,7 +90,7 @@ def _watch_model(engine: Engine, memory: Ledger, record: "Trace") -> frozenset[t
 
 
 class _BlockWatch:
-    """Notes in `saved` the bytes of activations that a pass of a block leaves, its output among them."""
+    """Adds to `saved` the bytes of activations that each forward pass of a block leaves, its output among them."""
 
     def __init__(self, memory: Ledger, path: str, saved: dict[str, int]) -> None:
         self._memory, self._path, self._saved, self._earlier = memory, path, saved, 0
@@ -97,7 +99,9 @@ class _BlockWatch:
         self._memory.layer, self._earlier = self._path, self._memory.count_activations(self._path)
 
     def leave(self, *_: Any) -> None:
-        self._saved[self._path] = self._memory.count_activations(self._path) - self._earlier
+        if torch.is_grad_enabled():
+            left = self._memory.count_activations(self._path) - self._earlier
+            self._saved[self._path] = self._saved.get(self._path, 0) + left
         self._memory.layer = "-"
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,10 +18,10 @@ class Trace:
     """Record of a rank's last step.
 
     Bytes on the device: built, with the engine alone; passes, optimizer: their peaks; at_rest: after the step. at_peak:
-    owner (see `Ledger`) → bytes at the peak. saved: block → bytes of activations that its last forward pass left, its
-    output among them. sent: [axis, collective, calls, bytes]. waits, copies: line of code → times; all_pairs: tensors
-    of all pairs of tokens → times. is_compiled: whether blocks are; graph_breaks, recompilations: line and reason →
-    times, in all steps.
+    owner (see `Ledger`) → bytes at the peak. saved: block → bytes of activations that its forward passes of a
+    micro-batch left, its outputs among them. sent: [axis, collective, calls, bytes]. waits, copies: line of code →
+    times; all_pairs: tensors of all pairs of tokens → times. is_compiled: whether blocks are; graph_breaks,
+    recompilations: line and reason → times, in all steps.
     """
 
     config: str

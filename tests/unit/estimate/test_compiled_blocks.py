@@ -92,6 +92,17 @@ def test_a_compiled_block_saves_what_the_estimate_counts(
     assert expected <= on_cpu <= expected + statistics
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_compiled_block_does_not_save_what_selective_recomputation_does_not_read(dropout: float) -> None:
+    """An eager block also saves the output of its last matmul, which only the block's output is computed of."""
+    block = profile_block(small("gpt2-124m", f"model.dropout={dropout}"))
+    tokens = block.input_bytes // (4 * WIDTH)
+    saved = block.saved_bytes("selective", compiled=True)
+    # Input, q, k, v, attention's result and its projection, the first hidden vector, and attention's statistics.
+    assert saved == 4 * tokens * (6 * WIDTH + HIDDEN + 2)
+    assert block.saved_bytes("selective", compiled=False) - saved == 4 * tokens * WIDTH
+
+
 def test_experts_stay_eager_in_a_compiled_block() -> None:
     experts = ["model.ffn.n_experts=4", "model.ffn.top_k=2", "model.attention.n_kv_heads=2"]
     block = profile_block(small("olmoe-1b-7b", *experts))

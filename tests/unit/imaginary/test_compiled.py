@@ -41,6 +41,9 @@ def trace_and_estimate(preset: str, gpus: int, *overrides: str) -> tuple[Any, in
             "bert-base", 1, [*WIDTHS, "train.global_batch=2", "model.vocab_size=512"], marks=pytest.mark.extended
         ),
         pytest.param(
+            "albert-base", 1, [*WIDTHS, "train.global_batch=2", "model.vocab_size=512"], marks=pytest.mark.extended
+        ),
+        pytest.param(
             "vit-s16", 1, ["model.n_layers=2", "train.micro_batch=2", "train.global_batch=4"],
             marks=pytest.mark.extended,
         ),
@@ -49,7 +52,7 @@ def trace_and_estimate(preset: str, gpus: int, *overrides: str) -> tuple[Any, in
             marks=pytest.mark.extended,
         ),
     ],
-    ids=["gpt2, dropout", "bert, dropout", "vit", "llama, zero3"],
+    ids=["gpt2, dropout", "bert, dropout", "albert, one block for all", "vit", "llama, zero3"],
 )  # fmt: skip
 def test_a_compiled_block_is_traced_whole_and_saves_what_is_modelled(
     preset: str, gpus: int, overrides: list[str]
@@ -62,6 +65,8 @@ def test_a_compiled_block_is_traced_whole_and_saves_what_is_modelled(
     assert not facts["waits"]
     fused = sum(times for name, times in facts["kernels"].items() if name.endswith(": fused"))
     assert fused >= 2 * facts["microbatches"] * 2 * 2, "of two blocks in each pass: norms, and what follows matmuls"
+    if facts["optimizer"] > facts["passes"]:
+        return  # at the fullest moment no block is live
     owners = [owner.split(" ", 2) for owner in facts["at_peak"]]
     assert any(line.startswith("layers/linear.py") for _, layer, line in owners if layer != "-")
 
