@@ -119,7 +119,7 @@ def test_a_local_checkpoint_that_no_node_has_intact_is_not_used(workers: Workers
 
 
 def test_a_renamed_folder_is_not_used(workers: Workers, tmp_path: Path) -> None:
-    """It would be looked for under the name of its step."""
+    """The checkpoint would be looked for under the name of its step."""
     workers.run(save_steps, 2, tmp_path, [1, 2])
     for node in range(2):
         (tmp_path / f"node-{node}" / "step-00000002").rename(tmp_path / f"node-{node}" / "step-00000007")
