@@ -1,23 +1,21 @@
-"""Which attention patterns learn to look far back, and what a longer context is worth: small models on a CPU.
+"""Which attention patterns learn to look far back: small models on a CPU.
 
-    python benchmarks/attention_learns.py listops|recall|text --out benchmarks/results [--folder TEXTS]
+    python benchmarks/attention_learns.py listops|recall --out benchmarks/results
 
 listops: expressions of 500 to 2,000 tokens as Long Range Arena draws them, ten classes, packed into rows of 4,096
 tokens, after shorter ones of 10 to 100 and of 100 to 500. recall: 8 facts in rows of 8,192 tokens, trained on rows of
-64 for half of the steps and then on ever longer ones, and judged by how far back the fact lies. text: bytes of
-Python's standard library or of other files, and the loss by how many bytes come before. Models of 2 blocks, 64
-channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a number of steps, each on new rows of
-4,096 (listops), 8,192 (recall) or 2,048 tokens (text, four rows), the same for all. Figures are of rows that were not
-trained on. A result holds the models of all runs of its day.
+64 for half of the steps and then on ever longer ones, and judged by how far back the fact lies. Models of 2 blocks, 64
+channels and 4 heads, each pattern alone; the budget is a number of steps, each on new rows of 4,096 (listops) or 8,192
+tokens (recall), the same for all. Figures are of rows that were not trained on. A result holds the models of all runs
+of its day.
 """
 
 import argparse
 import json
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count, islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -146,31 +144,6 @@ class Recall:
         of_key[row[places] // self.values] = places
         asked = row[-self.facts :] - self.facts * self.values
         return torch.arange(len(row) - self.facts, len(row)) - of_key[asked]
-
-
-class Text:
-    """Bytes of files (each a document of its own, those that are too short left out), for models to go on with."""
-
-    def __init__(self, folder: Path, length: int) -> None:
-        files = [folder] if folder.is_file() else sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.txt"))
-        contents = (bytearray(file.read_bytes()) for file in files)
-        texts = [torch.frombuffer(content, dtype=torch.uint8) for content in contents if len(content) > length]
-        if len(texts) == 1:
-            cut = len(texts[0]) * 19 // 20
-            texts = [texts[0][:cut], texts[0][cut:]]
-        n_held_out = max(len(texts) // 20, 1)
-        self.length, self.training, self.held_out = length, texts[:-n_held_out], texts[-n_held_out:]
-
-    def draw_batch(self, count: int, seed: int, *, held_out: bool = False) -> Batch:
-        """Draw a batch [count, length] of spans of files, each from a random offset."""
-        random = torch.Generator().manual_seed(seed)
-        files = self.held_out if held_out else self.training
-        sizes, spans = torch.tensor([float(len(file)) for file in files]), []
-        for which in torch.multinomial(sizes, count, replacement=True, generator=random).tolist():
-            start = int(torch.randint(len(files[which]) - self.length, (), generator=random))
-            spans.append(files[which][start : start + self.length + 1].long())
-        drawn = torch.stack(spans)
-        return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
 
 
 Models = dict[str, dict[str, Any]]
@@ -333,31 +306,9 @@ def measure_by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int)
     return {**stretches, "all": summarize(right)}
 
 
-def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
-    """Return the loss in nats a byte by the number of bytes before it, in ranges that double."""
-    total = torch.zeros(text.length)
-    for row in range(rows):
-        batch = text.draw_batch(1, 2**40 + row, held_out=True)
-        total += nn.functional.cross_entropy(compute_logits(model, batch), batch["targets"][0], reduction="none")
-    bounds = [0, *(2**n for n in range(6, 20) if 2**n < text.length), text.length]
-    return {f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)}
-
-
-def learn_text(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, Figures]]:
-    """Yield the loss of decoders of four blocks: full attention, and windows."""
-    text, near = Text(args.folder, sizes.length), max(sizes.length // 32, 8)
-    models: Models = {"full": {}, "window": {"attention.pattern": {"name": "window", "width": near}}}
-    wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
-    for name, model in select(models, args.only):
-        batches = (text.draw_batch(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
-        network, seconds = train({**wider, **model}, batches, sizes)
-        yield name, {"width": near, "nats a byte": measure_by_position(network, text, sizes.judged), "seconds": seconds}
-
-
 TASKS = {
     "listops": (learn_listops, Sizes(4096, 120, 60)),
     "recall": (learn_recall, Sizes(8192, 240, 64)),
-    "text": (learn_text, Sizes(2048, 100, 16)),
 }
 """Task → its function, and the sizes of a full run."""
 
@@ -379,7 +330,6 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=1, help="of weights and rows; another than 1 is named in the result"
     )
-    parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     args = parser.parse_args()
     torch.set_num_threads(1)
     learn, full_size = TASKS[args.task]

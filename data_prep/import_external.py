@@ -151,7 +151,7 @@ class ImportStage:
         }
 
     def _is_held_out(self, source: str) -> bool:
-        """Whether a document is held out: by the user's patterns, else by a fixed random choice."""
+        """Return whether a document is held out: by the user's patterns, else by a fixed random choice."""
         if self._split.validation_files:
             return matches_path(source.partition("#")[0], self._split.validation_files)
         digest = blake3(f"{self._split.seed}:{source}".encode()).digest(8)

@@ -210,7 +210,7 @@ class InputFiles:
 
 
 def matches_path(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path below the folder, or a name, matches one of the patterns; a `*` matches slashes, too."""
+    """Return whether a path below the folder, or a name, matches one of the patterns; a `*` matches slashes, too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

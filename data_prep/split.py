@@ -56,7 +56,7 @@ class Split:
         return bool(self.held_out) or self.below > 0
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is for validation; documents with one name at the level stay together."""
+        """Return whether a document is for validation; documents with one name at the level stay together."""
         if self.below:
             return _choose_bin(LEVELS[self.level](document), self.seed) < self.below
         return bool(self.held_out) and LEVELS[self.level](document) in self.held_out

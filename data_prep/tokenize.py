@@ -227,5 +227,5 @@ def _count_cores() -> int:
 
 
 def _in_sample(document: Document, share: float) -> bool:
-    """Whether a document is in a fixed random sample of about `share` of all documents."""
+    """Return whether a document is in a fixed random sample of about `share` of all documents."""
     return int.from_bytes(blake3(document.id.encode()).digest(8), "big") < share * 2**64

@@ -37,7 +37,7 @@ from megatfm.inference.text import (
 from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:

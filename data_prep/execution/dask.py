@@ -194,7 +194,7 @@ class _DaskPreparation(LockExecutor):
         return result
 
     def _is_client_alive(self) -> bool:
-        """Whether the client still holds its lock. A killed client can't tell its workers to leave."""
+        """Return whether the client still holds its lock. A killed client can't tell its workers to leave."""
         try:
             file = os.open(self._folder / CLIENT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:

@@ -181,7 +181,7 @@ def get_mpi_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def supports_flock(folder: Path) -> bool:
-    """Whether files in a folder can be locked, which claims need; the folder is created."""
+    """Return whether files in a folder can be locked, which claims need; the folder is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -267,7 +267,7 @@ class SharedSettings:
             self._descriptor = None
 
     def _lock(self, kind: int) -> bool:
-        """Whether the lock was acquired. On a file system without locks it always is: no task can share the folder."""
+        """Return whether the lock was acquired: always on a file system without locks, where tasks share no folder."""
         assert self._descriptor is not None
         try:
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)

@@ -75,7 +75,7 @@ class RemoteOutput:
         self._write(IN_PROGRESS_FILE, marker)
 
     def _is_ours(self, marker: Mapping[str, Any]) -> bool:
-        """Whether a marker is of this work folder, from whichever machine."""
+        """Return whether a marker is of this work folder, from whichever machine."""
         if "id" in marker:
             return bool(marker["id"] == self._id)
         # Written by an earlier version.
@@ -112,7 +112,7 @@ class RemoteOutput:
         return table
 
     def has(self, name: str) -> bool:
-        """Whether a file exists at the URL."""
+        """Return whether a file exists at the URL."""
         return self._remote.stat(name) is not None
 
     def upload(self, path: Path, keep: bool = False) -> None:

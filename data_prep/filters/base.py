@@ -18,7 +18,7 @@ class PipelineStep(Protocol):
     counts: StepStats
 
     def __call__(self, document: Document) -> Document | None:
-        """The document, changed or not, or None to drop it."""
+        """Return the document, changed or not, or None to drop it."""
 
 
 class Filter(Protocol):

@@ -87,7 +87,7 @@ IBAN = re.compile(rf"(?<![A-Za-z0-9])(?=[A-Z][A-Z]\d\d)(?:{_make_iban_pattern()}
 
 
 def is_card(number: str) -> bool:
-    """Whether digits are of a network's form, and their check digit (Luhn's, ISO/IEC 7812-1 annex B) fits."""
+    """Return whether digits are of a network's form, and their check digit (Luhn's, ISO/IEC 7812-1 annex B) fits."""
     digits = re.sub("[ -]", "", number)
     if not any(len(digits) in lengths and first.match(digits) for first, lengths in _NETWORKS):
         return False
@@ -96,7 +96,7 @@ def is_card(number: str) -> bool:
 
 
 def is_iban(number: str) -> bool:
-    """Whether the check digits fit (ISO 13616: modulo 97)."""
+    """Return whether the check digits fit (ISO 13616: modulo 97)."""
     compact = number.replace(" ", "")
     return int("".join(str(int(character, 36)) for character in compact[4:] + compact[:4])) % 97 == 1
 
@@ -207,13 +207,13 @@ def _accept_match(match: re.Match[str]) -> bool:
 
 
 def _is_address(match: re.Match[str]) -> bool:
-    """Whether a match is an e-mail address: no file such as `image@2x.png`, no `git@github.com:`, no path on a host."""
+    """Return whether a match is an e-mail address: not `image@2x.png`, `git@github.com:`, or a path on a host."""
     is_path = _PATH.match(match.string, match.end())
     return not match[0].lower().endswith(_FILES) and not match[0].startswith("git@") and not is_path
 
 
 def _is_public(match: re.Match[str]) -> bool:
-    """Whether a match is a public IP address: not private, no example, no time of day, no section number."""
+    """Return whether a match is a public IP address: not private, no example, no time of day, no section number."""
     if _COUNTED.search(match.string, max(0, match.start() - 12), match.start()):
         return False
     try:
@@ -223,8 +223,8 @@ def _is_public(match: re.Match[str]) -> bool:
 
 
 def _is_phone(match: re.Match[str]) -> bool:
-    """Whether a match is a telephone number: 8 to 15 digits, with a country code after a `+`, and no large number in
-    groups of three."""
+    """Return whether a match is a telephone number: 8 to 15 digits, with a country code after a `+`, not a large number
+    in groups of three."""
     digits = re.sub(r"\D", "", match[0])
     if not 8 <= len(digits) <= 15:
         return False

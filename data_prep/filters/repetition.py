@@ -97,7 +97,7 @@ class _RepeatedNgrams:
         self._keep(np.bincount(codes))
 
     def is_top_over(self, n: int, limit: float) -> bool:
-        """Whether all occurrences of the most frequent n-gram have more than `limit` characters."""
+        """Return whether all occurrences of the most frequent n-gram have more than `limit` characters."""
         while self.n < n:
             if self._bound_top_characters(n) <= limit:
                 return False
@@ -105,11 +105,11 @@ class _RepeatedNgrams:
         return self.count_top_characters() > limit
 
     def are_repeated_over(self, n: int, limit: float) -> bool:
-        """Whether repeated n-grams have more than `limit` characters in total."""
+        """Return whether repeated n-grams have more than `limit` characters in total."""
         return not self.covers_at_most(n, limit) and self.count_repeated_characters() > limit
 
     def covers_at_most(self, n: int, limit: float) -> bool:
-        """Whether all words that may be in repeated n-grams, or longer ones, have at most `limit` characters.
+        """Return whether all words that may be in repeated n-grams, or longer ones, have at most `limit` characters.
 
         If not, the n-grams have grown to `n` words.
         """

@@ -57,7 +57,7 @@ def render_report(result: Mapping[str, Any]) -> str:
 
 
 def has_images(result: Mapping[str, Any]) -> bool:
-    """Whether the corpus has images; its text, if any, is captions."""
+    """Return whether the corpus has images; its text, if any, is captions."""
     return bool(result["config"]["read"].get("format") == "images")
 
 

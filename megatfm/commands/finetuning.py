@@ -101,7 +101,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     from megatfm.describe.description import flops_per_token
     from megatfm.inference.samples import PromptSampler
     from megatfm.inference.task_evaluation import evaluate_task
-    from megatfm.train.trainer import train
+    from megatfm.train.run import train
 
     with remove_on_refusal(new_paths):
         code = train(config, flops_per_token, PromptSampler(), new_paths)
@@ -187,7 +187,7 @@ def _names_corpus(override: str) -> bool:
 
 
 def _is_stored_config(file: ConfigFile) -> bool:
-    """Whether a fine-tuning run stored the config, whose corpora are those of its task."""
+    """Return whether a fine-tuning run stored the config, whose corpora are those of its task."""
     return file.path.name == RESOLVED_CONFIG or is_stored_by_us(file.path)
 
 

@@ -70,7 +70,7 @@ def train_command(args: argparse.Namespace) -> int:
         # After the config is loaded, so that a mistake in it is reported before torch is imported.
         from megatfm.describe.description import flops_per_token
         from megatfm.inference.samples import PromptSampler
-        from megatfm.train.trainer import train
+        from megatfm.train.run import train
 
         if folder := os.environ.get(NEW_RUN_VARIABLE):
             new_paths.folders.append(Path(folder))

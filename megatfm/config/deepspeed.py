@@ -150,7 +150,7 @@ def _iter_offload_problems(parallel: ParallelConfig, offload: DeepSpeedConfig) -
 
 
 def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
-    """Whether ZeRO leaves weights or experts unsharded on a rank; false for dp_shard = −1, known only at the start."""
+    """Return whether ZeRO leaves weights or experts unsharded on a rank; False for dp_shard = −1, not known yet."""
     n_data_ranks = parallel.dp_shard * parallel.cp
     n_expert_ranks = n_data_ranks * (parallel.tp if parallel.expert_tp == "folded" else 1)
     return parallel.dp_shard != -1 and (n_data_ranks == 1 or parallel.ep == n_expert_ranks)

@@ -202,7 +202,7 @@ def list_variants(annotation: Any) -> list[type[BaseModel]]:
 
 
 def is_text(annotation: Any) -> bool:
-    """Whether a field's type is a string, maybe None."""
+    """Return whether a field's type is a string, maybe None."""
     if get_origin(annotation) is Annotated:
         return is_text(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

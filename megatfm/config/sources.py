@@ -101,7 +101,7 @@ def _remove_key(values: dict[str, Any], key: str, path: Path) -> None:
 
 
 def is_vocab_size_of_preset(files: list[ConfigFile]) -> bool:
-    """Whether `model.vocab_size` comes from a preset, not from a user's file."""
+    """Return whether `model.vocab_size` comes from a preset, not from a user's file."""
     return next((file.is_preset for file in files if "vocab_size" in _get_table(file, "model")), False)
 
 
@@ -164,7 +164,7 @@ def _from_file(value: Any, folder: Path) -> Any:
 
 
 def is_stored_by_us(path: Path) -> bool:
-    """Whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
+    """Return whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
     neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
     return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
 

@@ -185,7 +185,7 @@ def build_sequences(packing: PackingConfig, chunks: ChunkTable, documents: Docum
 
 
 def _find_partners(documents: DocumentSource, objective: PackingObjective) -> NDArray[np.int64] | None:
-    """Indices [K] of the documents with tokens; None for an objective that reads one document at a time."""
+    """Return the indices [K] of the documents with tokens; None for an objective that reads one document at a time."""
     if not objective.needs_other_documents:
         return None
     quarantined = documents.is_quarantined

@@ -27,7 +27,7 @@ def iter_seen_images(
     decode: Callable[[list[int]], str] | None = None,
     image_token: int | None = None,
 ) -> Iterator[SeenImage]:
-    """The images of a batch, in their order. class_names: by number, where they are known. decode: of captions.
+    """Yield the images of a batch, in their order. class_names: by number, where they are known. decode: of captions.
 
     image_token: id that stands in a text for a patch, by which an image's text is found; None: the i-th has the i-th.
     """
@@ -59,7 +59,7 @@ def _text_of(rows: Fields, row: int, token: int, image_token: int) -> int:
 
 
 def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:
-    """Pixels [H, W, C] of patches [h · w, C · P · P], the inverse of `patchify`. grid: (h, w)."""
+    """Return pixels [H, W, C] of patches [h · w, C · P · P], the inverse of `patchify`. grid: (h, w)."""
     height, width = grid.tolist()
     cells = patches.reshape(height, width, -1, patch_size, patch_size)
     return cells.transpose(0, 3, 1, 4, 2).reshape(height * patch_size, width * patch_size, -1)
@@ -77,7 +77,7 @@ def _write_caption(rows: Fields, row: int, token: int, names: Sequence[str]) -> 
 
 
 def draw_contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.Image:
-    """One picture of all images, in rows."""
+    """Return one picture of all images, in rows."""
     columns = min(columns, len(images))
     n_rows = -(-len(images) // columns)
     step = (CELL + GAP, CELL + CAPTION + GAP)

@@ -32,7 +32,7 @@ class Mixing:
     n_special: int
 
     def draw(self, seed: int, position: int, image: int) -> tuple[float, NDArray[np.bool_] | None]:
-        """The weight of the image itself, and for cutmix the pixels that remain its own, [patches, P · P]."""
+        """Return the weight of the image itself, and for cutmix the pixels that remain its own, [patches, P · P]."""
         draws = Draws((seed, "mix", position, image))
         if not draws.chance(self.probability):
             return 1.0, None
@@ -41,7 +41,7 @@ class Mixing:
         return self._draw_box(draws, draw_beta(draws, self.cutmix))
 
     def _draw_box(self, draws: Draws, weight: float) -> tuple[float, NDArray[np.bool_]]:
-        """A rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2)."""
+        """Return a rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2)."""
         side = self.size * sqrt(1 - weight)
         begin_end = []
         for _ in range(2):
@@ -54,7 +54,7 @@ class Mixing:
 
 
 def draw_beta(draws: Draws, alpha: float) -> float:
-    """A number from Beta(α, α), by Jöhnk's method in logarithms (Devroye 1986, section IX.3.5)."""
+    """Return a number from Beta(α, α), by Jöhnk's method in logarithms (Devroye 1986, section IX.3.5)."""
     while True:
         x, y = (log(1 - draws.uniform()) / alpha for _ in range(2))
         largest = max(x, y)
@@ -98,7 +98,7 @@ class MixedImages:
         return self._rows.order_config()
 
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at positions, as `RowDataset` says."""
+        """Return the rows at positions, as `RowDataset` says."""
         positions_read = dict.fromkeys(positions)
         positions_read |= dict.fromkeys(self.choose_partner(at) for at in positions if at is not None)
         place = {at: number for number, at in enumerate(positions_read)}
@@ -110,7 +110,7 @@ class MixedImages:
         return rows
 
     def choose_partner(self, position: int) -> int:
-        """The position of the row that a row is mixed with."""
+        """Return the position of the row that a row is mixed with."""
         return position - self._turn if position // self._turn % 2 else position + self._turn
 
     def _mix(self, rows: Fields, stored: Fields, row: int, partner: int, position: int) -> None:

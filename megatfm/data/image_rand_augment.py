@@ -48,7 +48,7 @@ def translate_y(image: Image.Image, strength: float, filter_: Image.Resampling) 
 
 
 def _transform_affinely(image: Image.Image, matrix: tuple[float, ...], filter_: Image.Resampling) -> Image.Image:
-    """The pixel of the result at (x, y) is the image's at (a x + b y + c, d x + e y + f)."""
+    """Transform so that the pixel of the result at (x, y) is the image's at (a x + b y + c, d x + e y + f)."""
     fill: Any = FILL[image.mode] if image.mode == "RGB" else FILL[image.mode][0]
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=filter_, fillcolor=fill)
 

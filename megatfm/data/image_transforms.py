@@ -39,11 +39,11 @@ class Draws:
         self._raw = rng.bit_generator(*key)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """A number in [low, high)."""
+        """Return a number in [low, high)."""
         return low + (high - low) * float((self._raw.random_raw() >> 11) * 2.0**-53)
 
     def below(self, n: int) -> int:
-        """A whole number in [0, n)."""
+        """Return a whole number in [0, n)."""
         return min(int(self.uniform() * n), n - 1)
 
     def chance(self, p: float) -> bool:
@@ -51,11 +51,11 @@ class Draws:
         return self.uniform() < p
 
     def log_uniform(self, low: float, high: float) -> float:
-        """A number in [low, high) whose logarithm is uniform."""
+        """Return a number in [low, high) whose logarithm is uniform."""
         return exp(self.uniform(log(low), log(high)))
 
     def permutation(self, n: int) -> list[int]:
-        """A random order of 0 … n − 1."""
+        """Return a random order of 0 … n − 1."""
         return sorted(range(n), key=[self.uniform() for _ in range(n)].__getitem__)
 
 

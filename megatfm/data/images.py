@@ -79,7 +79,7 @@ class PatchLayout:
         }
 
     def n_tokens(self, height: int, width: int) -> int:
-        """Tokens of an image of `height` × `width` pixels."""
+        """Return the number of tokens of an image of `height` × `width` pixels."""
         return self.n_special + (height // self.patch_size) * (width // self.patch_size)
 
     def build(self, pixels: Pixels) -> dict[str, NDArray[Any]]:
@@ -112,12 +112,12 @@ class ImageReader:
         return self.layout.n_tokens(self.size, self.size)
 
     def image_lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [n] of images that keep their shape, by their stored heights and widths [n, 2]."""
+        """Return the numbers of tokens [n] of images that keep their shape, by their heights and widths [n, 2]."""
         grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
         return self.layout.n_special + grids.prod(axis=1)
 
     def read(self, files: Mapping[str, bytes], key: Key) -> Pixels:
-        """Pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
+        """Return pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
         extension = find_image(files)
         image = decode(files[extension], extension, self.layout.channels)
         size = self._choose_size(image)
@@ -130,12 +130,12 @@ class ImageReader:
         return to_array(image)
 
     def build(self, files: Mapping[str, bytes], key: Key) -> dict[str, NDArray[Any]]:
-        """The image's tokens, as `PatchLayout.fields` declares."""
+        """Return the image's tokens, as `PatchLayout.fields` declares."""
         return self.layout.build(self.read(files, key))
 
     def build_several(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
-        """The tokens of all images of a sample, in the order of their numbers, and `begins`: 1 where one after the
-        first begins. Raises SampleError for files without an image."""
+        """Return the tokens of all images of a sample, in the order of their numbers, and `begins`: 1 where one after
+        the first begins. Raises SampleError for files without an image."""
         extensions = list_image_extensions(files) or [find_image(files)]
         images = []
         for number, extension in enumerate(extensions):
@@ -155,7 +155,7 @@ class ImageReader:
 
 
 def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> NDArray[np.int64]:
-    """Rows and columns of patches [n, 2] of images by their heights and widths [n, 2].
+    """Return rows and columns of patches [n, 2] of images by their heights and widths [n, 2].
 
     Whole patches of the image, which is made smaller where it has more than `max_patches`, and never larger but to one
     patch (NaViT; Dehghani et al. 2023, section 2.1).
@@ -169,7 +169,7 @@ def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> 
 
 
 def find_image(files: Mapping[str, bytes]) -> str:
-    """The extension of a sample's only image."""
+    """Return the extension of a sample's only image."""
     extensions = list_image_extensions(files)
     if len(extensions) != 1:
         stored = ", ".join(f".{extension}" for extension in files) or "no file"
@@ -181,7 +181,7 @@ def find_image(files: Mapping[str, bytes]) -> str:
 
 
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
-    """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
+    """Return the image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
         image = _decode_plain_jpeg(data) if get_image_format(extension) == "JPEG" else None
         return convert_mode(image or _decode_any(data, extension), channels)
@@ -195,7 +195,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
 
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
-    """An upright image by Pillow."""
+    """Return an upright image by Pillow."""
     image: Image.Image = Image.open(io.BytesIO(data), formats=[get_image_format(extension)])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
@@ -253,7 +253,7 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def resize_and_crop(image: Image.Image, size: int, crop_pct: float, filter_: Image.Resampling) -> Image.Image:
-    """The centre of an image whose shorter side was resized to size / crop_pct."""
+    """Return the centre of an image whose shorter side was resized to size / crop_pct."""
     shorter = min(image.size)
     resized = int(size / crop_pct)
     width, height = (int(resized * side / shorter) for side in image.size)  # rounded as torchvision does
@@ -264,13 +264,13 @@ def resize_and_crop(image: Image.Image, size: int, crop_pct: float, filter_: Ima
 
 
 def to_array(image: Image.Image) -> Pixels:
-    """Pixels [H, W, C]."""
+    """Return pixels [H, W, C]."""
     pixels = np.asarray(image)
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
 def patchify(pixels: NDArray[Number], patch_size: int) -> NDArray[Number]:
-    """Patches [h · w, C · P · P] of pixels [h · P, w · P, C], row by row; in a patch channels come first."""
+    """Return patches [h · w, C · P · P] of pixels [h · P, w · P, C], row by row; in a patch channels come first."""
     height, width, channels = pixels.shape
     grid = pixels.reshape(height // patch_size, patch_size, width // patch_size, patch_size, channels)
     return grid.transpose(0, 2, 4, 1, 3).reshape(-1, channels * patch_size**2)

@@ -100,7 +100,7 @@ class _FusedPass(Interpreter):
 
 
 class Fusion:
-    """What inductor may fuse in a graph.
+    """Operators that inductor may fuse in a graph.
 
     separate: operators with kernels of their own. stored: fused ones whose results another kernel reads. first: one
     operator of each fused kernel.

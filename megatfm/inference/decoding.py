@@ -165,12 +165,12 @@ def list_stop_ids(ids: int | Sequence[int] | None) -> list[int]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether the logits at a token predict the next one (class attribute `is_causal` of the model)."""
+    """Return whether the logits at a token predict the next one (class attribute `is_causal` of the model)."""
     return bool(getattr(model, "is_causal", False))
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Whether an encoder reads a separate text (class attribute `has_encoder` of the model)."""
+    """Return whether an encoder reads a separate text (class attribute `has_encoder` of the model)."""
     return bool(getattr(model, "has_encoder", False))
 
 

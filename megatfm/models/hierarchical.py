@@ -67,7 +67,7 @@ class PyramidStack(nn.Module):
         return x if self.norm is None else self.norm(x), losses
 
     def _is_before_merge(self, depth: int) -> bool:
-        """Whether patch merging follows the block at this depth."""
+        """Return whether patch merging follows the block at this depth."""
         is_last = depth + 1 == len(self.stage_of)
         return not (self.pools or is_last) and self.stage_of[depth + 1] != self.stage_of[depth]
 

@@ -224,7 +224,7 @@ is `[data.images]`."""
 
 
 def reads_text(name: str) -> bool:
-    """Whether the named objective needs a tokenizer."""
+    """Return whether the named objective needs a tokenizer."""
     return bool(getattr(OBJECTIVES.get(name), "reads_text", True))
 
 

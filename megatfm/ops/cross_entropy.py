@@ -253,7 +253,7 @@ def _make_fake_losses(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; torch's GPU builds come with it."""
+    """Return whether Triton is installed; torch's GPU builds come with it."""
     return find_spec("triton") is not None
 
 

@@ -34,7 +34,7 @@ MIN_COMPUTE_CAPABILITY = (8, 9)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device supports fp8 matmuls. CPUs do, slowly."""
+    """Return whether the device supports fp8 matmuls. CPUs do, slowly."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
 
 

@@ -131,7 +131,7 @@ def make_windows(ends: list[int]) -> list[RowWindow]:
 
 @cache
 def has_grouped_gemm() -> bool:
-    """Whether MegaBlocks' operator is installed (`make moe`)."""
+    """Return whether MegaBlocks' operator is installed (`make moe`)."""
     return find_spec("grouped_gemm") is not None
 
 

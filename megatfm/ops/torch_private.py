@@ -36,17 +36,17 @@ def weak_dictionary() -> Any:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is a FakeTensor, with a shape but no data."""
+    """Return whether a tensor is a FakeTensor, with a shape but no data."""
     return isinstance(tensor, FakeTensor)
 
 
 def keeps_graph() -> bool:
-    """Whether the running backward pass keeps the graph (`retain_graph=True`)."""
+    """Return whether the running backward pass keeps the graph (`retain_graph=True`)."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
 
 
 def has_amx_tiles() -> bool:
-    """Whether the CPU has AMX tiles, which multiply bfloat16 matrices."""
+    """Return whether the CPU has AMX tiles, which multiply bfloat16 matrices."""
     is_supported: bool = torch.cpu._is_amx_tile_supported()
     return is_supported

@@ -20,7 +20,7 @@ LINE_BYTES = 64
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous and starts at a multiple of 64 bytes."""
+    """Return whether a tensor is contiguous and starts at a multiple of 64 bytes."""
     if is_fake(tensor):  # torch's own memory begins at such a multiple
         start = tensor.storage_offset() * tensor.element_size()
     else:
@@ -78,7 +78,7 @@ def remember_host_copy(tensor: Tensor, host_copy: Tensor) -> Tensor:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor is in host memory."""
+    """Return whether a tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 

@@ -50,7 +50,7 @@ def multiply_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def is_partial_product() -> bool:
-    """Whether the running matmul is one of `multiply_partial` in a pass of selective recomputation."""
+    """Return whether the running matmul is one of `multiply_partial` in a pass of selective recomputation."""
     return _is_partial_product.get()
 
 
@@ -186,7 +186,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
-    """Rows sorted by destination rank → rows sorted by source rank.
+    """Exchange rows sorted by destination rank for rows sorted by source rank.
 
     input_splits, output_splits: rows sent to, and received from, each rank. Adjoint: the all-to-all with both swapped.
     """

@@ -89,7 +89,7 @@ class AnswerEncoder:
         return examples, notes
 
     def _check_sides(self, row_number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]) -> bool:
-        """Whether a text or its answer must be cut. Raises UsageError where the task forbids it."""
+        """Return whether a text or its answer must be cut. Raises UsageError where the task forbids it."""
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):

@@ -154,7 +154,7 @@ class LabelledTextEncoder:
         return [format_label(item) for item in value]
 
     def _check_length(self, row_number: int, n_tokens: int, room: int) -> bool:
-        """Whether an example must be cut to `room` tokens. Raises UsageError where the task forbids it."""
+        """Return whether an example must be cut to `room` tokens. Raises UsageError where the task forbids it."""
         length = self.example_format.sequence_length
         if room < 1:
             raise UsageError(

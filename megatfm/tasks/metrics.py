@@ -63,7 +63,7 @@ def f1_micro(targets: Values, predicted: Values) -> float:
 
 
 def matthews(targets: Values, predicted: Values) -> float:
-    """Matthews correlation coefficient (CoLA's metric)."""
+    """Return Matthews' correlation coefficient (CoLA's metric)."""
     return float(_import_sklearn_metrics().matthews_corrcoef(targets, predicted))
 
 

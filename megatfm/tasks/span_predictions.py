@@ -201,7 +201,7 @@ class SpanPredictions:
 
 
 def shows_most_context(window: int, token: int, begins: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a window is the first with the most context around a token.
+    """Return whether a window is the first with the most context around a token.
 
     Context is the smaller of both sides, plus 0.01 of the window's length (BERT's `_check_is_max_context`).
     begins, sizes: first token and number of tokens of each window.

@@ -286,7 +286,7 @@ def _flatten(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _is_lossless(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenization step keeps every byte of the text."""
+    """Return whether a pre-tokenization step keeps every byte of the text."""
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     return step["type"] in ("Split", "Digits", "Punctuation") and step.get("behavior") != "Removed"

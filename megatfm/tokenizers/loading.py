@@ -177,7 +177,7 @@ def _read_config(file: Path) -> bytes | None:
 
 
 def _is_hugging_face(data: bytes) -> bool:
-    """Whether this is the tokenizers library's tokenizer.json, not prep's description of a model."""
+    """Return whether this is the tokenizers library's tokenizer.json, not prep's description of a model."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,8 +1,9 @@
-"""The training run, from a config to the last checkpoint: start, loop, training step, checkpoints and rollbacks."""
+"""One rank's training: the loop, the training step, checkpoints, resumes and rollbacks."""
 
 import logging
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,103 +11,51 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatfm import checkpoint
-from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
 from megatfm.config import Config
-from megatfm.data.loader import DataLoader, check_global_batch
-from megatfm.engines.interface import PRECISIONS, Engine
+from megatfm.data.loader import DataLoader
+from megatfm.engines.interface import Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
-from megatfm.files import NewPaths
 from megatfm.optim.lr_schedules import compute_schedule_factor
-from megatfm.parallel import distributed
-from megatfm.parallel.mesh import build_mesh
-from megatfm.registry import import_plugins
-from megatfm.tracking import hardware, utilization
+from megatfm.tracking import hardware
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.metrics import MetricsLog, StepTimes, check_sinks
-from megatfm.tracking.run_directory import RunDirectory, run_folder
+from megatfm.tracking.metrics import MetricsLog, StepTimes
+from megatfm.tracking.run_directory import RunDirectory
+from megatfm.tracking.utilization import Utilization
 from megatfm.train import resume
 from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
-from megatfm.train.build import build_engine, build_saver, choose_precision, describe_size
-from megatfm.train.corpora import Corpora, MixtureSources, make_batch_schedule, open_corpora, open_tokenizer
-from megatfm.train.evaluation import Evaluator, Sampler
-from megatfm.train.evaluation_tasks import open_task_evaluator
+from megatfm.train.build import build_saver, describe_size
+from megatfm.train.corpora import Corpora, MixtureSources
+from megatfm.train.evaluation import Evaluator
 from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import (
     StepProfile,
-    explain_out_of_memory,
-    keep_freed_memory,
     memory_bytes,
-    record_allocations,
-    should_record_allocations,
-    start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.train.signals import StopSignals
-from megatfm.train.startup_checks import adapt_layout, check_progress, list_layout_changes, preflight
+from megatfm.train.startup_checks import list_layout_changes, preflight
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")
 
 
-def train(
-    config: Config,
-    flops_per_token: utilization.FlopsPerToken | None = None,
-    sampler: Sampler | None = None,
-    new_paths: NewPaths | None = None,
-) -> int:
-    """Train or resume the run of a config; return the exit code. Every rank calls this.
+@dataclass(frozen=True)
+class RunContext:
+    """A run on this rank: its config, its files, and its monitor."""
 
-    flops_per_token: function that returns a token's FLOPs, from which MFU is computed. sampler: continues the prompts
-    of `evaluate.sample_prompts`. new_paths: files and folders created for this run, which are removed if it is refused.
-    """
-    import_plugins(config.plugins)
-    check_sinks(config.log.sinks)  # before anything is written to disk
-    config, tokenizer = open_tokenizer(config)
-    folder, new_paths = run_folder(config), new_paths or NewPaths()
-    start_flight_recorder(folder, config.train.device)
-    hang = config.train.hang_seconds
-    with (
-        distributed.distributed_session(
-            max(hang, distributed.RENDEZVOUS_SECONDS), config.train.device, 1.5 * hang + 60
-        ) as process,
-        RankMonitor(process, hang) as monitor,
-        StopSignals(process.device) as signals,
-    ):
-        monitor.progress = count_progress
-        keep_freed_memory(process.device)
-        requested, config = config, adapt_layout(config, process.world_size)
-        mesh = build_mesh(config.parallel, process.world_size, process.device.type)
-        for batch in make_batch_schedule(config).batches:
-            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
-        corpora = open_corpora(config, tokenizer)
-        monitor.tick(0, "start")
-        with RunDirectory(folder, process.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
-            monitor.attach_run_log(run.log_path, run.log_failure)
-            if should_record_allocations(run.folder, config.log.memory_snapshot):
-                record_allocations(process.device)
-            decisions, nodes = DecisionLog.from_run(run), resume.discover_nodes(config, run)
-            latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
-            check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
-            branch_from = None if latest else config.train.branch_from
-            branch = resume.find_branch_point(branch_from) if branch_from else None
-            monitor.tick(0, "start")
-            precision = choose_precision(resume.choose_stored_precision(config, latest or branch), process.device)
-            with explain_out_of_memory(run.folder, process.rank, process.device):
-                engine = build_engine(config, mesh, process.device, precision)
-            trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
-            tasks = open_task_evaluator(engine, config, corpora.tokenizer)
-            trainer.evaluator = Evaluator(engine, corpora, config, sampler, tasks)
-            trainer.requested_config, trainer.launcher = requested, process.launcher
-            if flops_per_token and run.is_main:
-                peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
-                trainer.utilization = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
-            monitor.tick(0, "start")
-            with explain_out_of_memory(run.folder, process.rank, process.device):
-                trainer.restore(latest, branch)
-                return trainer.train(signals)
+    config: Config
+    requested_config: Config
+    """The config before `adapt_layout` adapted it, as the run directory stores it."""
+    run: RunDirectory
+    run_log: RunLog
+    monitor: RankMonitor
+    decisions: DecisionLog
+    nodes: NodeTopology | None
+    """Local disks of nodes; None if checkpoints are in the run directory alone."""
+    launcher: str
 
 
 class Trainer:
@@ -114,32 +63,28 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
-        run: RunDirectory,
+        context: RunContext,
         engine: Engine,
         corpora: Corpora,
+        evaluator: Evaluator,
         precision: str,
-        decisions: DecisionLog,
-        run_log: RunLog,
-        monitor: RankMonitor,
-        nodes: NodeTopology | None = None,
+        utilization: Utilization | None = None,
     ) -> None:
-        self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
-        self.precision, self.decisions, self.run_log, self.monitor = precision, decisions, run_log, monitor
-        self.nodes, self.step, self.tokens, self.position = nodes, 0, 0, 0
+        config, run, nodes = context.config, context.run, context.nodes
+        self.context, self.config, self.run, self.nodes = context, config, run, nodes
+        self.run_log, self.monitor, self.decisions = context.run_log, context.monitor, context.decisions
+        self.engine, self.corpora, self.evaluator = engine, corpora, evaluator
+        self.precision, self.utilization = precision, utilization
+        self.step = self.tokens = self.position = 0
         self.provenance: dict[str, JsonValue] = {}
         self.mixture_sources = MixtureSources(config, corpora)
-        self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
+        self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, self.decisions)
         self.hardware = hardware.gather_hardware(engine.device)
         self.saver = build_saver(config.checkpoint, run.checkpoints, nodes.folder if nodes else None)
         self.best = BestCheckpoint(config, run.checkpoints)
-        monitor.save_thread_id = lambda: self.saver.thread_id
+        self.monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
-        self.requested_config = config
-        """The config before `adapt_layout` adapted it, as the run directory stores it."""
-        self.evaluator: Evaluator
-        self.utilization: utilization.Utilization | None = None
-        self.launcher, self.is_branch = "none", False
+        self.is_branch = False
         self._save_seconds: float | None = None
 
     def train(self, signals: StopSignals) -> int:
@@ -283,12 +228,12 @@ class Trainer:
             event, details = "resumed", [f"from {latest.path.name}", *self._resume_from(latest)]
         else:
             event, details = "started", self._start(branch)
-        self._log_event(event, "; ".join([*details, *list_layout_changes(self.requested_config, config)]))
-        launch_info = hardware.describe_launch(self.launcher)
+        self._log_event(event, "; ".join([*details, *list_layout_changes(self.context.requested_config, config)]))
+        launch_info = hardware.describe_launch(self.context.launcher)
         if self.run.is_main:
             launch_info |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             layout, device = self.engine.layout, self.engine.device
-            self.run.write_run_files(self.requested_config, layout.table, device, launch_info)
+            self.run.write_run_files(self.context.requested_config, layout.table, device, launch_info)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
         description = f"{describe_size(self.engine)}, {self.precision}"

@@ -55,7 +55,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
 
 
 def _has_frozen_block_before_trained_part(config: Config, model: nn.Module) -> bool:
-    """Whether a pipeline stage has a frozen block, and later a trained embedding, connector or block."""
+    """Return whether a pipeline stage has a frozen block, and later a trained embedding, connector or block."""
 
     def is_trained(point: SplitPoint) -> bool:
         modules = (model.get_submodule(path) for path in point.modules)

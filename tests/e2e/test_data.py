@@ -11,7 +11,7 @@ from megatfm.config import Config, load_section
 from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.workers import WorkerFailure
 
 WARMUP = """

@@ -22,7 +22,7 @@ from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.launchers.local import find_free_port
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.forked_commands import keep_last_override
 from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import (

@@ -154,7 +154,7 @@ def test_a_run_starts_from_a_run(workers, make_config, corpus, tmp_path):
 
 def test_the_command_takes_a_model_with_and_without_a_config(foreign, corpus, config_file, tmp_path, monkeypatch):
     configs = []
-    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, *_: configs.append(config) or 0)
+    monkeypatch.setattr("megatfm.train.run.train", lambda config, *_: configs.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):

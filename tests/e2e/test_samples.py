@@ -15,7 +15,7 @@ from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks
 from tests.support.workers import WorkerFailure, Workers
 

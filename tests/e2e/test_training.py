@@ -13,7 +13,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,

@@ -17,7 +17,7 @@ from megatfm.convert.convert import convert
 from megatfm.convert.deepspeed_universal import UniversalFolder, from_universal
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.errors import EXIT_OK, UsageError
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import REMOVED_KEYS, RENAMED_VALUES, migrate
 from megatfm.errors import EXIT_OK
 from megatfm.train import resume
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.golden_curves import TOLERANCE
 from tests.support.stored_formats import FOLDER, PRESETS, list_variants, stored_config
 from tests.support.workers import Workers

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import megatfm.train.trainer  # noqa: F401  imported before the fork, as all that is slow to import
+import megatfm.train.run  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
 from tests.support.rank_processes import engine_class

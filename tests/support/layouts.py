@@ -80,7 +80,7 @@ def deal_layouts(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
 
 
 def choose_cells(dealt: Mapping[int, Grid], always: Collection[str] = ()) -> set[Cell]:
-    """Of the dealt cells those of `make test`: each layout once, each model once on several ranks, what all have."""
+    """Cells of `make test`: each layout once, each model once on several ranks, and what all of them have."""
     all_cells = [(n, model, layout) for n, hands in dealt.items() for model in hands for layout in hands[model]]
     chosen = {cell for cell in all_cells if cell[2] in always}
     for n, _, layout in all_cells:

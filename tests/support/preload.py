@@ -11,7 +11,7 @@ import os
 
 MODULES = [
     "numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
-    "megatfm.cli", "megatfm.train.trainer", "megatfm.verify.rank_processes",
+    "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
     MODULES += [

@@ -116,7 +116,7 @@ def run_rank(words: list[str], environment: dict[str, str], text: str, fault: Fa
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     import torch
 
-    import megatfm.train.trainer  # noqa: F401  slow to import, on a busy machine slower than some test's patience
+    import megatfm.train.run  # noqa: F401  slow to import, on a busy machine slower than some test's patience
     from megatfm import cli
 
     torch.set_num_threads(1)
@@ -145,13 +145,13 @@ def plant_fault(fault: Fault, engine: str) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import file_format
     from megatfm.engines.pipeline import PipelineForwardBackward
-    from megatfm.train import trainer
+    from megatfm.train import run
 
     if fault.phase in ("preflight", "meeting"):
         globals()[fault.how]()
         return
     place, name, call = {
-        "startup": (trainer, "build_engine", 1),
+        "startup": (run, "build_engine", 1),
         "step": (engine_class(engine), "forward_backward", 3),
         "tenth step": (engine_class(engine), "forward_backward", 10),
         "evaluation": (engine_class(engine), "evaluate", 2),

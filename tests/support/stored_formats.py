@@ -13,7 +13,7 @@ from typing import Any
 from megatfm import data_prep
 from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 
 FOLDER = Path(__file__).parents[1] / "golden" / "stored"
 PRESETS = (

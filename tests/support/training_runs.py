@@ -18,7 +18,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.engines.interface import LossTotals
 from megatfm.errors import MegatfmError
-from megatfm.train.trainer import train
+from megatfm.train.run import train
 from tests.support.documentation import PLUGINS
 from tests.support.rank_processes import engine_class
 

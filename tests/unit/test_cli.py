@@ -45,7 +45,7 @@ def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int)
 def test_models_and_runs_are_imported_without_the_compiler_and_training_without_deepspeed() -> None:
     """A second of CPU that sampling, evaluating and converting don't need; a library that few have."""
     code = (
-        "import sys, megatfm.train.trainer, megatfm.inference\n"
+        "import sys, megatfm.train.run, megatfm.inference\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "import megatfm.engines.registry, megatfm.engines.native.engine\n"
         "assert 'deepspeed' not in sys.modules"

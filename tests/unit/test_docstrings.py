@@ -16,8 +16,11 @@ from tests.support.documentation import ROOT, get_module_name
 ROOMS = ("megatfm", "data_prep", "launchers")
 OF_TORCH = {"Module": {"forward"}, "Function": {"forward", "backward", "setup_context"}, "Optimizer": {"step"}}
 """Class of torch → what it calls or asks for by name, and documents."""
-PRONOUNS = {"It", "That", "They", "Those", "Of", "What", "Who", "Whoever"}
-"""First words that name nothing."""
+VAGUE_WORDS = {
+    *("It", "That", "They", "Those", "There", "Of", "What", "Who", "Whoever", "Whatever"),
+    *("As", "If", "So", "Under", "When", "Where", "With", "Without"),
+}
+"""First words that name nothing: a docstring begins with its subject, or with a verb."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -131,7 +134,7 @@ class House:
             text = ast.get_docstring(node)
             if not text and node.name not in documented_elsewhere:
                 yield f"{module}:{node.lineno} {prefix}{node.name} has no docstring"
-            if text and text.split()[0] in PRONOUNS:
+            if text and text.split()[0] in VAGUE_WORDS:
                 yield f"{module}:{node.lineno} {prefix}{node.name} leads with {text.split()[0]!r}: name the thing"
 
 
@@ -146,7 +149,7 @@ def vague_docstrings(source: str) -> list[str]:
     """Docstrings that lead with a pronoun, public or not."""
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef | ast.Module)]
     texts = [ast.get_docstring(node) or "Nothing." for node in nodes]
-    return [text.splitlines()[0] for text in texts if text.split()[0] in PRONOUNS]
+    return [text.splitlines()[0] for text in texts if text.split()[0] in VAGUE_WORDS]
 
 
 def test_docstrings_of_tests_name_the_thing() -> None:
@@ -173,6 +176,7 @@ ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
         ("def run():\n    def inner(): ...", ["run"]),
         ('def run():\n    """Those that are meant."""', ["run"]),
         ('def run():\n    """What is meant."""', ["run"]),
+        ('def run():\n    """Where files are read."""', ["run"]),
         ('def run():\n    """Seconds."""', []),
         ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
         (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),

@@ -307,7 +307,7 @@ class ShardedPartitions(Partitions):
 
 
 def _are_complete(gradients: Mapping[int, Any]) -> bool:
-    """Whether the gradients of every group exist: `averaged_gradients` is empty or has None before a backward pass."""
+    """Return whether all groups have gradients: `averaged_gradients` is empty or has None before a backward pass."""
     return bool(gradients) and all(gradient is not None for gradient in gradients.values())
 
 

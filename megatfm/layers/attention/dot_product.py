@@ -93,7 +93,7 @@ class DotProductAttention(nn.Module):
         return find_reachable_keys(self.pattern.simplify(row.length), row, token_indices)
 
     def is_local(self, length: int) -> bool:
-        """Whether the pattern itself limits the visible keys in rows of this length, besides document boundaries."""
+        """Return whether the pattern limits the visible keys in rows of this length, besides document boundaries."""
         return self.pattern.simplify(length).key_ranges(0, 1, length) is not None
 
     def find_global_queries(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:

@@ -46,7 +46,7 @@ def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPatte
 
 
 def shares_projection(config: ModelConfig) -> bool:
-    """Whether all layers share one sequence projection."""
+    """Return whether all layers share one sequence projection."""
     return getattr(config.attention, "share", None) == "layerwise"
 
 

@@ -180,7 +180,7 @@ class MemoryCompressedPattern(AttentionPattern):
         return True
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        """Whether a query sees a token."""
+        """Return whether a query sees a token."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 
     def count_pairs(self, length: int, n_heads: int = 1) -> float:

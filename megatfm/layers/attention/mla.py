@@ -160,7 +160,7 @@ class LatentCore(DotProductAttention):
         return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
 
     def has_dropout(self, sequence: SequenceMetadata) -> bool:
-        """Whether dropout is active for this sequence."""
+        """Return whether dropout is active for this sequence."""
         return self.dropout.make_head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
 
     def attend_one_query(

@@ -59,7 +59,7 @@ def sort_by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def is_host_readable(tensor: Tensor) -> bool:
-    """Whether the host can read the tensor without waiting for a GPU."""
+    """Return whether the host can read the tensor without waiting for a GPU."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from megatfm.launchers.attempts import EVENTS, MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog, tail_jsonl
-from megatfm.tracking.metrics import log_event
+from megatfm.launchers.attempts import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
 from megatfm.launchers.prolog_epilog import find_failure_cause
+from megatfm.launchers.record import EVENTS, tail_jsonl
+from megatfm.tracking.metrics import log_event
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import finish_run, run_epilog, run_prolog, write_chain, write_event, write_log
 

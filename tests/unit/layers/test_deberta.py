@@ -164,7 +164,7 @@ def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
-    """They are refused before anything is built; the smallest number that passes orders distances by buckets."""
+    """The refusal comes before anything is built; the smallest number that passes orders distances by buckets."""
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
         SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
     SHARED.with_changes({"position.buckets": 8, "position.max_distance": 6})

@@ -128,7 +128,7 @@ def test_choices_are_joined_by_example() -> None:
 
 
 def test_a_predictions_file_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one softmax for the file, not one for each line."""
+    """The file has one softmax, not one for each line."""
     n_examples, calls = 50, []
     monkeypatch.setattr(np, "exp", lambda x, exp=np.exp: calls.append(1) or exp(x))
     config = TaskConfig.model_validate({"train": "x.csv", "labels": ["no", "yes"]})

@@ -217,7 +217,7 @@ class Chunked(AttentionPattern):
 
 
 def _in_same_chunk(q: BlockBounds, k: BlockBounds, size: int) -> Tensor:
-    """Whether both blocks lie in the same chunk of `size` tokens."""
+    """Return whether both blocks lie in the same chunk of `size` tokens."""
     chunk = q.first // size
     return (q.last // size == chunk) & (k.first // size == chunk) & (k.last // size == chunk)
 

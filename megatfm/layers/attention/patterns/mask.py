@@ -113,7 +113,7 @@ class PatternMask:
 
 
 def _is_last_token(sequence: SequenceMetadata) -> bool:
-    """Whether the only query is the last token of its row, after cached ones: it sees all of them."""
+    """Return whether the only query is the last token of its row, after cached ones: it sees all of them."""
     return bool(sequence.cached_length) and sequence.positions.shape[1] == 1 and sequence.is_full_sequence
 
 

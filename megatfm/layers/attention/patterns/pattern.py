@@ -189,7 +189,7 @@ class AttentionPattern:
         return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * n_visible)
 
     def is_builtin(self, sequence: SequenceMetadata) -> bool:
-        """Whether `builtin_mask` is the exact mask of this sequence."""
+        """Return whether `builtin_mask` is the exact mask of this sequence."""
         is_one_document = sequence.document_ids(of_memory=self.is_cross_attention) is None
         is_causal = self.builtin_mask == "causal" and sequence.has_plain_rows
         return is_one_document and (self.builtin_mask == "all" or is_causal)

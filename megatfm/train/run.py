@@ -1,0 +1,90 @@
+"""A training run, from a config to an exit code: opens all that it needs, then trains."""
+
+from megatfm.checkpoint.chunked_io import count_progress
+from megatfm.config import Config
+from megatfm.data.loader import check_global_batch
+from megatfm.engines.interface import PRECISIONS
+from megatfm.files import NewPaths
+from megatfm.parallel import distributed
+from megatfm.parallel.mesh import build_mesh
+from megatfm.registry import import_plugins
+from megatfm.tracking import utilization
+from megatfm.tracking.console import RunLog
+from megatfm.tracking.metrics import check_sinks
+from megatfm.tracking.run_directory import RunDirectory, run_folder
+from megatfm.train import resume
+from megatfm.train.build import build_engine, choose_precision
+from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.evaluation import Evaluator, Sampler
+from megatfm.train.evaluation_tasks import open_task_evaluator
+from megatfm.train.profiling import (
+    explain_out_of_memory,
+    keep_freed_memory,
+    record_allocations,
+    should_record_allocations,
+    start_flight_recorder,
+)
+from megatfm.train.rank_monitor_client import RankMonitor
+from megatfm.train.resilience import DecisionLog
+from megatfm.train.signals import StopSignals
+from megatfm.train.startup_checks import adapt_layout, check_progress
+from megatfm.train.trainer import RunContext, Trainer
+
+
+def train(
+    config: Config,
+    flops_per_token: utilization.FlopsPerToken | None = None,
+    sampler: Sampler | None = None,
+    new_paths: NewPaths | None = None,
+) -> int:
+    """Train or resume the run of a config; return the exit code. Every rank calls this.
+
+    flops_per_token: function that returns a token's FLOPs, from which MFU is computed. sampler: continues the prompts
+    of `evaluate.sample_prompts`. new_paths: files and folders created for this run, which are removed if it is refused.
+    """
+    import_plugins(config.plugins)
+    check_sinks(config.log.sinks)  # before anything is written to disk
+    config, tokenizer = open_tokenizer(config)
+    folder, new_paths = run_folder(config), new_paths or NewPaths()
+    start_flight_recorder(folder, config.train.device)
+    hang = config.train.hang_seconds
+    with (
+        distributed.distributed_session(
+            max(hang, distributed.RENDEZVOUS_SECONDS), config.train.device, 1.5 * hang + 60
+        ) as process,
+        RankMonitor(process, hang) as monitor,
+        StopSignals(process.device) as signals,
+    ):
+        monitor.progress = count_progress
+        keep_freed_memory(process.device)
+        requested, config = config, adapt_layout(config, process.world_size)
+        mesh = build_mesh(config.parallel, process.world_size, process.device.type)
+        for batch in make_batch_schedule(config).batches:
+            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
+        corpora = open_corpora(config, tokenizer)
+        monitor.tick(0, "start")
+        with RunDirectory(folder, process.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
+            monitor.attach_run_log(run.log_path, run.log_failure)
+            if should_record_allocations(run.folder, config.log.memory_snapshot):
+                record_allocations(process.device)
+            decisions, nodes = DecisionLog.from_run(run), resume.discover_nodes(config, run)
+            latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
+            check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
+            branch_from = None if latest else config.train.branch_from
+            branch = resume.find_branch_point(branch_from) if branch_from else None
+            monitor.tick(0, "start")
+            precision = choose_precision(resume.choose_stored_precision(config, latest or branch), process.device)
+            with explain_out_of_memory(run.folder, process.rank, process.device):
+                engine = build_engine(config, mesh, process.device, precision)
+            context = RunContext(config, requested, run, run_log, monitor, decisions, nodes, process.launcher)
+            tasks = open_task_evaluator(engine, config, corpora.tokenizer)
+            evaluator = Evaluator(engine, corpora, config, sampler, tasks)
+            mfu = None
+            if flops_per_token and run.is_main:
+                peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
+                mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
+            trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
+            monitor.tick(0, "start")
+            with explain_out_of_memory(run.folder, process.rank, process.device):
+                trainer.restore(latest, branch)
+                return trainer.train(signals)
