@@ -1,8 +1,8 @@
 """The page docs/tutorials/classify-texts.md, followed from its first block to a prediction over HTTP."""
 
 import json
-import subprocess
-import sys
+import re
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -67,14 +67,14 @@ def test_the_exported_model_predicts_what_the_run_predicts(folder: Path) -> None
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     """Address of the page's server, on a port that the system chooses."""
-    with subprocess.Popen(
-        [sys.executable, "serve.py", "0"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:  # fmt: skip
-        try:
-            assert server.stdout is not None
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.kill()
+    server = ForkedCommand(["0"], folder / "serve.out", folder, program=str(folder / "serve.py"))
+    try:
+        while not (announcement := re.search(r"^serving on (\S+)\n", server.output, re.MULTILINE)):
+            assert server.process.is_alive(), server.output
+            time.sleep(0.05)
+        yield announcement[1]
+    finally:
+        server.end()
 
 
 def post(address: str, body: bytes) -> dict:

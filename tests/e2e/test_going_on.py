@@ -135,14 +135,14 @@ def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file
 
 def test_a_run_starts_from_a_run(workers, make_config, corpus, tmp_path):
     """The recipe is the other run's; settings about that run alone are not copied."""
-    workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
+    workers.run(run_training, 1, make_config("train.steps=2", "train.seed=5", run="first"))
     config, _ = continue_from_config(
         tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
     )
     assert (config.name, config.train.init_from) == ("x", f"{tmp_path}/first/checkpoints/step-00000002")
     config, _ = continue_from_config(tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"])
     assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
-    assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
+    assert (config.optimizer.name, config.train.seed, config.train.steps) == ("muon", 5, 3)
     words = [
         "optimizer.matrix_lr=1e-12", f"run_dir={tmp_path / 'second'}", f"data.train={corpus}/train", *STILL,
     ]  # fmt: skip
