@@ -51,7 +51,7 @@ LONGER = {
     4: ("patterns of encoders, rows of 11 tokens", "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5",
         "alibi, patterns, rows of 11 tokens", "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
         "pp2 interleaved-zero-bubble × cp2", "pp2 dualpipev × cp2", "zero2 × cp2"),
-    8: ("llama",),
+    8: ("patterns of decoders",),
 }  # fmt: skip
 """Models and layouts of extended cases: `make test` has them on another number of ranks, or in longer rows."""
 CASES = [

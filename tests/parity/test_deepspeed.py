@@ -33,6 +33,7 @@ from tests.support.deepspeed_state import (
     make_offloaded_config,
     save_native_checkpoint,
 )
+from tests.support.source_losses import DECODER, check_losses_by_source
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -259,6 +260,10 @@ def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -
 def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
     for result in workers.run(check_optimizers, 2, tmp_path, timeout=250):
         assert result == []
+
+
+def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers) -> None:
+    check_losses_by_source(workers, DECODER, {"dp_shard": 2, "engine": "deepspeed", "zero": 2})
 
 
 def run_with_stage_3() -> bool:
