@@ -71,14 +71,12 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "heads of answers": (2, [make_case("bert, answers", zero=3, dp_shard=2)]),
     "heads of choices": (2, [make_case("bert, choices", zero=2, dp_shard=2)]),
     "adapters of experts": (2, [make_case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
-    "vision transformers": (2, [make_case("vit", zero=1, dp_shard=2)]),
-    "masked autoencoders": (2, [make_case("mae", zero=3, dp_shard=2)]),
-    "hierarchical models": (2, [make_case("swin", zero=3, dp_shard=2)]),
+    "vision transformers": (2, [make_case("vit", zero=3, dp_shard=2)]),
     "vision-language models": (2, [make_case("llava", zero=2, dp_shard=2)]),
     "second copies": (2, [make_case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
     "tensors": (2, [make_case("decoder", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
-"""Each stage, layout and kind of model once: steps, and cases of one layout."""
+"""Each stage and layout once, and models of text, images and both: steps, and cases of one layout."""
 EXTENDED: dict[str, tuple[int, list[Config]]] = {
     "ten steps of contexts": (10, SOME["contexts"][1]),
     "ten steps of pipelines": (10, SOME["pipelines"][1]),
@@ -87,9 +85,9 @@ EXTENDED: dict[str, tuple[int, list[Config]]] = {
     "heads of tasks in decoders, stage 3": (2, [make_case("decoder, classes", zero=3, dp_shard=2)]),
     "heads of answers, stage 0": (2, [make_case("bert, answers", zero=0, dp_shard=2)]),
     "heads of choices, stage 3": (2, [make_case("bert, choices", zero=3, dp_shard=2)]),
-    "vision transformers, other stages": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 2, 3)]),
-    "masked autoencoders, stage 1": (2, [make_case("mae", zero=1, dp_shard=2)]),
-    "hierarchical models, stage 1": (2, [make_case("swin", zero=1, dp_shard=2)]),
+    "vision transformers, other stages": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2)]),
+    "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "hierarchical models": (2, [make_case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "masked images of hierarchical models": (2, [make_case("simmim", zero=2, dp_shard=2)]),
     "hierarchical models that pool": (2, [make_case("mvit v2", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "hierarchical models by cosines": (2, [make_case("swin v2", zero=stage, dp_shard=2) for stage in (2, 3)]),
