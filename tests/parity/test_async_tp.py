@@ -123,7 +123,7 @@ def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict
 
 CASES = [
     ("gated", "none", ParallelConfig(tp=2)),
-    ("plain, biased", "selective", ParallelConfig(tp=2)),
+    pytest.param("plain, biased", "selective", ParallelConfig(tp=2), marks=pytest.mark.extended),
     *(
         pytest.param(name, recomputed, parallel, marks=pytest.mark.slow)
         for name, recomputed, parallel in [

@@ -35,7 +35,8 @@ LAYOUTS = {
     "zero1": ParallelConfig(dp_shard=2, zero=1),
     "pp2": ParallelConfig(pp=2),
 }
-BLOCKS = {"llama": 2, "towers": 5, "llava": 5}
+SHALLOW = "llava of one block each"
+BLOCKS = {"llama": 2, "towers": 5, "llava": 5, SHALLOW: 2}
 """Model → number of its blocks, of both towers where there are two, all of which are compiled."""
 
 
@@ -50,6 +51,8 @@ def case(name: str) -> tuple[ModelConfig, nn.Module, Any, float, Callable[[Nativ
 
         return TOWER_MODELS["dropout"], model, TowerObjective(), loss, split
     config, batch = family_case(name, False) if name == "llama" else (LLAVA_MODELS["dropout"], llava_batch("dropout"))
+    if name == SHALLOW:
+        config = config.with_changes({"n_layers": 1, "vision_tower.n_layers": 1})
     model, objective, loss = one_device_reference(config, batch, PassThroughObjective)
     return config, model, objective, loss, lambda engine: uneven_microbatches(engine, batch)
 
@@ -93,13 +96,22 @@ def check(workers: Workers, name: str, layouts: Sequence[str], backend: str) -> 
 
 
 FIRST = {"llama": ["tp2", "zero3"], "towers": ["tp2"], "llava": ["zero3", "pp2"]}
-"""Layouts of `make test`, as dynamo traces blocks; all others are slow."""
+"""Layouts that are compared as dynamo traces blocks, in `make test` and in its extension; all others are slow."""
 OTHERS = {name: [layout for layout in LAYOUTS if layout not in ("one", *layouts)] for name, layouts in FIRST.items()}
 
 
-@pytest.mark.parametrize("name", FIRST)
-def test_compiled_blocks_equal_one_device(workers: Workers, name: str) -> None:
-    check(workers, name, FIRST[name], "eager")
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("llama", ["tp2"]),
+        (SHALLOW, ["zero3"]),
+        pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
+        pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),
+        pytest.param("llava", FIRST["llava"], marks=pytest.mark.extended),
+    ],
+)
+def test_compiled_blocks_equal_one_device(workers: Workers, name: str, layouts: list[str]) -> None:
+    check(workers, name, layouts, "eager")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tests.support.context_models import (
     context_layouts_of,
 )
 from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
-from tests.support.layouts import SLOW, list_traffic_mismatches, make_cases, traffic_config
+from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, make_cases, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
@@ -45,10 +45,21 @@ LATER = (
     ("deberta, rows of 11 tokens", 2),
 )
 """Dear ones that others are much like."""
+LONGER = {
+    2: ("window, rows of 11 tokens", "llama, rows of 11 tokens", "latent, patterns"),
+    3: ("soft experts, rows of 11 tokens", "llama, rows of 11 tokens"),
+    4: ("patterns of encoders, rows of 11 tokens", "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5",
+        "alibi, patterns, rows of 11 tokens", "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
+        "pp2 interleaved-zero-bubble × cp2", "pp2 dualpipev × cp2", "zero2 × cp2"),
+    8: ("patterns of decoders",),
+}  # fmt: skip
+"""Models and layouts of extended cases: `make test` has them on another number of ranks, or in longer rows."""
 CASES = [
     case
     for ranks, names in CONTEXT_MODELS_BY_RANKS.items()
-    for case in make_cases({name: context_layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
+    for case in make_cases(
+        {name: context_layouts_of(name, ranks) for name in names}, ranks, extended=LONGER[ranks], label=f" on {ranks}"
+    )
     if (case.values[0], ranks) not in LATER
 ]
 CASES += [pytest.param(name, [*context_layouts_of(name, ranks)], ranks, marks=SLOW) for name, ranks in LATER]
@@ -70,24 +81,31 @@ def compare_recomputed(names: Sequence[str]) -> None:
         assert model_gradient_errors(engine, model) == {}, name
 
 
-def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
-    names = (
-        "patterns of decoders", "patterns of encoders", "xlnet", "t5 positions, patterns", "latent", "deberta",
-        "soft experts",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["patterns of decoders", "deberta", "soft experts", "latent"],
+        pytest.param(["xlnet", "patterns of encoders", "t5 positions, patterns"], marks=EXTENDED),
+    ],
+    ids=["decoders, DeBERTa and experts", "encoders and biases"],
+)
+def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers, names: list[str]) -> None:
     workers.run(compare_recomputed, 2, names, timeout=180.0)
 
 
-AGAIN = ("cp2", "cp2, recomputed")
+AGAIN = ("cp2, recomputed",)
 TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {"llama": (*AGAIN, "cp2 by heads, recomputed"), "patterns of decoders": AGAIN,
-        "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
-        "latent, patterns": (*AGAIN, "cp2 by heads"), "alibi, patterns": AGAIN, "t5": CP2_ALONE, "bert": CP2_ALONE,
-        "deberta": AGAIN, "xlnet": AGAIN, "linformer of an encoder-decoder": CP2_ALONE,
-        "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed")},
+    2: {"llama": ("cp2", "cp2 by heads, recomputed"), "patterns of decoders": AGAIN, "t5": CP2_ALONE, "bert": CP2_ALONE,
+        "patterns of encoders": ("cp2, recomputed, one document",), "latent, patterns": ("cp2 by heads",),
+        "deberta": AGAIN, "xlnet": CP2_ALONE, "soft experts": ("cp2", "ep2 × cp2, recomputed")},
     3: {"soft experts, rows of 11 tokens": ("cp3",)},
-    4: {"soft experts": ("ep4 of 2 × cp2",), "llama": ("cp4 by heads", "cp4 by a ring"),
-        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"), "patterns of decoders": ("cp4",),
+    4: {"soft experts": ("ep4 of 2 × cp2",), "llama": ("cp4 by a ring",), "latent, patterns": ("pp2 zbv × cp2",)},
+}  # fmt: skip
+EXTENDED_TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {"llama": AGAIN, "patterns of decoders": CP2_ALONE, "patterns of encoders": CP2_ALONE,
+        "latent, patterns": ("cp2", *AGAIN), "alibi, patterns": ("cp2", *AGAIN), "deberta": CP2_ALONE, "xlnet": AGAIN,
+        "linformer of an encoder-decoder": CP2_ALONE, "soft experts": (*AGAIN, "ep2 × cp2")},
+    4: {"llama": ("cp4 by heads",), "latent, patterns": ("cp4", "cp2 × tp2"), "patterns of decoders": ("cp4",),
         "patterns of encoders": ("cp4, one document",)},
 }  # fmt: skip
 OBJECTIVES = {
@@ -102,10 +120,21 @@ OBJECTIVES = {
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
-@pytest.mark.parametrize("ranks", TRAFFIC)
-def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layouts_by_model"),
+    [
+        *(pytest.param(ranks, layouts, id=f"{ranks}") for ranks, layouts in TRAFFIC.items()),
+        *(
+            pytest.param(ranks, layouts, id=f"{ranks}, extended", marks=EXTENDED)
+            for ranks, layouts in EXTENDED_TRAFFIC.items()
+        ),
+    ],
+)
+def test_counted_traffic_is_expected(
+    workers: Workers, ranks: int, layouts_by_model: dict[str, tuple[str, ...]]
+) -> None:
     configs = {}
-    for name, layouts in TRAFFIC[ranks].items():
+    for name, layouts in layouts_by_model.items():
         for layout in layouts:
             layout_name, _, options = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
@@ -226,9 +255,10 @@ def is_same_step(first: Step, second: Step) -> bool:
 
 
 RESUMED = [
-    pytest.param(PATTERN_NAMES[0], 4, (4, 2, 1), id="decoders from cp4"),
-    pytest.param(PATTERN_NAMES[1], 4, (4, 2, 1), id="encoders from cp4"),
-    pytest.param(PATTERN_NAMES[0], 1, (4, 2), id="decoders from 1"),
+    pytest.param("llama", 4, (4, 2, 1), id="llama from cp4"),
+    pytest.param(PATTERN_NAMES[0], 4, (4, 2, 1), id="decoders from cp4", marks=EXTENDED),
+    pytest.param(PATTERN_NAMES[1], 4, (4, 2, 1), id="encoders from cp4", marks=EXTENDED),
+    pytest.param(PATTERN_NAMES[0], 1, (4, 2), id="decoders from 1", marks=EXTENDED),
     *(
         pytest.param(name, saved, opened, id=f"{name}, from {saved}", marks=SLOW)
         for name, saved, opened in (

@@ -19,7 +19,7 @@ from megatfm.ops.attention import block_sparse, kernels
 from megatfm.ops.attention.reference import attention_reference
 from megatfm.parallel import context_attention
 from tests.support.batches import family_batch
-from tests.support.layouts import PLAIN_LAYOUTS, SLOW, make_cases_by_ranks
+from tests.support.layouts import EXTENDED, PLAIN_LAYOUTS, SLOW, make_cases_by_ranks
 from tests.support.models import ADAMW, TINY_LATENT, TINY_MODEL
 from tests.support.parity import backward_on_one_device, build_engine, microbatches, model_gradient_errors
 from tests.support.pattern_models import PATTERN_MODELS
@@ -100,7 +100,7 @@ CASES = [
     pytest.param(2, ["causal", "both sides", "latent"], ["ring", "ulysses"], id="2"),
     pytest.param(3, ["both sides", ROW], ["ring"], id="3"),
     pytest.param(4, ["both sides", "neighbours"], ["ring"], id="4"),
-    pytest.param(5, ["causal"], ["ring"], id="5"),
+    pytest.param(5, ["causal"], ["ring"], id="5", marks=EXTENDED),
     pytest.param(2, [ROW, "strided", "alibi"], ["ring", "ulysses"], id="2, others", marks=SLOW),
     *(pytest.param(ranks, [*MODELS], ["ring"], id=f"{ranks}, all", marks=SLOW) for ranks in (3, 4, 5)),
 ]

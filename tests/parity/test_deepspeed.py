@@ -33,6 +33,7 @@ from tests.support.deepspeed_state import (
     make_offloaded_config,
     save_native_checkpoint,
 )
+from tests.support.source_losses import DECODER, check_losses_by_source
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -62,25 +63,38 @@ def compare_all(workers: Workers, cases: list[Config], steps: int) -> None:
 
 SOME: dict[str, tuple[int, list[Config]]] = {
     "data ranks": (10, [make_case("decoder", zero=stage, dp_shard=2) for stage in (0, 2)]),
-    "contexts": (10, [make_case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
-    "pipelines": (10, [make_case("bert", zero=1, dp_shard=1, pp=2)]),
-    "experts": (10, [make_case("moe", zero=2, dp_shard=2, ep=2)]),
-    "heads of tasks": (2, [make_case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
-    "heads of tasks in decoders": (2, [make_case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
-    "heads of answers": (2, [make_case("bert, answers", zero=stage, dp_shard=2) for stage in (0, 3)]),
-    "heads of choices": (2, [make_case("bert, choices", zero=stage, dp_shard=2) for stage in (2, 3)]),
+    "contexts": (2, [make_case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
+    "pipelines": (2, [make_case("bert", zero=1, dp_shard=1, pp=2)]),
+    "experts": (2, [make_case("moe", zero=2, dp_shard=2, ep=2)]),
+    "heads of tasks": (2, [make_case("bert, classes", zero=3, dp_shard=2)]),
+    "heads of tasks in decoders": (2, [make_case("decoder, classes", zero=0, dp_shard=2)]),
+    "heads of answers": (2, [make_case("bert, answers", zero=3, dp_shard=2)]),
+    "heads of choices": (2, [make_case("bert, choices", zero=2, dp_shard=2)]),
     "adapters of experts": (2, [make_case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
-    "vision transformers": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
+    "vision transformers": (2, [make_case("vit", zero=3, dp_shard=2)]),
+    "vision-language models": (2, [make_case("llava", zero=2, dp_shard=2)]),
+    "second copies": (2, [make_case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
+    "tensors": (2, [make_case("decoder", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
+}
+"""Each stage and layout once, and models of text, images and both: steps, and cases of one layout."""
+EXTENDED: dict[str, tuple[int, list[Config]]] = {
+    "ten steps of contexts": (10, SOME["contexts"][1]),
+    "ten steps of pipelines": (10, SOME["pipelines"][1]),
+    "ten steps of experts": (10, SOME["experts"][1]),
+    "heads of tasks, stages 0 to 2": (2, [make_case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2)]),
+    "heads of tasks in decoders, stage 3": (2, [make_case("decoder, classes", zero=3, dp_shard=2)]),
+    "heads of answers, stage 0": (2, [make_case("bert, answers", zero=0, dp_shard=2)]),
+    "heads of choices, stage 3": (2, [make_case("bert, choices", zero=3, dp_shard=2)]),
+    "vision transformers, other stages": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2)]),
     "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "hierarchical models": (2, [make_case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "masked images of hierarchical models": (2, [make_case("simmim", zero=2, dp_shard=2)]),
     "hierarchical models that pool": (2, [make_case("mvit v2", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "hierarchical models by cosines": (2, [make_case("swin v2", zero=stage, dp_shard=2) for stage in (2, 3)]),
-    "vision-language models": (2, [make_case("llava", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
-    "second copies": (2, [make_case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
-    "tensors": (2, [make_case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
+    "vision-language models, other stages": (2, [make_case("llava", zero=stage, dp_shard=2) for stage in (0, 1, 3)]),
+    "tensors of an encoder-decoder": (2, [make_case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
-"""Each stage, layout and family once: steps, and cases of one layout."""
+"""Further stages and models: what differs between stages shows on decoders, in `SOME` and below."""
 MORE: dict[str, tuple[int, list[Config]]] = {
     "zbv": (10, [make_case("decoder", zero=1, dp_shard=2, pp=2, pp_schedule="zbv")]),
     "experts, contexts": (10, [make_case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
@@ -105,9 +119,16 @@ MORE: dict[str, tuple[int, list[Config]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SOME,
+        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
+    ],
+)
 def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers, name: str) -> None:
-    steps, cases = (SOME | MORE)[name]
+    steps, cases = (SOME | EXTENDED | MORE)[name]
     compare_all(workers, cases, steps)
 
 
@@ -178,11 +199,9 @@ def test_offloading_to_the_host_gives_the_same_run(workers: Workers, tmp_path: P
 
 
 IN_FILES: dict[str, list[Config]] = {
-    "some": [
-        make_offloaded_config("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2),
-        make_offloaded_config("moe", dp_shard=2),
-    ],
+    "some": [make_offloaded_config("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2)],
 }
+EXTENDED_IN_FILES: dict[str, list[Config]] = {"mixtures": [make_offloaded_config("moe", dp_shard=2)]}
 MORE_IN_FILES: dict[str, list[Config]] = {
     "optimizer": [make_offloaded_config("bert", parameters=False, dp_shard=2)],
     "parameters": [make_offloaded_config("bert", "train.recompute=full", optimizer=False, dp_shard=2)],
@@ -195,9 +214,16 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 }
 
 
-@pytest.mark.parametrize("row", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        *IN_FILES,
+        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED_IN_FILES),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES),
+    ],
+)
 def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, row: str) -> None:
-    cases = (IN_FILES | MORE_IN_FILES)[row]
+    cases = (IN_FILES | EXTENDED_IN_FILES | MORE_IN_FILES)[row]
     for result in workers.run(compare_offloaded_runs, count_ranks(cases[0]), tmp_path, cases, 4, timeout=250):
         assert result == []
 
@@ -232,6 +258,10 @@ def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -
 def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
     for result in workers.run(check_optimizers, 2, tmp_path, timeout=250):
         assert result == []
+
+
+def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers) -> None:
+    check_losses_by_source(workers, DECODER, {"dp_shard": 2, "engine": "deepspeed", "zero": 2})
 
 
 def run_with_stage_3() -> bool:

@@ -161,7 +161,13 @@ def check(result: Mapping[str, float], expected: Mapping[str, float]) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("form", "family"), CASES)
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        pytest.param(form, family, marks=() if family == FAMILIES.get(form, [family])[0] else pytest.mark.extended)
+        for form, family in CASES
+    ],
+)
 def test_every_form_has_the_same_metrics(workers: Workers, folder: Path, form: str, family: str, ranks: int) -> None:
     (alone,) = workers.run(evaluate_form, 1, folder, form, family)
     expected = alone[0]
@@ -198,7 +204,8 @@ def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
-    ("family", "beams", "distinct"), [("decoder", 1, 6), ("decoder", 3, 6), ("encoder_decoder", 2, 3)]
+    ("family", "beams", "distinct"),
+    [("decoder", 1, 6), pytest.param("decoder", 3, 6, marks=pytest.mark.extended), ("encoder_decoder", 2, 3)],
 )
 def test_generated_answers_and_their_metrics_are_the_same(
     workers: Workers, folder: Path, family: str, beams: int, distinct: int, ranks: int

@@ -56,6 +56,7 @@ RECOMPUTED = {
         "pp2 × tp2": (ParallelConfig(pp=2, tp=2), "full")},
 }  # fmt: skip
 """Ranks → layouts, and how blocks are recomputed under them; the budget keeps some of their activations."""
+LONGER = {2: ["tp2", "pp2"], 4: ["tp4", "pp2 × tp2"]}
 
 
 def compare_recomputed(name: str, layouts: list[str], ranks: int) -> dict[str, tuple[dict[str, float], list[bool]]]:
@@ -77,7 +78,9 @@ def compare_recomputed(name: str, layouts: list[str], ranks: int) -> dict[str, t
     return result
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(CLASSIFYING_PYRAMIDS, RECOMPUTED))
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), make_cases_by_ranks(CLASSIFYING_PYRAMIDS, RECOMPUTED, extended=LONGER)
+)
 def test_recomputed_pyramids_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for result in workers.run(compare_recomputed, ranks, name, layouts, ranks, timeout=240.0):
         for layout, (wrong, ran_again) in result.items():

@@ -8,7 +8,7 @@ from megatfm.object_collectives import all_gather_object
 from megatfm.tasks.predictions import collect_predictions, get_engine_model
 from tests.support.batches import task_batch
 from tests.support.expert_models import EXPERT_MODELS
-from tests.support.layouts import make_cases
+from tests.support.layouts import EXTENDED, make_cases
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import build_engine, layout_microbatches, model_gradient_errors, one_device_reference
 from tests.support.workers import Workers
@@ -115,6 +115,6 @@ LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, 
 
 
 @pytest.mark.parametrize("name", ["both orders", "choices", "spans"])
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=EXTENDED), pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_on_more_ranks_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, LARGER[ranks], timeout=240.0)[0] == list(LARGER[ranks])

@@ -128,8 +128,18 @@ def list_model_layouts(ranks: int) -> dict[str, list[str]]:
 
 ALWAYS = ["one process", "cp2", "tp2", "tp3", "tp3 without sequence parallel"]
 """Layouts that no model goes without: a masked autoencoder's lookup can be wrong under some of these alone."""
+LONGER = {
+    1: ["mean", "attention", "rotary", "simmim"],
+    2: ["zero0", "zero2", "replicas", "gpipe", "interleaved", "dualpipev"],
+    3: ["class", "mean", "attention", "simmim", "zero3 on 3", "pp3", "cp3"],
+    4: ["attention", "rotary", "pp2 × zero1", "pp2 × replicas"],
+    5: ["class", "mean", "rotary", "mae", "simmim swin", "zero0 on 5"],
+}
+"""Models and layouts of extended cases: `make test` has these models and axes on other numbers of ranks."""
 CASES = [
     case
     for ranks in LAYOUTS
-    for case in make_cases(list_model_layouts(ranks), ranks, always=ALWAYS, label=f" on {ranks}")
+    for case in make_cases(
+        list_model_layouts(ranks), ranks, always=ALWAYS, extended=LONGER.get(ranks, ()), label=f" on {ranks}"
+    )
 ]

@@ -194,7 +194,7 @@ def make_image_table() -> str:
 
 def list_deepspeed_cases() -> Iterator[Config]:
     """The configs whose steps under DeepSpeed are compared with one device's and the native engine's."""
-    for _, cases in (test_deepspeed.SOME | test_deepspeed.MORE).values():
+    for _, cases in (test_deepspeed.SOME | test_deepspeed.EXTENDED | test_deepspeed.MORE).values():
         yield from cases
     for family, layout in list_family_layouts():
         yield from make_stage_cases(family, layout, "adamw")

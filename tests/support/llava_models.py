@@ -77,8 +77,13 @@ LAYOUTS = {
     },
     5: {"cp": ParallelConfig(cp=5)},
 }
-CASES = make_cases_by_ranks(LLAVA_MODELS, LAYOUTS, always=["one process", "cp"])
-"""Cells of the grid of models and layouts; those of `make test-all` alone are marked slow."""
+CASES = make_cases_by_ranks(
+    LLAVA_MODELS, LAYOUTS, always=["one process", "cp"],
+    extended={2: ["zero 0", "zero 2", "replicas", "gpipe", "interleaved", "dualpipev"],
+              3: ["cp", "tp without sequence parallelism", "pp"],
+              4: ["pp × zero 1", "replicas × zero 3", "cp × zero 3", "tp × zero 3"], 5: ["cp"]},
+)  # fmt: skip
+"""Cells of the grid of models and layouts; those of later tiers are marked."""
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths of images, in patches."""
 TEXT_ALONE = -1
