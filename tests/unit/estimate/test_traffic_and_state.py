@@ -96,7 +96,7 @@ def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, reco
     [
         ("llama3-8b", ParallelConfig(tp=2, pp=2, dp_shard=2, zero=1)),
         ("mixtral-8x7b", ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, ep=2)),
-        ("gpt2-124m", ParallelConfig(pp=3, dp_shard=2)),
+        pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2), marks=EXTENDED),
         pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2, pp_schedule="interleaved"), marks=EXTENDED),
         pytest.param("llama3-8b", ParallelConfig(dp_shard=3, cp=2), marks=EXTENDED),
     ],
