@@ -82,7 +82,11 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
 
 @pytest.mark.parametrize(
     ("task", "length", "only"),
-    [("listops", 128, ["longformer"]), ("recall", 512, ["window", "linformer"]), ("text", 256, ["window"])],
+    [
+        ("listops", 128, ["longformer"]),
+        ("recall", 512, ["window", "linformer"]),
+        pytest.param("text", 256, ["window"], marks=pytest.mark.extended),
+    ],
 )
 def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
     (tmp_path / "text.txt").write_text("What is learnt here is nothing. " * 200, encoding="utf-8")

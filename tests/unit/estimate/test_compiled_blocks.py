@@ -68,7 +68,7 @@ VECTORS = 8 * WIDTH
 @pytest.mark.parametrize(
     ("preset", "overrides", "elements", "elements_on_cpu"),
     [
-        ("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0),
+        pytest.param("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0, marks=pytest.mark.extended),
         pytest.param("bert-base", [], VECTORS + 2 * HIDDEN, 0, marks=pytest.mark.extended),
         ("vit-ti16", [], VECTORS + 2 * HIDDEN, 0),
         # q and k before their rotation are not read; SwiGLU has three hidden vectors. A CPU copies attention's result,
