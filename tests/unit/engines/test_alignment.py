@@ -117,7 +117,7 @@ def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: 
 WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
 
 
-@pytest.mark.parametrize("layout", extend(["one", "zero 1", "zero 3", "tp"], kept=["one", "zero 1", "tp"]))
+@pytest.mark.parametrize("layout", extend(["one", "zero 1", "zero 3", "tp"], kept=["one", "zero 1"]))
 def test_soap_resumes_to_the_bit_when_its_bases_turn_each_step(workers: Workers, tmp_path: Path, layout: str) -> None:
     """LAPACK gives bases by columns, a checkpoint by rows."""
     ranks, parallel = LAYOUTS[layout]

@@ -68,7 +68,7 @@ VECTORS = 8 * WIDTH
 @pytest.mark.parametrize(
     ("preset", "overrides", "elements", "elements_on_cpu"),
     [
-        ("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0),
+        pytest.param("gpt2-124m", [], VECTORS + 2 * HIDDEN, 0, marks=pytest.mark.extended),
         pytest.param("bert-base", [], VECTORS + 2 * HIDDEN, 0, marks=pytest.mark.extended),
         ("vit-ti16", [], VECTORS + 2 * HIDDEN, 0),
         # A byte a channel for the mask of the second of two dropouts; that of the first is computed again.

@@ -18,8 +18,8 @@ TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
 """Presets with as many relative positions as a row has tokens: scores of those look like scores of all pairs."""
 POOLED_SIDE = 28
 """MViTv2's biases depend on queries, so their gradients are as large as scores: of 28 × 28 pooled tokens at most."""
-TIERS = {"llama3-70b": (), "gpt2-124m": (EXTENDED,), "bert-base": (EXTENDED,)}
-"""Marks of presets that are not slow."""
+SOONER = ("gpt2-124m", "bert-base", "llama3-70b")
+"""Extended; the others are slow. `make test` compares a rank of Llama 3 70B in test_imaginary.py."""
 SAME_BYTES = 0.002
 SAVED = 0.02
 """Share by which the activations that blocks save may be off: the first block also holds tables and masks for all."""
@@ -28,7 +28,7 @@ PEAK = 0.1
 
 
 def case(layout: Recommended) -> object:
-    marks = TIERS.get(layout.preset, (SLOW,))
+    marks = EXTENDED if layout.preset in SOONER else SLOW
     rows = next((word for word in layout.overrides if word.startswith("data.")), "")
     return pytest.param(layout, id=f"{layout.preset} {rows}".strip(), marks=marks)
 

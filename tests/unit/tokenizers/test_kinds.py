@@ -23,7 +23,7 @@ Own = dict[str, Tokenizer]
 
 
 @pytest.mark.parametrize("kind", LOSSLESS_KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=any_text)
 def test_decoding_gives_back_any_text(trained: Own, kind: str, text: str) -> None:
     tokenizer = trained[kind]
@@ -43,7 +43,7 @@ def test_characters_of_all_planes(trained: Own, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=any_text)
 def test_reserved_ids_never_come_from_text(trained: Own, kind: str, text: str) -> None:
     tokenizer = trained[kind]
@@ -113,7 +113,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(trained: Own, kind: str, token: 
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=any_text, cuts=st.lists(st.integers(1, 5), max_size=5))
 def test_streamed_text_is_decoded_text(trained: Own, kind: str, text: str, cuts: list[int]) -> None:
     """In whatever portions ids come, no portion holds half a character."""
@@ -128,7 +128,7 @@ def test_streamed_text_is_decoded_text(trained: Own, kind: str, text: str, cuts:
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_streamed_ids_of_a_model_are_decoded_too(trained: Own, kind: str, data: st.DataObject) -> None:
     """Any ids, as a model may sample: broken characters, unknown and reserved ids among them."""
@@ -222,7 +222,7 @@ KINDS = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(characters.filter(lambda character: character != "\u2581")))
 def test_ids_are_those_of_sentencepiece(tokenizer: SentencePieceTokenizer, model: bytes, text: str) -> None:
     plain = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -185,7 +185,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         ("llama", ParallelConfig(cp=2, cp_method="ulysses")),
         ("prefix language model", ParallelConfig(cp=2, cp_method="ring")),
         ("window, prefixes", ParallelConfig(cp=2)),
-        ("patterns of decoders", ParallelConfig(cp=2)),
+        pytest.param("patterns of decoders", ParallelConfig(cp=2), marks=EXTENDED),
         ("patterns of encoders", ParallelConfig(cp=2)),
         pytest.param("patterns of encoders, rows of 11 tokens", ParallelConfig(cp=2), marks=EXTENDED),
     ],
