@@ -182,9 +182,7 @@ AVERAGED_IN_SHORT = [
 """Each kind of average, and each layout with one of them."""
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [*extend(AVERAGED, kept=AVERAGED_IN_SHORT), *AVERAGED_BY_OTHERS]
-)
+@pytest.mark.parametrize(("name", "layout"), [*extend(AVERAGED, kept=AVERAGED_IN_SHORT), *AVERAGED_BY_OTHERS])
 def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
     workers: Workers, name: str, layout: str
 ) -> None:
