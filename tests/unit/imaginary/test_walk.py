@@ -42,6 +42,10 @@ def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> N
         assert traced.full.fits, traced.full.worst
     assert traced.traced.peak < 0.95 * load_cluster("h100", 1).device.memory_bytes
     for name, modelled, measured in traced.differences:
+        if name == "saved by blocks" and "train.recompute=full" in layout.overrides:
+            # Blocks save little more than their inputs: the first one's tables are no small share.
+            assert modelled <= (1 + SAVED) * measured, name
+            continue
         tolerance = {"peak": PEAK, "saved by blocks": SAVED}.get(name, SAME_BYTES)
         assert modelled == pytest.approx(measured, rel=tolerance), name
     budget = {path: times * traced.n_expert_passes for path, times in WAITS_OF_EXPERTS.items()}
