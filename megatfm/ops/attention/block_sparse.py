@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatfm.ops.attention import tile
 from megatfm.ops.attention.block_plan import BlockGrid, BlockGroup, plan_blocks
+from megatfm.ops.attention.flash import has_flash
 from megatfm.ops.attention.mask import AttentionMask, Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import compute_block_indices, find_block_positions
@@ -24,7 +25,6 @@ from megatfm.ops.attention.tile import (
     Gradients,
     GradientTotals,
     append_columns,
-    has_flash,
     tile_backward,
     tile_backward_bf16,
     tile_forward,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatfm.ops.attention.flash import FLASH_MAX_WIDTH
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
 from megatfm.ops.attention.relative_bias import expand_bias
@@ -17,9 +18,6 @@ from megatfm.ops.log_once import constant_when_compiled, log_once
 
 LONG = 1024
 """Number of queries above which a CPU pads heads of two widths to one."""
-
-FLASH_MAX_WIDTH = 256
-"""Largest head width of FlashAttention."""
 
 UNMASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION]

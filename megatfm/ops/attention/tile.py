@@ -10,28 +10,14 @@ from torch import Tensor
 
 from megatfm.ops.attention.bands import add_tiles, view_tiles
 from megatfm.ops.attention.block_plan import BlockGroup
+from megatfm.ops.attention.flash import has_flash, run_flash, run_flash_backward
 from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import add_tile_gradient, slice_tile
 from megatfm.ops.keyed_random import RATE_STEPS
-from megatfm.ops.torch_private import (
-    flash_on_cpu,
-    flash_on_cpu_backward,
-    flash_on_cuda,
-    flash_on_cuda_backward,
-    has_amx_tiles,
-)
+from megatfm.ops.torch_private import has_amx_tiles
 
 # X rows and heads, n tiles of b queries (of all heads that share keys) and M keys, H head width
-
-FLASH_DTYPES = {
-    "cpu": (torch.float32, torch.float64, torch.bfloat16),
-    "cuda": (torch.bfloat16, torch.float16),
-}
-"""Dtypes of the fused kernel of each kind of device."""
-
-FLASH_MAX_WIDTH = 256
-"""Largest head width of FlashAttention on a GPU; widths must be multiples of 8."""
 
 MAX_SCORES = 2**20
 """Number of scores held at once; all other tensors are linear in T."""
@@ -133,7 +119,7 @@ def tile_forward(
     i-th query sees keys up to the i-th; only for what `supports_flash`.
     """
     if supports_flash(q, v, keep, plan, has_bias=bias is not None):
-        out, lse = _run_flash(q, k, v, bias, plan.scale, causal)
+        out, lse = run_flash(q, k, v, bias, plan.scale, causal)
         if bias is not None:  # the kernel returns 0, not −∞, for queries that see no key
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
@@ -159,7 +145,7 @@ def tile_backward(
     """Return the gradients of q, k and v, and of the bias if it is trained. bias, keep: see `tile_forward`."""
     g, q, k, v, out, lse = inputs
     if supports_flash(q, v, keep, plan, has_bias=bias is not None) and not is_bias_trained:
-        return *_run_flash_backward(inputs, bias, plan.scale, causal), None
+        return *run_flash_backward(*inputs, bias, plan.scale, causal), None
     scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
     probabilities_grad, kept_probabilities = g @ v.transpose(-1, -2), probabilities
@@ -233,41 +219,6 @@ def supports_flash(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttenti
     """Return whether the device's fused kernel computes a tile. Only that of a CPU adds a bias to the scores."""
     has_extras = keep is not None or plan.softcap > 0 or (has_bias and q.device.type != "cpu")
     return q.shape[-1] == v.shape[-1] and not has_extras and has_flash(q, q.shape[-1])
-
-
-def has_flash(q: Tensor, width: int) -> bool:
-    """Return whether q's device has a fused kernel for its dtype and heads of `width`."""
-    supports_width = q.device.type == "cpu" or (width % 8 == 0 and width <= FLASH_MAX_WIDTH)
-    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width
-
-
-def _run_flash(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return output [X, n, b, H] and log-sum-exp [X, n, b] by the device's fused kernel."""
-    if q.device.type == "cpu":
-        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))  # that of a GPU shares the heads of keys
-        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    else:
-        out, lse, *_ = flash_on_cuda(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
-
-
-def _run_flash_backward(
-    inputs: BackwardInputs, bias: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by the device's fused kernel."""
-    g, q, k, v, out, lse = inputs
-    if q.device.type == "cpu":
-        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        dq, dk, dv = flash_on_cpu_backward(g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=scale)
-        return dq, dk, dv
-    no_seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's, which is off
-    lengths = q.shape[2], k.shape[2]
-    dq, dk, dv = flash_on_cuda_backward(
-        g, q, k, v, out, lse[..., 0].contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed, scale=scale
-    )
-    return dq, dk, dv
 
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries

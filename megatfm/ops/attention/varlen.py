@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatfm.ops.attention.flash import FLASH_MAX_WIDTH
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.log_once import constant_when_compiled
@@ -22,9 +23,6 @@ from megatfm.ops.log_once import constant_when_compiled
 MIN_DOCUMENT_LENGTH = 128
 """Mean length of documents for which `cu_seqlens` has entries; for shorter ones it has four times as many, a new shape
 for which blocks are compiled again."""
-
-MAX_HEAD_WIDTH = 256
-"""Largest head width of FlashAttention; widths must be multiples of 8."""
 
 REQUIRED_PARAMETERS = ("scale", "window_size")
 """Parameters of the operator that torch 2.10 lacks."""
@@ -56,7 +54,7 @@ def varlen(
 @constant_when_compiled
 def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     """Return whether this torch's operator supports head widths. grouped: query heads share key heads."""
-    fits = width == v_width and width <= MAX_HEAD_WIDTH and width % 8 == 0
+    fits = width == v_width and width <= FLASH_MAX_WIDTH and width % 8 == 0
     return (
         fits
         and (not grouped or "enable_gqa" in list_parameters())
