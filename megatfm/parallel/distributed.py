@@ -260,7 +260,7 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
             continue
         names = _name_missing_ranks(store, env.world_size)
         if not names:  # the last rank has arrived, but not yet set "megatfm/all"
-            store.wait(["megatfm/all"], MISSING_RANKS_TIMEOUT)
+            store.wait(["megatfm/all"], timedelta(seconds=2 * MAX_POLL_SECONDS))
             return
         if env.rank == 0:
             time.sleep(2 * MAX_POLL_SECONDS)

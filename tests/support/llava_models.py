@@ -80,7 +80,7 @@ LAYOUTS = {
 CASES = make_cases_by_ranks(
     LLAVA_MODELS, LAYOUTS, always=["one process", "cp"],
     extended={2: ["zero 0", "zero 2", "replicas", "gpipe", "interleaved", "dualpipev"],
-              3: ["cp", "tp without sequence parallelism", "pp"],
+              3: ["tp without sequence parallelism", "pp"],
               4: ["pp × zero 1", "replicas × zero 3", "cp × zero 3", "tp × zero 3"], 5: ["cp"]},
 )  # fmt: skip
 """Cells of the grid of models and layouts; those of later tiers are marked."""

@@ -175,7 +175,7 @@ def test_ngrams_by_definition() -> None:
 
 
 def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """As Windows' editors write it; their first entry would match nothing."""
+    """Editors on Windows write such a mark; with it, the first entry would match nothing."""
     (tmp_path / "list").write_text("spam.example\n", encoding="utf-8-sig")
     assert (
         apply_step(build_step("url_filter", file=str(tmp_path / "list")), "text", "http://spam.example/")[1] == "domain"

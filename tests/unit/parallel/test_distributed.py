@@ -162,7 +162,8 @@ def test_the_time_that_rank_0_has_waited_already_counts(monkeypatch: pytest.Monk
         _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
 
 
-def test_a_missing_last_count_is_reported_with_the_store_s_reason() -> None:
+def test_a_missing_last_count_is_reported_with_the_store_s_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.01)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     store.set("megatfm/here/1", "n2")
     with pytest.raises(dist.DistError):
