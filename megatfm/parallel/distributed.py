@@ -217,8 +217,8 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
         except dist.DistError as error:
             raise MegatfmError(
                 f"rank 0 of {world_size} did not start within {timeout.total_seconds():g} s: check its log or its "
-                "node. If it waits, too, torchrun's agents have two stores, as a node joined late or the first one was lost "
-                "(torch 2.13): start all agents again"
+                "node. If it waits, too, torchrun's agents have two stores, as a node joined late or the first one was "
+                "lost (torch 2.13): start all agents again"
             ) from error
         prefixed = dist.PrefixStore(store.get(f"megatfm/welcome/{name}").decode(), store)
         prefixed.set(f"megatfm/knows/{rank}", "1")

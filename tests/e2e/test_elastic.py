@@ -22,7 +22,7 @@ OVERRIDES = (
     "evaluate.every=1000", "optimizer.name=adamw", "log.sinks=[]", "resilience.elastic=true",
 )  # fmt: skip
 # When a silent agent counts as lost (12 s: on a busy machine one may be silent for 6), and how long the others wait for
-# more of them (by default 15 s and 30 s). All must be in the first round: agents of torch 2.13 keep its first node's store.
+# more of them (by default 15 s and 30 s). All must be in the first round: agents of torch 2.13 keep its store.
 RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=6,last_call_timeout=10,join_timeout=240"
 # Of three ranks, steps after the seventh take long enough to be interrupted however busy the machine is.
 PAUSES = """
