@@ -52,7 +52,7 @@ def load_config(
 
 
 def read_values(config_class: type[Section], path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a config file, None: of none, with overrides, without validation. Raises UsageError."""
+    """Return the values of a config file (None: no file) and of overrides, without validation. Raises UsageError."""
     values = merge_files(config_class, read_files(config_class, path)) if path else {}
     apply_overrides(config_class, values, overrides)
     return values

@@ -167,9 +167,9 @@ def build_sequences(packing: PackingConfig, chunks: ChunkTable, documents: Docum
             sequences.append(_make_padding(objective, planned_lengths))
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
-        others = NO_OTHER_DOCUMENTS if partners is None else PartnerDocuments(documents, partners, document)
+        other_documents = NO_OTHER_DOCUMENTS if partners is None else PartnerDocuments(documents, partners, document)
         tokens = documents[document]
-        chunk = DocumentChunk(tokens[start:end], others, documents.members(document), end == len(tokens))
+        chunk = DocumentChunk(tokens[start:end], other_documents, documents.members(document), end == len(tokens))
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:

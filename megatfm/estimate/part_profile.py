@@ -169,8 +169,8 @@ class PartProfile:
         return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
 
     def _find_needed(self, written: Collection[int]) -> set[int]:
-        """Return those of some results from which the backward pass computes what it reads; a compiled block saves no
-        others, such as the output of its last matmul."""
+        """Return those of some results from which the backward pass computes what it reads; a compiled block does not
+        save the remaining ones, such as the output of its last matmul."""
         _, reads, _ = self._trace_pointwise_chains()
         queue = [tensor.number for tensor in self.saved]
         visited: set[int] = set()

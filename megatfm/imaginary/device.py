@@ -21,7 +21,7 @@ from megatfm.ops.kernel_free import KERNEL_FREE
 
 CUDA = torch.device("cuda", 0)
 STAND_IN_NAMESPACE = "megatfm_imaginary"
-"""Of operators that stand for fused attention; the last argument is the name of the kernel."""
+"""Namespace of the operators that stand for fused attention; their last argument is the name of the kernel."""
 MIN_PAIRS_LENGTH = 512
 """Length of rows from which tensors of all pairs of tokens are reported."""
 DATA_DEPENDENT_ERRORS = ("DynamicOutputShapeException", "DataDependentOutputException")

@@ -97,8 +97,8 @@ def _keep_process(client: socket.socket) -> None:
 def _enter_namespaces(pid: int) -> None:
     """Enter those namespaces of a process that are not ours; for pids, only what is forked later does."""
     libc = ctypes.CDLL(None, use_errno=True)
-    ours, theirs = ([Path(f"/proc/{name}/ns/{kind}") for kind in NAMESPACES] for name in ("self", pid))
-    files = [os.open(their, os.O_RDONLY) for our, their in zip(ours, theirs, strict=True) if not our.samefile(their)]
+    entered = [Path(f"/proc/{pid}/ns/{kind}") for kind in NAMESPACES]
+    files = [os.open(path, os.O_RDONLY) for path in entered if not path.samefile(f"/proc/self/ns/{path.name}")]
     for file in files:
         if libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), "setns")

@@ -123,6 +123,7 @@ def tile_forward(
         if bias is not None:  # the kernel returns 0, not −∞, for queries that see no key
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
+    assert not causal, "the built-in causal mask exists in the fused kernel alone"
     scores, _ = _compute_scores(q, k, bias, plan)
     probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     lse = scores.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
@@ -146,6 +147,7 @@ def tile_backward(
     g, q, k, v, out, lse = inputs
     if supports_flash(q, v, keep, plan, has_bias=bias is not None) and not is_bias_trained:
         return *run_flash_backward(*inputs, bias, plan.scale, causal), None
+    assert not causal, "the built-in causal mask exists in the fused kernel alone"
     scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
     probabilities_grad, kept_probabilities = g @ v.transpose(-1, -2), probabilities
