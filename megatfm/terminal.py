@@ -29,7 +29,8 @@ def open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # the lowest free number is that of the stream
+            # The lowest free number is that of the stream.
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def spell_unencodable() -> None:
