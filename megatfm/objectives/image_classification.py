@@ -24,7 +24,7 @@ from megatfm.objectives.base import (
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, image_mixing, make_image_reader
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_mixing, make_image_reader
 from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ImageClassification(Objective):
         )
         self.metrics = () if training else tuple(f"top{k}" for k in TOP_K if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
-        self.mixing = image_mixing(images, self.reader) if training else None
+        self.mixing = make_image_mixing(images, self.reader) if training else None
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
         if self.mixing is not None:
             self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}

@@ -164,16 +164,16 @@ class ImageToText(Objective):
                 f"objective.image_placement = {setting!r} wants {expected}{', for ' * bool(images)}{images}"
             )
         counts = np.where(text == self.image_token, self.n_patches, 1)
-        last = int(positions[-1]) if self.image_in_text else 0
-        n_before = int(counts[:last].sum()) + (0 if self.image_in_text else (n_images - 1) * self.n_patches)
+        last_image = int(positions[-1]) if self.image_in_text else 0
+        n_before = int(counts[:last_image].sum()) + (0 if self.image_in_text else (n_images - 1) * self.n_patches)
         if self.begin_token + n_before + self.n_patches > self.max_text_tokens:
             raise SampleError(
                 f"has {n_before} tokens before its {'last ' * (n_images > 1)}image of {self.n_patches} patches, and a "
                 f"row has {self.max_text_tokens}: raise data.target_length"
             )
-        in_front = [] if self.image_in_text else [self.image_token] * (n_images * self.n_patches)
+        leading_image_tokens = [] if self.image_in_text else [self.image_token] * (n_images * self.n_patches)
         begin_tokens = [self.special.bos] * self.begin_token
-        sequence = np.concatenate([begin_tokens, in_front, np.repeat(text, counts), [self.special.eos]])
+        sequence = np.concatenate([begin_tokens, leading_image_tokens, np.repeat(text, counts), [self.special.eos]])
         return sequence.astype(np.int64)
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:

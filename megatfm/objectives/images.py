@@ -68,8 +68,8 @@ def make_image_reader(
             f"{model.family!r} takes images of one size: set data.images.size in its place"
         )
     if images.max_patches is None and size % patch_size:
-        smaller = size - size % patch_size
-        alternatives = f"{smaller} or {smaller + patch_size}" if smaller else str(patch_size)
+        multiple_below = size - size % patch_size
+        alternatives = f"{multiple_below} or {multiple_below + patch_size}" if multiple_below else str(patch_size)
         raise UsageError(
             f"data.images.size = {size} is not a multiple of {section}.embedding.patch_size = {patch_size}: "
             f"choose {alternatives}"
@@ -93,7 +93,7 @@ def make_image_reader(
     return reader
 
 
-def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
+def make_image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
     """Return mixup and cutmix of `[data.images]`; None if both are off."""
     from megatfm.data.image_mixing import Mixing
 

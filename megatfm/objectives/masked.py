@@ -122,11 +122,11 @@ class NextSentence(SentencePair):
     needs_other_documents = True
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        tokens, others = chunk.tokens, chunk.other_documents
+        tokens, other_documents = chunk.tokens, chunk.other_documents
         n = len(tokens)
         random = rng.uniform(4, *make_masking_key(key, "next", self.config.static))
         label_uniform, choice_uniform, cut_uniform, start_uniform = random
-        lengths = others.lengths
+        lengths = other_documents.lengths
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, cut_uniform))
             return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
@@ -143,7 +143,7 @@ class NextSentence(SentencePair):
         if not chunk.ends_document:
             first = min(first, 1 + int(randint_below(n_usable - (n - cut) + 1, start_uniform)))
         return self.make_two_segment_example(
-            tokens[:cut], others.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
+            tokens[:cut], other_documents.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )
 
 

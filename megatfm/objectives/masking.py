@@ -47,11 +47,14 @@ class Masking:
         """Return masked inputs [n] and targets [n] of tokens [n]."""
         n = len(tokens)
         random = rng.uniform(3 * n + 1, *key)
-        chosen = self._choose(tokens, random[: n + 1])
+        masked_indices = self._choose(tokens, random[: n + 1])
         masked_tokens, targets = tokens.astype(np.int64), np.full(n, IGNORE, np.int64)
-        targets[chosen] = masked_tokens[chosen]
-        masked_tokens[chosen] = replace_masked(
-            masked_tokens[chosen], random[n + 1 : 2 * n + 1][chosen], random[2 * n + 1 :][chosen], self
+        targets[masked_indices] = masked_tokens[masked_indices]
+        masked_tokens[masked_indices] = replace_masked(
+            masked_tokens[masked_indices],
+            random[n + 1 : 2 * n + 1][masked_indices],
+            random[2 * n + 1 :][masked_indices],
+            self,
         )
         return masked_tokens, targets
 
@@ -74,15 +77,15 @@ def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     order = np.argsort(random, kind="stable")
     total = np.cumsum(lengths[order])
     n_fitting = int(np.searchsorted(total, budget, side="right"))
-    chosen, tokens_left = order[:n_fitting].tolist(), budget - int(total[n_fitting - 1] if n_fitting else 0)
+    chosen_words, tokens_left = order[:n_fitting].tolist(), budget - int(total[n_fitting - 1] if n_fitting else 0)
     for word in order[n_fitting:]:
         if tokens_left == 0:
             break
         if lengths[word] <= tokens_left:
-            chosen.append(word)
+            chosen_words.append(word)
             tokens_left -= int(lengths[word])
     is_chosen = np.zeros(len(starts), bool)
-    is_chosen[chosen] = True
+    is_chosen[chosen_words] = True
     return np.flatnonzero(np.repeat(is_chosen, lengths))
 
 

@@ -62,7 +62,7 @@ class Permutation(Objective):
         n = len(tokens)
         n_contexts = n // self.config.tokens_per_prediction + 2
         random = rng.uniform(2 * n_contexts + 2 + n, *make_masking_key(key, "permutation"))
-        chosen = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
+        predicted_indices = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
         # The first [SEP] shifts the tokens of B by one.
         positions = np.arange(n) + (np.arange(n) >= cut)
@@ -70,9 +70,11 @@ class Permutation(Objective):
         fields["targets"] = np.full(n + 3, IGNORE, np.int64)
         fields["tokens"][positions] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
-        fields["targets"][positions[chosen]] = tokens[chosen]
-        ranks = np.argsort(np.argsort(random[2 * n_contexts + 2 :][: len(chosen)], kind="stable"), kind="stable")
-        fields["order"][positions[chosen]] = 1 + ranks
+        fields["targets"][positions[predicted_indices]] = tokens[predicted_indices]
+        ranks = np.argsort(
+            np.argsort(random[2 * n_contexts + 2 :][: len(predicted_indices)], kind="stable"), kind="stable"
+        )
+        fields["order"][positions[predicted_indices]] = 1 + ranks
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2
         return fields

@@ -65,7 +65,8 @@ class Preferences(Objective):
         return np.maximum(n_tokens - 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        annotation, second_start = read_annotation(chunk), int(read_annotation(chunk)["second"])
+        annotation = read_annotation(chunk)
+        second_start = int(annotation["second"])
         tokens = chunk.tokens.astype(np.int64)
         targets = np.full(len(tokens), IGNORE, np.int64)
         for begin, end in annotation["trained"]:

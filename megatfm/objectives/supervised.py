@@ -91,16 +91,16 @@ class LabelledExamples(Objective):
         fields["tokens"] = chunk.tokens.astype(np.int64)
         fields["examples"][annotation["at"]] = key.sample
         starts = np.array(annotation.get("starts", [0]))
-        part = np.searchsorted(starts, np.arange(n), side="right") - 1
+        part_of_token = np.searchsorted(starts, np.arange(n), side="right") - 1
         if "parts" in fields:
-            fields["parts"] = part
+            fields["parts"] = part_of_token
         if self.has_segments:
             second_starts = np.atleast_1d(annotation.get("second", n))
-            fields["segments"] = (np.arange(n) >= second_starts[part]).astype(np.int64)
+            fields["segments"] = (np.arange(n) >= second_starts[part_of_token]).astype(np.int64)
             if self.ends_in_cls:
                 fields["segments"][np.append(starts[1:], n) - 1] = 2
         if self.predicts_tokens:
-            fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
+            fields["targets"][:-1] = np.where(part_of_token[1:] == part_of_token[:-1], fields["tokens"][1:], IGNORE)
         self.place_labels(fields, annotation)
         return fields
 

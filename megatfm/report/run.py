@@ -214,7 +214,7 @@ def make_unique_names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that are distinct."""
     paths = [folder.absolute().parts for folder in folders]
     for length in count(1):
-        names = ["/".join(parts[-length:]) for parts in paths]
+        names = ["/".join(names_on_path[-length:]) for names_on_path in paths]
         if len(set(names)) == len(set(paths)) or length > max(map(len, paths)):
             return names
     raise AssertionError("unreachable: full paths are distinct")

@@ -28,10 +28,7 @@ from megatfm.train.build import build_saver, describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.evaluation import Evaluator
 from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
-from megatfm.train.profiling import (
-    StepProfile,
-    memory_bytes,
-)
+from megatfm.train.profiling import StepProfile, memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
