@@ -82,9 +82,10 @@ class ResumePoint:
                 )
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
-        if "config" in self.state:
-            state = {**self.state, "config": convert_config(self.state["config"])}
-            object.__setattr__(self, "state", state)
+        config = self.state.get("config")
+        if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
+        object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property
     def step(self) -> int:
