@@ -47,6 +47,11 @@ SUM_MARGIN_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
 PROBE_ELEMENTS = 2**16
 """Number of elements in the all-reduce that tests an axis."""
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""Files of control groups, version 2 and 1, with limit, usage and statistics, and the prefix of keys in the last."""
 ATTEMPTS = "attempts.json"
 
 
@@ -166,14 +171,23 @@ def get_free_memory(device: torch.device) -> int:
     """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free_bytes = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version of control groups
-            free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    free_bytes = min([int(psutil.virtual_memory().available), *list_cgroup_free_bytes(Path("/sys/fs/cgroup"))])
     return free_bytes // max(1, count_local_ranks(os.environ) or 1)
+
+
+def list_cgroup_free_bytes(folder: Path) -> list[int]:
+    """Return the bytes that a container's control group may still allocate, if it has a limit; else an empty list.
+
+    The page cache counts as free, since the kernel reclaims it. Files that were read soon fill the limit with it.
+    """
+    free_bytes = []
+    for limit_name, usage_name, stat_name, prefix in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version of control groups
+            limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
+            stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
+            page_cache = sum(int(stat.get(f"{prefix}{key}_file", 0)) for key in ("active", "inactive"))
+            free_bytes.append(limit - usage + page_cache)
+    return free_bytes
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:

@@ -103,6 +103,25 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Mon
     assert get_free_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("limit", "usage", "prefix"),
+    [
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_page_cache_of_a_container_is_free_memory(tmp_path: Path, limit: str, usage: str, prefix: str) -> None:
+    stat = (tmp_path / usage).with_name("memory.stat")
+    stat.parent.mkdir(exist_ok=True)
+    (tmp_path / usage).write_text("900\n")
+    stat.write_text(f"{prefix}active_file 300\n{prefix}inactive_file 400\n{prefix}shmem 50\n")
+    assert startup_checks.list_cgroup_free_bytes(tmp_path) == []
+    (tmp_path / limit).write_text("max\n")
+    assert startup_checks.list_cgroup_free_bytes(tmp_path) == []
+    (tmp_path / limit).write_text("1000\n")
+    assert startup_checks.list_cgroup_free_bytes(tmp_path) == [800]
+
+
 def test_the_product_is_timed() -> None:
     assert 0 < utilization.time_matmul(torch.float32, torch.device("cpu")) < 5
     assert startup_checks.SLOW_FACTOR > 1
