@@ -10,8 +10,8 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Floats,
-    Ints,
+    FloatArray,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -54,7 +54,7 @@ class Permutation(Objective):
         # The text's start falls into a context with a probability proportional to its length.
         self.cumulative_probs = np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -83,7 +83,7 @@ class Permutation(Objective):
         """Count the tokens of the content stream and the queries of predicted tokens."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
-    def choose_tokens(self, n: int, random: Floats, start_uniform: float) -> Ints:
+    def choose_tokens(self, n: int, random: FloatArray, start_uniform: float) -> IntArray:
         """Return the indices of the tokens in spans of a text of n tokens.
 
         random [2 · contexts] and start_uniform: uniform in [0, 1).

@@ -15,7 +15,7 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -61,7 +61,7 @@ class Preferences(Objective):
             BEGINS: Field(),
         }
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.maximum(n_tokens - 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:

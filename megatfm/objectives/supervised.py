@@ -25,7 +25,7 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -82,7 +82,7 @@ class LabelledExamples(Objective):
         """Return the name of the head's loss. Raises UsageError for a model without the head."""
         raise NotImplementedError
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return n_tokens
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -280,11 +280,11 @@ class Answers(Objective):
         self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
         self.max_tokens = sum(row_lengths) if self.is_encoder_decoder else self.length + 1
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.maximum(n_tokens - 1, 0)
 
     @property
-    def image_lengths(self) -> Callable[[Ints], Ints] | None:
+    def image_lengths(self) -> Callable[[IntArray], IntArray] | None:
         """Sequence lengths [n, 2] from the tokens of both sides [n, 2], which the index stores as image sizes."""
         return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
 
