@@ -39,11 +39,11 @@ SUM_MARGIN_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
 PROBE_ELEMENTS = 2**16
 """Number of elements in the all-reduce that tests an axis."""
-CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", ""),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+CGROUP_VERSIONS = (
+    ("", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Files of control groups, version 2 and 1, with limit, usage and statistics, and the prefix of keys in the last."""
+"""Version 2 and 1 of control groups: controller, files with limit and usage, and prefix of keys in memory.stat."""
 
 
 def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None) -> list[str]:
@@ -162,22 +162,34 @@ def get_free_memory(device: torch.device) -> int:
     """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free_bytes = min([int(psutil.virtual_memory().available), *list_cgroup_free_bytes(Path("/sys/fs/cgroup"))])
+    own_groups = ""
+    with contextlib.suppress(OSError):  # not on Linux
+        own_groups = Path("/proc/self/cgroup").read_text()
+    limits = list_cgroup_free_bytes(Path("/sys/fs/cgroup"), own_groups)
+    free_bytes = min([int(psutil.virtual_memory().available), *limits])
     return free_bytes // max(1, count_local_ranks(os.environ) or 1)
 
 
-def list_cgroup_free_bytes(folder: Path) -> list[int]:
-    """Return the bytes that a container's control group may still allocate, if it has a limit; else an empty list.
+def list_cgroup_free_bytes(folder: Path, own_groups: str) -> list[int]:
+    """Return the bytes that the control groups of this process, of a container or a job, may still allocate.
 
-    The page cache counts as free, since the kernel reclaims it. Files that were read soon fill the limit with it.
+    Groups without a limit are left out. The page cache counts as free, since the kernel reclaims it: files that were
+    read soon fill the limit with it. own_groups: content of /proc/self/cgroup, lines of number:controllers:path.
     """
+    entries = [line.split(":", 2) for line in own_groups.splitlines() if line.count(":") >= 2]
     free_bytes = []
-    for limit_name, usage_name, stat_name, prefix in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version of control groups
-            limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
-            stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
-            page_cache = sum(int(stat.get(f"{prefix}{key}_file", 0)) for key in ("active", "inactive"))
-            free_bytes.append(limit - usage + page_cache)
+    for controller, limit_name, usage_name, prefix in CGROUP_VERSIONS:
+        paths = (path for _, controllers, path in entries if controller in controllers.split(","))
+        root = folder / controller
+        group = root / next(paths, "").lstrip("/")
+        for ancestor in (group, *group.parents):
+            if not ancestor.is_relative_to(root):
+                break
+            with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or another version of control groups
+                limit, usage = (int((ancestor / name).read_text()) for name in (limit_name, usage_name))
+                stat = dict(line.split() for line in (ancestor / "memory.stat").read_text().splitlines())
+                page_cache = sum(int(stat.get(f"{prefix}{key}_file", 0)) for key in ("active", "inactive"))
+                free_bytes.append(limit - usage + page_cache)
     return free_bytes
 
 
