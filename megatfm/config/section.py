@@ -37,6 +37,8 @@ DropProbability = Annotated[float, Field(ge=0, le=1 - 2**-16)]
 
 MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on Linux's file systems (NAME_MAX)."""
 
 
 def list_divisors(number: int) -> list[int]:
@@ -335,7 +337,13 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
         raise ValueError("an empty path: give a path, or leave the key out")
     base = None if isinstance(value, FromCommandLine) else (info.context or {}).get("base")
     base = value.folder if isinstance(value, FromFile) else base
-    return os.path.normpath(Path(base or Path.cwd()) / Path(value).expanduser())
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{Path(value).parts[0]} is no user of this machine: write the home folder's path") from None
+    if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
+        raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
+    return os.path.normpath(Path(base or Path.cwd()) / path)
 
 
 PathStr = Annotated[str, BeforeValidator(_resolve)]
@@ -374,7 +382,9 @@ class ByName:
                 raise ValueError(
                     f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
                 )
-            section = sections.get(name, plugin) if name else builtin_variants[0]
+            if not name:
+                return builtin_variants[0].model_validate(value, context=info.context)
+            section = sections.get(name, plugin) if isinstance(name, str) else plugin
             return section.model_validate(value, context=info.context)
 
         return with_info_before_validator_function(choose, handler(source))
