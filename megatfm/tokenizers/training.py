@@ -309,11 +309,11 @@ def _choose_alphabet(texts: list[str]) -> list[str]:
         counts.update(text)
     for space in [character for character in counts if character.isspace()]:
         del counts[space]
-    n_uncovered = CHARACTER_COVERAGE * counts.total()
+    n_to_cover = CHARACTER_COVERAGE * counts.total()
     characters = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if n_uncovered <= 0:
+        if n_to_cover <= 0:
             break
         characters.append(character)
-        n_uncovered -= count
+        n_to_cover -= count
     return sorted(characters)
