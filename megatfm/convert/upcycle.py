@@ -1,5 +1,6 @@
 """Upcycle a dense model to a mixture of experts with the same outputs (Komatsuzaki et al. 2023; He et al. 2024)."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,10 +55,10 @@ class Upcycling:
             raise UsageError(
                 "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
             )
-        if other_names := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
-            raise UsageError(f"model.ffn.name = {other_names[0]!r}: only dense networks can become experts")
-        if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
-            raise UsageError("--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more")
+        if unsupported := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
+            raise UsageError(f"model.ffn.name = {unsupported[0]!r}: only dense networks can become experts")
+        if min(self.experts, self.top_k, self.granularity, self.every) < 1 or not 0 <= self.noise < math.inf:
+            raise UsageError("--experts, --top-k, --granularity and --every are 1 or more, --noise is a number from 0")
         for key, d_ff in _list_widths(dense).items():
             if d_ff % self.granularity:
                 raise UsageError(

@@ -30,7 +30,7 @@ Transform = Callable[[Image.Image, Key, Size], Image.Image]
 """Transforms an image, which is resized to a size in the end; everything random is a function of the key."""
 
 TRANSFORMS: Registry[Callable[[Any, Image.Resampling], Transform]] = Registry("transform (data.images.transforms)")
-"""Constructors, called as `transform(section, filter)`: the config's section of that name, and the filter of resizes."""
+"""Constructors, called as `transform(section, filter)`: the config's section of that name, the filter of resizes."""
 
 
 class Draws:
