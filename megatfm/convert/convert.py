@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import is_peft_folder
+from megatfm.checkpoint.locate import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import ADAPTER_CONFIG
+from megatfm.checkpoint.locate import ADAPTER_CONFIG
 from megatfm.config import ModelConfig
 from megatfm.config.model_parts import LoRAConfig
 from megatfm.convert.architecture import Architecture

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import ADAPTER_CONFIG, describe_base, read_base_of_adapter
+from megatfm.checkpoint.locate import ADAPTER_CONFIG, describe_base, read_adapter_base
 from megatfm.config import ModelConfig, make_usage_error, to_toml
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
@@ -99,7 +99,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
 
 def _open_base(source: Path, base: str | Path | None) -> HfFolder:
     """Open the base model's folder: `base`, or the one that adapter_config.json names. Raises UsageError."""
-    base_name = read_base_of_adapter(source)
+    base_name = read_adapter_base(source)
     candidates = [Path(base)] if base else [Path(base_name), source / base_name] if base_name else []
     folder = next((path for path in candidates if is_hf_folder(path)), None)
     if folder is None:

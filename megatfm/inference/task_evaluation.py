@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatfm import checkpoint
-from megatfm.checkpoint.directory import refuse_adapter
+from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.engines.interface import RunsModel

@@ -12,7 +12,7 @@ from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
-from megatfm.checkpoint.directory import ADAPTER_CONFIG
+from megatfm.checkpoint.locate import ADAPTER_CONFIG
 from megatfm.convert.convert import convert
 from megatfm.convert.load import load_hf_model
 from megatfm.convert.merge_adapters import merge_adapters
