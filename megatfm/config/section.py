@@ -222,8 +222,8 @@ def get_value_type(annotation: Any) -> Any:
     """Return the type of a table's values, from the table's type; None if it is no dict."""
     if get_origin(annotation) is Annotated:
         return get_value_type(get_args(annotation)[0])
-    parts = get_args(annotation)
-    return parts[1] if get_origin(annotation) is dict and len(parts) == 2 else None
+    arguments = get_args(annotation)
+    return arguments[1] if get_origin(annotation) is dict and len(arguments) == 2 else None
 
 
 def get_variant_name(section: type[BaseModel]) -> object:
@@ -308,13 +308,13 @@ def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
         choices = [json.dumps(number) for number in numbers if not isinstance(number, type)]
         return f"this is a number: write one{' of ' if choices else ''}{', '.join(choices)}"
     for kind in kinds:
-        parts = get_args(kind)
+        item_types = get_args(kind)
         if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
-            parts = tuple(part for part in parts if part is not Ellipsis)
-            parts += parts[-1:] * (len(value) - len(parts))
-            faults: Iterable[str] = map(_number_in_place_of_bool, value, parts)
+            item_types = tuple(part for part in item_types if part is not Ellipsis)
+            item_types += item_types[-1:] * (len(value) - len(item_types))
+            faults: Iterable[str] = map(_number_in_place_of_bool, value, item_types)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            faults = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
+            faults = (_number_in_place_of_bool(item, item_types[1]) for item in value.values())
         else:
             continue
         return next(filter(None, faults), "")

@@ -152,7 +152,9 @@ def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tenso
             factors_by_name, is_transposed = _split_factors(rule, *pair, source)
             if module in parameters and not is_transposed:
                 _check_layout(adapter_config, weight, source)
-            factors |= {weight_name: (*parts, scale) for weight_name, parts in factors_by_name.items()}
+            factors |= {
+                weight_name: (*weight_factors, scale) for weight_name, weight_factors in factors_by_name.items()
+            }
         elif not module.endswith(".lora_B.weight"):
             other_weights[module] = tensor
     saved: dict[str, Tensor] = {}
@@ -172,13 +174,13 @@ def _get_module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
 def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
     """Return the module that PEFT keeps an adapter under → name of the parameter that it is of."""
     targets = adapter_config.get("target_parameters") or []
-    chosen = [
+    adapted = [
         name
         for rule in _get_module_rules(opened)
         for name in rule.hf
         if any(name == target or name.endswith(f".{target}") for target in targets)
     ]
-    return {wrapper: name for name, wrapper in find_wrapper_names(chosen).items()}
+    return {wrapper: name for name, wrapper in find_wrapper_names(adapted).items()}
 
 
 def _unflatten_pair(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
@@ -242,15 +244,16 @@ def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> t
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):
         try:
-            parts = rule.from_hf([b.mT if transposed else b])
+            b_by_matrix = rule.from_hf([b.mT if transposed else b])
             deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
         except (RuntimeError, ValueError, IndexError):
             continue
-        if len(parts) == len(deltas) == len(rule.megatfm) and all(
-            part.shape[-1] == a.shape[-2] and torch.allclose(part.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
-            for part, delta in zip(parts, deltas, strict=True)
+        if len(b_by_matrix) == len(deltas) == len(rule.megatfm) and all(
+            b_of_matrix.shape[-1] == a.shape[-2]
+            and torch.allclose(b_of_matrix.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
+            for b_of_matrix, delta in zip(b_by_matrix, deltas, strict=True)
         ):
-            pairs = [(a, part.contiguous()) for part in parts]
+            pairs = [(a, b_of_matrix.contiguous()) for b_of_matrix in b_by_matrix]
             return dict(zip(rule.megatfm, pairs, strict=True)), transposed
     raise UsageError(
         f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE_ADVICE}"

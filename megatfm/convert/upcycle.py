@@ -131,12 +131,12 @@ class Upcycling:
         """Return a stacked tensor of experts [E, …] from the dense tensor."""
         is_bias, projection = match[2] == "b", match[3]
         if projection == "down" and is_bias:
-            parts = tensor.expand(self.granularity, -1)
+            expert_slices = tensor.expand(self.granularity, -1)
         elif projection == "down":  # routing weights average the parts' outputs, which should be summed
-            parts = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
+            expert_slices = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
         else:
-            parts = torch.stack(tensor.chunk(self.granularity))
-        stacked = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
+            expert_slices = torch.stack(tensor.chunk(self.granularity))
+        stacked = expert_slices.repeat(self.experts, *[1] * (expert_slices.dim() - 1))
         if not self.noise or is_bias:
             return stacked
         shape = (len(stacked), stacked[0].numel())

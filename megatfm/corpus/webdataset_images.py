@@ -94,8 +94,8 @@ class LabelRule:
             return dict(files)
         label = self.label(files)
         class_index = self.find_class_index(label) if label is not None else None
-        other_files = {extension: data for extension, data in files.items() if extension != "cls"}
-        return other_files if class_index is None else {**other_files, "cls": b"%d" % class_index}
+        files_without_class = {extension: data for extension, data in files.items() if extension != "cls"}
+        return files_without_class if class_index is None else {**files_without_class, "cls": b"%d" % class_index}
 
     def find_class_index(self, label: str) -> int | None:
         """Return the class index of a label; None if it is no class."""
