@@ -41,7 +41,8 @@ HEARTBEAT_SECONDS = 30.0
 """Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
 CLOCK_SKEW_SECONDS = 60.0
 """Largest assumed difference between the clocks of two machines."""
-_PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
+_PART = re.compile(r"([a-z0-9_-]+)\.\d{5}\.json")
+"""Commit of a part of a stage, such as `clean.00007.json` or `dedup-0-minhash-sort.00007.json`."""
 
 
 @dataclass(frozen=True)
