@@ -252,7 +252,7 @@ class SlurmLauncher:
                 record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
             else:  # after each submission, since the first job may already run and look for the others
                 fields = {"launcher": "slurm", "kind": job.kind, "array": job.array_size, "code": code_name}
-                write_launch_record(job.run_dir, **fields, jobs=jobs)
+                write_launch_record(job.run_dir, **fields, **job.corpus_url, jobs=jobs)
 
     def _get_slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"

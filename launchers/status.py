@@ -188,14 +188,19 @@ def is_prep_run(run: Path) -> bool:
 
 
 def get_corpus_dir(run: Path) -> Path:
-    """Return the corpus that a preparation writes. Its run directory is beside it, as CORPUS.jobs."""
+    """Return the folder in which a preparation makes its corpus. Its run directory is beside it, as FOLDER.jobs."""
     return run.with_name(run.name.removesuffix(".jobs"))
 
 
 def correct_prep_job_state(run: Path, state: JobState) -> JobState:
-    """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED."""
+    """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED.
+
+    A corpus at a URL leaves no file here; it is finished if the job ended without an error.
+    """
     if (get_corpus_dir(run) / "prep.json").is_file():
         return replace(state, name="DONE") if state.is_over else state
+    if "corpus_url" in read_launch_record(run) and state.name in ("COMPLETED", "DONE"):
+        return replace(state, name="DONE")
     if state.is_over and state.name in ("COMPLETED", "DONE", "GONE"):
         return JobState("FAILED", f"{state.reason}; the corpus is not finished: start the same command again")
     return state

@@ -25,7 +25,7 @@ from megatfm.data_prep.execution.config_identity import (
     omit_defaults,
 )
 from megatfm.data_prep.execution.executors import SharedSettings
-from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, find_local_folder
+from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
 from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
 
@@ -94,10 +94,10 @@ class Workspace:
     """
 
     def __init__(self, config: PrepConfig) -> None:
-        self.out = find_local_folder(config)
+        self.out = config.local_folder
         self.folder = self.out / WORK_DIR
         self._remote = (
-            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if "://" in config.out else None
+            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if config.has_remote_out else None
         )
         self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config
