@@ -32,11 +32,18 @@ from megatfm.errors import MegatfmError, UsageError
 _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})(\.partial)?")
 
 OTHER = "other"
+MAX_FOLDER_NAME = 200
+"""Characters of the longest name of a corpus's folder."""
 
 
 def to_folder_name(value: str) -> str:
-    """Turn a value into the name of a folder: characters that a path can't have, or would hide, become `%2F`."""
-    name = quote(value, safe=" +,;=@()'")[:200]
+    """Turn a value into the name of a folder: characters that a path can't have, or would hide, become `%2F`.
+
+    A name that would be too long ends in a hash of the value, so that no two values share a folder.
+    """
+    name = quote(value, safe=" +,;=@()'")
+    if len(name) > MAX_FOLDER_NAME:
+        name = f"{name[: MAX_FOLDER_NAME - 17]}~{blake3(value.encode()).hexdigest(8)}"
     return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
