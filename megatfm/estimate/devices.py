@@ -207,7 +207,7 @@ def _load_tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
     if hardware is None:
         return tables
     try:
-        added = tomllib.loads(hardware.read_text(encoding="utf-8"))
+        added = tomllib.loads(hardware.read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--hardware {hardware}: can't be read: {error}") from None
     if unknown := sorted(set(added) - set(tables)):

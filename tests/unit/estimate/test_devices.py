@@ -35,6 +35,8 @@ def test_a_section_has_the_keys_of_those_that_it_extends(tmp_path: Path) -> None
     assert cluster.node == plain.node
     four = load(tmp_path, text + '[default_node]\nx = "n"\n')
     assert (four.node.gpus, four.node.within) == (4, plain.node.within)
+    with_byte_order_mark = load(tmp_path, "\ufeff" + text)
+    assert with_byte_order_mark == cluster
 
 
 @pytest.mark.parametrize(
