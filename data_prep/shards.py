@@ -51,12 +51,18 @@ class SplitStatistics:
                 (Document(source, "").top_level, self._sources),
                 (domain, self._domains),
                 (language, self._languages),
-                *((value, self._fields.setdefault(field, {})) for field, value in fields.items() if field != "domain"),
+                *((value, self._get_field_totals(field)) for field, value in fields.items() if field != "domain"),
             ):
                 if name and (name in totals or len(totals) <= MAX_VALUES):
                     total = totals.setdefault(name, [0, 0, 0])
                     for column, value in enumerate((1, size, tokens)):
                         total[column] += value
+
+    def _get_field_totals(self, field: str) -> dict[str, list[int]]:
+        """Return the totals of a field; of the first MAX_VALUES fields, as hostile records may have any number."""
+        if field not in self._fields and len(self._fields) >= MAX_VALUES:
+            return {}
+        return self._fields.setdefault(field, {})
 
     def merge(self, other: "SplitStatistics") -> None:
         """Add the counts of another instance."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import MAX_VALUES
 from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.progress import Reporter
 from megatfm.data_prep.report.page import format_count, format_file_size, make_bars, render_report
@@ -54,6 +55,16 @@ def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
     assert facts["lengths"] == [[1, 1], [2, 1], [4, 1], [8, 2]]
     assert facts["sources"] == [["b", 3, 170, 17], ["a", 2, 30, 3]]
     assert facts["vocabulary"]["used"] == 1
+
+
+def test_fields_are_counted_up_to_a_number() -> None:
+    """Records of a hostile file may each have a field of their own (`read.metadata_keys = ["*"]`)."""
+    statistics, no_ids = SplitStatistics(None), np.empty(0, np.int32)
+    for n in range(MAX_VALUES + 10):
+        statistics.add(no_ids, [("a", 0, 1, [], "", "", {f"field {n}": "x", "field 0": "x"})])
+    fields = statistics.as_json()["fields"]
+    assert len(fields) == MAX_VALUES
+    assert fields["field 0"] == [["x", MAX_VALUES + 10, MAX_VALUES + 10, 0]]
 
 
 def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
