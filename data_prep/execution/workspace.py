@@ -63,15 +63,19 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
             corpus_paths = {out / name for name in list_corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]
             for folder in [*sorted(folders, reverse=True), out / split]:
-                if folder in corpus_paths or not folder.is_dir():
-                    continue
-                for path in folder.iterdir():
-                    if _CORPUS_FILE.fullmatch(path.name) and not path.is_dir():
-                        path.unlink()
-                with suppress(OSError):  # something else is in it
-                    folder.rmdir()
+                if folder not in corpus_paths and folder.is_dir():
+                    _remove_corpus(folder)
         if result["tokenizer"]["kind"] == "none":
             remove_tokenizer(out)
+
+
+def _remove_corpus(folder: Path) -> None:
+    """Remove the files of a corpus, and its folder if no other file is in it."""
+    for path in folder.iterdir():
+        if _CORPUS_FILE.fullmatch(path.name) and not path.is_dir():
+            path.unlink()
+    with suppress(OSError):  # something else is in it
+        folder.rmdir()
 
 
 WORK_DIR = ".work"
