@@ -165,10 +165,7 @@ def test_experts_with_a_capacity_get_no_more() -> None:
 def step_of(*overrides: str) -> tuple[Config, dict[str, float]]:
     with open_estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
-    return estimate.config, vars(estimate.time) | {
-        "step": estimate.time.step,
-        "state": _state(estimate.memory),
-    }
+    return estimate.config, vars(estimate.time) | {"step": estimate.time.step, "state": _state(estimate.memory)}
 
 
 def _state(memory: object) -> float:
@@ -283,11 +280,7 @@ def test_the_device_is_the_one_of_the_run(run: Path) -> None:
     recorded = read_recorded(run)
     assert find_device(recorded) == "h100"
     assert recorded.step_seconds == 0.5
-    for name, expected in (
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("none", None),
-    ):
+    for name, expected in (("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100"), ("none", None)):
         facts = {"gpu": name, "processes": "8", "machines": "1"}
         (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
         assert find_device(read_recorded(run)) == expected

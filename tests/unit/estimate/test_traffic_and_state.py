@@ -257,10 +257,7 @@ def test_experts_state() -> None:
     assert rank.weights + rank.copies + rank.optimizer == state.weight_bytes + state.optimizer_bytes
 
 
-@pytest.mark.parametrize(
-    ("pattern", "point"),
-    [("*.ffn.experts.*", "decoder.layers.0"), ("head.*", "head")],
-)
+@pytest.mark.parametrize(("pattern", "point"), [("*.ffn.experts.*", "decoder.layers.0"), ("head.*", "head")])
 def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> None:
     """Frozen experts and a frozen head compute the gradients of their inputs alone."""
     base = ["model.n_layers=1", "train.precision=bf16", "data.sequence_length=512"]

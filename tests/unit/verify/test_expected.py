@@ -280,8 +280,7 @@ def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(pool
 
 def test_frozen_blocks_in_separate_stages_are_predicted(pool: RankPool) -> None:
     config = load_config(
-        "quickstart",
-        ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]'],
+        "quickstart", ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]']
     )
     comparison = verify(config, pool=pool)
     assert not comparison.axes_without_closed_form
