@@ -100,8 +100,8 @@ def check_index_names(paths: list[Path]) -> None:
         first_path = path_by_index.setdefault(make_index_name(path), path)
         if first_path != path:
             raise UsageError(
-                f"{path}: {first_path.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, "
-                "or delete it if it is a copy"
+                f"{path}: {first_path.name} lies beside it, and an index is named without .tar or .tar.zst: "
+                "rename one, or delete it if it is a copy"
             )
 
 
