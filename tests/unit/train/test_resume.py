@@ -258,6 +258,7 @@ def test_a_resume_on_another_machine_is_logged() -> None:
 @pytest.mark.parametrize(("key", "value"), [
     ("step", "five"), ("step", None), ("step", -1), ("step", 2**63), ("tokens", 1.5), ("tokens", True),
     ("data.position", []), ("data.position", 10**30), ("precision", 3),
+    ("config", None), ("config", "gpt"), ("config", {}), ("config.model", []),
 ])  # fmt: skip
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
     with pytest.raises(MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"):
