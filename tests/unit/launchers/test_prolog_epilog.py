@@ -236,15 +236,15 @@ def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, caps
 def test_a_task_that_is_stopped_without_progress_is_given_up(
     tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A time limit is shorter than one part. What any task finishes is progress of all."""
+    """A time limit is shorter than one part. What any task finishes in any stage is progress of all."""
     run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
     (run / "slurm").mkdir(parents=True)
     work.mkdir(parents=True)
     for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}.items():
         monkeypatch.setenv(name, value)
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    for part in range(3):
-        (work / f"clean.{part:05}.json").touch()
+    for part in ("clean.00000", "exact_dedup-sort.00001", "dedup-0-minhash-buckets.00002"):
+        (work / f"{part}.json").touch()
         assert [main(["requeue", "--run", str(run)]) for _ in range(10)] == [75] * 10
     assert [call for call in fake_slurm.calls if "requeue" in call] == ["scontrol requeue 9"] * 30
     assert main(["requeue", "--run", str(run)]) == 76
