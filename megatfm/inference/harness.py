@@ -11,6 +11,7 @@ from megatfm.inference.decoding import Sampling, check_makes_text, has_encoder
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.tasks.chat import ChatTemplate, load_chat_template
+from megatfm.tasks.questions import TextPair, split_pair
 from megatfm.tokenizers import HuggingFaceTokenizer
 
 log = logging.getLogger("megatfm")
@@ -114,14 +115,10 @@ class ChatPrompts:
         """
         if prompt not in self._rendered:
             return None
-        words = prompt.rstrip()
-        answer = prompt[len(words) :] + answer
-        context, joined = self._encode(words), self._encode(words + answer)
-        is_prefix = joined[: len(context)] == context and len(joined) > len(context)
-        targets = joined[len(context) :] if is_prefix else self._encode(answer)
+        context, targets = split_pair(self._loaded.tokenizer, TextPair(prompt, answer), self._encode)
         if not targets:
             raise UsageError(f"the answer {answer!r:.60} makes no token: give one with text")
-        return Continuation(context, targets)
+        return Continuation(self._encode(context), targets)
 
     def _encode(self, text: str) -> list[int]:
         tokenizer = self._loaded.tokenizer

@@ -76,12 +76,12 @@ class ChatTemplate:
     def render_unfinished(self, messages: Sequence[Message]) -> str:
         """Render messages up to the end of the last one's words, which then go on, as transformers'
         `continue_final_message`. Raises UsageError where the template leaves these words out."""
-        text, words = self.render(messages), messages[-1]["content"]
-        begin = text.rfind(words.strip())
+        text, message_text = self.render(messages), messages[-1]["content"]
+        begin = text.rfind(message_text.strip())
         if begin < 0:
             raise UsageError("the chat template leaves out the last message, which the answer is to go on from")
-        has_spaces = text.startswith(words.lstrip(), begin)
-        return text[: begin + len(words.lstrip() if has_spaces else words.strip())]
+        has_spaces = text.startswith(message_text.lstrip(), begin)
+        return text[: begin + len(message_text.lstrip() if has_spaces else message_text.strip())]
 
     def locate_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and [begin, end) of each answer in characters.

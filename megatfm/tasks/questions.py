@@ -1,7 +1,7 @@
 """Questions of an evaluation task: rows rendered as prompts and answers, after solved examples (shots)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -223,21 +223,21 @@ class TextPair:
     answer: str
 
 
-def split_pair(tokenizer: Tokenizer, pair: TextPair) -> tuple[str, list[int]]:
+def split_pair(
+    tokenizer: Tokenizer, pair: TextPair, encode: Callable[[str], list[int]] | None = None
+) -> tuple[str, list[int]]:
     """Return the prompt without its trailing spaces, which move to the answer, and the answer's tokens (maybe none).
 
     Both are tokenized as one text and cut where the prompt's tokens end, as in lm-evaluation-harness. If a token spans
-    the cut, the answer is tokenized alone.
+    the cut, the answer is tokenized alone. encode: text → tokens; None: `tokenizer.encode`.
     """
+    encode = encode or (lambda text: tokenizer.encode(text).tolist())
     prompt = pair.prompt.rstrip()
     answer = pair.prompt[len(prompt) :] + pair.answer
-    joint_tokens, prompt_tokens = (
-        tokenizer.encode(prompt + answer).tolist(),
-        tokenizer.encode(prompt).tolist(),
-    )
+    joint_tokens, prompt_tokens = encode(prompt + answer), encode(prompt)
     if joint_tokens[: len(prompt_tokens)] == prompt_tokens and len(joint_tokens) > len(prompt_tokens):
         return prompt, joint_tokens[len(prompt_tokens) :]
-    return prompt, tokenizer.encode(answer).tolist()
+    return prompt, encode(answer)
 
 
 def list_scored_pairs(task: EvaluationTask) -> list[TextPair]:

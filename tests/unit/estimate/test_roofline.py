@@ -68,7 +68,7 @@ def test_a_matmul_takes_as_long_as_its_tiles_and_slices(device: Device, shape: t
 
 
 def test_a_device_without_tiles_computes_at_its_peak(device: Device) -> None:
-    """So a calibrated table describes a machine whose matmuls were not measured in this precision."""
+    """A table by hand, or one of a machine whose matmuls were not measured in this precision."""
     untiled = replace(device, tile=(1, 1), multiprocessors=1, flops={"bf16": 1e12})
     seconds = estimate_matmul_seconds(untiled, Operator("mm", "matmul", 0.0, {}, {}, (1, 100, 200, 300)))
     assert seconds == pytest.approx(max(2 * 100 * 200 * 300 / 1e12, LAUNCH), rel=1e-9)
