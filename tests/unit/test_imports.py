@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -41,11 +42,22 @@ NAMES_AXES = (
 """The mesh, what is expected of it, the axes that engines declare, and the keys of configs."""
 
 
+def iter_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, at any depth."""
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        parts = getattr(node, field, ())
+        for part in parts if isinstance(parts, list) else ():  # a lambda's body is one expression
+            yield part
+            yield from iter_statements(part)
+
+
 @cache
 def imported_names(source: str, module: str) -> list[tuple[int, str]]:
     """Line and full name of each import in a file, and of each use of `torch.distributed`."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    # Expressions hold no import, and most files are expressions.
+    for node in ast.walk(tree) if "torch.distributed" in source else iter_statements(tree):
         if isinstance(node, ast.Import):
             names += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -20,6 +20,7 @@ from megatfm.launchers.local import find_free_port
 from megatfm.parallel.distributed import restart_store
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.startup_watch import StartupWatch
+from tests.support.forked_commands import ForkedCommand
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -158,14 +159,19 @@ def reported(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(reported: Path) -> Iterator[Start]:
-    """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
-    port, started = str(find_free_port()), []
+def shared_variables() -> dict[str, str]:
+    """Environment of each rank of two, with a port of their own."""
+    return {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
 
-    def start(rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False) -> "subprocess.Popen[str]":
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
-        command = [sys.executable, "-c", PROGRAM, str(stops), str(requested)]
+
+@pytest.fixture
+def start(reported: Path, shared_variables: dict[str, str]) -> Iterator[Start]:
+    """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
+    started = []
+
+    def start(rank: int, stops: int = -1, *, alone: bool = False) -> "subprocess.Popen[str]":
+        environment = {**shared_variables, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
+        command = [sys.executable, "-c", PROGRAM, str(stops), "0"]
         if alone:  # below a process of its own, as below a node's launcher
             command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, str(reported)]
         started.append(
@@ -200,11 +206,19 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_while_ranks_are_missing_ends_the_rank(start: Start, rank: int) -> None:
-    waits = start(rank, requested=signal.SIGUSR1)
-    _, output = waits.communicate(timeout=120)
-    assert waits.returncode == 75, output
-    assert output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
+def test_a_stop_while_ranks_are_missing_ends_the_rank(
+    shared_variables: dict[str, str], tmp_path: Path, rank: int
+) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(PROGRAM)
+    environment = {**shared_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    words = (-1, int(signal.SIGUSR1))
+    waits = ForkedCommand(words, tmp_path / "output", environment=environment, program=str(program))
+    try:
+        assert waits.wait(120) == 75, waits.output
+    finally:
+        waits.end()
+    assert waits.output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
 
 
 def test_ranks_that_meet_during_a_stop_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,9 @@
 import errno
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megatfm.train import rank_monitor_server
 from megatfm.train.hang_detector import Heartbeat
 from megatfm.train.json_connection import LINE_BYTES, JsonConnection
 from megatfm.train.rank_monitor_server import RankMonitorServer
+from tests.support.forked_commands import ForkedCommand
 
 
 class Client:
@@ -239,7 +239,7 @@ def test_connections_that_can_not_be_accepted_are_logged_and_accepted_later(
     assert "can't accept a connection (Too many open files): 0 of 2" in warnings[0]
 
 
-def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes() -> None:
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes(tmp_path: Path) -> None:
     """In a process of its own, whose limits can't be raised back."""
     code = """
 import resource, socket
@@ -251,8 +251,11 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356, heard)
 RankMonitorServer(["n"] * 1000, 9.0, 1.0, "t", None, warn=heard.append)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], heard)
 """
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, second = completed.stdout.splitlines()
+    program = tmp_path / "limits.py"
+    program.write_text(code)
+    limited = ForkedCommand([], tmp_path / "output", program=str(program))
+    assert limited.wait(60) == 0, limited.output
+    first, second = limited.output.splitlines()
     assert first == "True []"
     assert second.startswith("700 [")
     assert "too low for 1000 connections of the rank monitor" in second

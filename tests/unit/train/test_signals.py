@@ -5,8 +5,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress, fit_la
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.forked_commands import ForkedCommand
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
 from tests.support.workers import Workers
@@ -95,20 +94,20 @@ with signals.StopSignals(torch.device("cpu")):
 """
 
 
-def test_a_second_interrupt_ends_a_main_thread_that_is_stuck_in_c() -> None:
-    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_a_second_interrupt_ends_a_main_thread_that_is_stuck_in_c(tmp_path: Path) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    stuck = ForkedCommand([], tmp_path / "output", program=str(program))
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == INTERRUPTED
+        stuck.wait_for_lines(stuck.output_path, 1)
+        os.kill(stuck.pid, signal.SIGINT)
+        stuck.process.join(0.5)
+        assert stuck.process.is_alive()
+        os.kill(stuck.pid, signal.SIGINT)
+        assert stuck.wait(20) == INTERRUPTED
     finally:
-        process.kill()
-        output = process.communicate()[1].decode()
-    assert output == "error: interrupted while stuck, so nothing is saved\n"
+        stuck.end()
+    assert stuck.output == "ready\nerror: interrupted while stuck, so nothing is saved\n"
 
 
 def fail_inside() -> None:
