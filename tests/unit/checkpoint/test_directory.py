@@ -340,7 +340,7 @@ def test_a_damaged_adapter_is_refused_as_one_without_a_base(tmp_path: Path) -> N
 
 
 def test_retention_counts_checkpoints_of_a_later_version(tmp_path: Path) -> None:
-    """It stopped at the first of them, so that older ones were never removed."""
+    """Retention used to stop at the first of them, so that older ones were never removed."""
     for step in (1, 2, 3):
         save(tmp_path, step, {"a": torch.ones(1)}, {})
     raw = (tmp_path / "step-00000002" / "metadata.json").read_bytes()
