@@ -232,8 +232,7 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, path)
     with pytest.raises((UsageError, MegatfmError), match=r"attn\.wq"):
-<<<<<<< HEAD
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
+        import_adapter(tmp_path)
     a_name = name.replace("lora_B", "lora_A")
     for a, b in (
         (tensors[a_name][:, :, None, None], tensors[name][:, :, None, None]),  # as of a convolution
@@ -242,12 +241,7 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     ):
         save_file({**tensors, a_name: a.contiguous(), name: b.contiguous()}, path)
         with pytest.raises(UsageError, match=r"A \[.* and B \[.* of .*q_proj are not those of a linear layer"):
-            from_peft(tmp_path / "adapter", tmp_path / "ours")
-||||||| 844f5d2b
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
-=======
-        import_adapter(tmp_path)
->>>>>>> testlines
+            import_adapter(tmp_path)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     with pytest.raises(MegatfmError, match="has no lora_B beside it"):
         import_adapter(tmp_path)

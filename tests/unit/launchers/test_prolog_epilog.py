@@ -236,19 +236,7 @@ def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, caps
 def test_a_task_that_is_stopped_without_progress_is_given_up(
     tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-<<<<<<< HEAD
-    """A task that is stopped again and again finishes nothing.
-
-    A time limit shorter than one part. What any task finishes in any stage is progress of all.
-    """
-||||||| 844f5d2b
-    """A task that is stopped again and again finishes nothing.
-
-    A time limit shorter than one part. What any task finishes is progress of all.
-    """
-=======
-    """A time limit is shorter than one part. What any task finishes is progress of all."""
->>>>>>> testlines
+    """A time limit is shorter than one part. What any task finishes in any stage is progress of all."""
     run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
     (run / "slurm").mkdir(parents=True)
     work.mkdir(parents=True)
