@@ -33,6 +33,8 @@ LAYOUTS = {
     "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
     "pp3 × zero3": ParallelConfig(pp=3, dp_shard=1),
     "interleaved": ParallelConfig(pp=2, dp_shard=1, pp_schedule="interleaved"),
+    "zero1 × cp2": ParallelConfig(dp_shard=1, cp=2, zero=1),
+    "hsdp × cp2, shards": ParallelConfig(dp_replicate=2, dp_shard=1, cp=2, grad_accumulation="sharded"),
 }
 
 
@@ -165,9 +167,10 @@ def test_by_channel_all_tensor_parallel_ranks_send_all_rows_to_experts(
     [
         ("albert-base", "lamb", ParallelConfig(dp_shard=3, zero=1)),
         ("llama3-8b", "muon", ParallelConfig(dp_shard=2, tp=2)),
+        ("llama3-8b", "muon", ParallelConfig(dp_shard=1, cp=2, cp_method="ulysses")),
         pytest.param("mixtral-8x7b", "muon", ParallelConfig(dp_shard=4, ep=2, zero=1), marks=EXTENDED),
     ],
-    ids=["lamb zero1", "muon zero3 × tp2", "muon zero1 × ep2"],
+    ids=["lamb zero1", "muon zero3 × tp2", "muon zero3 × cp2", "muon zero1 × ep2"],
 )
 def test_whole_tensors_travel_to_their_owners_and_back(
     workers: Workers, preset: str, optimizer: str, parallel: ParallelConfig
@@ -234,6 +237,8 @@ def test_tied_tables_are_summed_over_pipeline_ranks(workers: Workers, zero: int)
         ParallelConfig(dp_shard=2, tp=2),
         ParallelConfig(dp_shard=2, tp=2, pp=2, pp_schedule="interleaved"),
         ParallelConfig(dp_shard=1, tp=4),
+        ParallelConfig(dp_shard=1, cp=3, zero=1),
+        ParallelConfig(dp_shard=2, cp=2),
     ],
     ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True)),
 )
