@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.terminal import spell_unencodable
+from megatfm.terminal import open_closed_streams, spell_unencodable
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -83,6 +83,7 @@ BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
+    open_closed_streams()
     spell_unencodable()
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] in (["train"], ["finetune"]):

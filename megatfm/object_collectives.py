@@ -54,24 +54,24 @@ def run_and_gather(action: str, work: Callable[[], T], group: Group = None) -> l
     if not is_distributed():
         return [run_on_all_ranks(action, work, group)]
     result, cause, reason = _try(lambda: pickle.dumps(work()))
-    first = rank(group) == 0
-    answers: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    is_rank_0 = rank(group) == 0
+    results_and_failures: list[Any] | None = [None] * dist.get_world_size(group) if is_rank_0 else None
     with collective_errors(action):
-        dist.gather_object((result, reason), answers, group=group, group_dst=0)
-        reasons = [[reason for _, reason in answers] if answers else None]
+        dist.gather_object((result, reason), results_and_failures, group=group, group_dst=0)
+        reasons = [[reason for _, reason in results_and_failures] if results_and_failures else None]
         dist.broadcast_object_list(reasons, group=group, group_src=0)
     _raise_if(action, reasons[0] or [], cause)
-    return [pickle.loads(result) for result, _ in answers or ()]
+    return [pickle.loads(result) for result, _ in results_and_failures or ()]
 
 
-def gather_from(action: str, mine: T, senders: Sequence[int], group: Group = None) -> list[T]:
+def gather_from(action: str, value: T, senders: Sequence[int], group: Group = None) -> list[T]:
     """Gather the objects of some ranks on rank 0, in order of `senders`; other ranks get an empty list.
 
     Sends each object at its own size. `gather_object` would pad all objects to the size of the largest.
     """
     received: list[T] = []
     for sender in senders:
-        slot: list[Any] = [mine]
+        slot: list[Any] = [value]
         if sender != 0 and rank(group) in (0, sender):
             with collective_errors(action):
                 if rank(group) == sender:
@@ -93,10 +93,10 @@ def all_gather_object(value: T, group: Group = None) -> list[T]:
     return gathered
 
 
-def broadcast_each(value: T, holders: int, group: Group = None) -> list[T]:
-    """Broadcast the objects of ranks 0 … `holders` − 1 to all ranks; return a list by rank."""
+def broadcast_each(value: T, n_holders: int, group: Group = None) -> list[T]:
+    """Broadcast the objects of ranks 0 … `n_holders` − 1 to all ranks; return a list by rank."""
     objects: list[Any] = []
-    for holder in range(holders):
+    for holder in range(n_holders):
         slot = [value]
         with collective_errors("the ranks can't exchange what they have read"):
             dist.broadcast_object_list(slot, group=group, group_src=holder)
@@ -104,11 +104,11 @@ def broadcast_each(value: T, holders: int, group: Group = None) -> list[T]:
     return objects
 
 
-def broadcast_from(action: str, mine: T, source: int, group: Group = None) -> T:
+def broadcast_from(action: str, value: T, source: int, group: Group = None) -> T:
     """Broadcast the object of one rank to all."""
     if not is_distributed():
-        return mine
-    slot = [mine]
+        return value
+    slot = [value]
     with collective_errors(action):
         dist.broadcast_object_list(slot, group=group, group_src=source)
     return slot[0]
@@ -133,8 +133,8 @@ def unique_on_host(value: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
     host, own_rank = get_machine_name(), rank(group)
     on_other_ranks: set[str] = set()
-    for rank_value, (other_host, items) in enumerate(all_gather_object((host, list(value)), group)):
-        if other_host == host and rank_value != own_rank:
+    for peer, (peer_host, items) in enumerate(all_gather_object((host, list(value)), group)):
+        if peer_host == host and peer != own_rank:
             on_other_ranks.update(items)
     return set(value) - on_other_ranks
 
@@ -173,14 +173,14 @@ def run_on_rank_0_raising(work: Callable[[], T]) -> T:
     return cast(T, pickle.loads(result))
 
 
-def scatter(action: str, parts: list[T], group: Group = None) -> T:
-    """Scatter the items of rank 0's list `parts`, one to each rank. Other ranks' lists are ignored."""
+def scatter(action: str, values: list[T], group: Group = None) -> T:
+    """Scatter the items of rank 0's list `values`, one to each rank. Other ranks' lists are ignored."""
     if not is_distributed():
-        return parts[0]
-    value: list[Any] = [None]
+        return values[0]
+    slot: list[Any] = [None]
     with collective_errors(action):
-        dist.scatter_object_list(value, parts if rank(group) == 0 else None, group=group, group_src=0)
-    return cast(T, value[0])
+        dist.scatter_object_list(slot, values if rank(group) == 0 else None, group=group, group_src=0)
+    return cast(T, slot[0])
 
 
 def any_rank(action: str, value: bool, group: Group = None) -> bool:

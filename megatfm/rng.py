@@ -89,11 +89,11 @@ def sample(count: int, n: int, *key: KeyPart) -> list[int]:
         smallest = np.flatnonzero(numbers <= np.partition(numbers, count - 1)[count - 1])
         order: list[int] = smallest[np.argsort(numbers[smallest], kind="stable")].tolist()
         return order[:count]
-    generator, chosen = bit_generator(*key), dict[int, None]()
-    while len(chosen) < count:
-        drawn = np.asarray(generator.random_raw(count - len(chosen)), dtype=np.uint64)
-        chosen |= dict.fromkeys((drawn % np.uint64(n)).tolist())  # a bias of n / 2^64
-    return list(chosen)
+    generator, drawn_numbers = bit_generator(*key), dict[int, None]()
+    while len(drawn_numbers) < count:
+        drawn = np.asarray(generator.random_raw(count - len(drawn_numbers)), dtype=np.uint64)
+        drawn_numbers |= dict.fromkeys((drawn % np.uint64(n)).tolist())  # a bias of n / 2^64
+    return list(drawn_numbers)
 
 
 def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:

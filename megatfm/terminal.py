@@ -1,9 +1,10 @@
-"""Terminal output: replaces characters that the encoding lacks, and prints tables that are too wide as lists."""
+"""Terminal output: characters that the encoding lacks, streams that are closed, and tables that are too wide."""
 
 import codecs
 import io
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,17 @@ SPELLINGS = {
 """Characters in megatfm's messages → ASCII replacement. Other characters become a question mark."""
 
 ERROR_HANDLER = "megatfm.spelled"
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of stdin, stdout and stderr if they are closed, as in `megatfm … >&-`.
+
+    Otherwise the next file would get the number of a closed stream, and messages would be written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free number is that of the stream.
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def spell_unencodable() -> None:

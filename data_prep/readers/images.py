@@ -16,8 +16,8 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from megatfm.config.prep import ReadConfig
+from megatfm.corpus.image_size import MAX_PIXELS, get_image_format, list_image_extensions
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
-from megatfm.corpus.image_size import get_image_format, list_image_extensions
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.webdataset import read_samples
 
@@ -26,8 +26,6 @@ MAX_IMAGES = 64
 """Largest number of images of a sample."""
 NUMBERED_IMAGES = [f"{number}.{extension}" for number in range(MAX_IMAGES + 1) for extension in IMAGES]
 EXTENSIONS = frozenset((*IMAGES, *SIDECAR_EXTENSIONS, *NUMBERED_IMAGES))
-MAX_PIXELS = 2**26
-"""Pixels of the largest image; decoding a larger one would take over 200 MB. Nothing is decoded here."""
 
 _NUMBER = re.compile(rb"\s*[0-9]{1,18}\s*")
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.1)

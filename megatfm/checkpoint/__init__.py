@@ -8,13 +8,8 @@ A save writes to `.step-00000100.partial-…`, syncs it, and commits it by one r
 complete. `Saver` does so in the background while training goes on.
 """
 
-from megatfm.checkpoint.directory import (
-    check_all_bytes,
-    find_checkpoint,
-    find_latest,
-    find_latest_intact,
-    remove_leftovers,
-)
+from megatfm.checkpoint.directory import check_all_bytes, find_latest, find_latest_intact, remove_leftovers
+from megatfm.checkpoint.locate import find_checkpoint
 from megatfm.checkpoint.reader import load, read_state, read_tensor_specs, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor

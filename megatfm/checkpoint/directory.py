@@ -1,6 +1,5 @@
 """Directories of checkpoints: find the newest intact one, apply retention, remove leftovers of killed saves."""
 
-import json
 import logging
 import re
 import secrets
@@ -10,7 +9,7 @@ from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io, reader
 from megatfm.checkpoint.file_format import FileEntry
 from megatfm.checkpoint.metadata import METADATA_FILENAME, NewerFormatError, parse_metadata, read_metadata
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError
 
 log = logging.getLogger("megatfm")
 
@@ -35,73 +34,6 @@ def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
     if paths:
         raise _make_no_intact_error(folder, len(paths))
     return None
-
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""Owner and name, as the Hugging Face Hub names a model."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""File of a folder in PEFT's format, which holds an adapter and not its model."""
-
-
-def is_peft_folder(path: str | Path) -> bool:
-    """Return whether a path is a folder with an adapter in PEFT's format."""
-    return (Path(path) / ADAPTER_CONFIG).is_file()
-
-
-def refuse_adapter(path: Path) -> None:
-    """Raise UsageError for a folder with an adapter in PEFT's format: its model is elsewhere."""
-    if is_peft_folder(path):
-        base = read_base_of_adapter(path)
-        raise UsageError(
-            f"{path}: holds an adapter in PEFT's format, and not its model{f', {base}' if base else ''}: join them, "
-            f"`megatfm convert {path} NEW --to megatfm --base BASE`, and give NEW; {describe_base(base)}"
-        )
-
-
-def read_base_of_adapter(path: Path) -> str | None:
-    """Return the base model that an adapter's folder names: a path, or a name on the Hugging Face Hub."""
-    try:
-        config = json.loads((path / ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError):
-        return None
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    return base if isinstance(base, str) else None
-
-
-def describe_base(base: str | None) -> str:
-    """Return a sentence that says what the folder BASE, an adapter's base model, is, and how to get it."""
-    if base is None:
-        return "BASE is the Hugging Face folder of its model, which adapter_config.json doesn't name"
-    if (Path(base) / METADATA_FILENAME).is_file() or (Path(base) / "checkpoints").is_dir():
-        return f"BASE comes from `megatfm convert {base} BASE --to hf`"
-    if HUB_NAME.fullmatch(base) and not Path(base).parent.exists():
-        return f"BASE is the folder of {base}, which `hf download {base} --local-dir BASE` fetches"
-    return f"BASE is the Hugging Face folder of {base}"
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint at a path: the path itself, or the newest intact one of a run directory.
-
-    Raises UsageError if there is none.
-    """
-    path = Path(path)
-    if (path / METADATA_FILENAME).is_file():
-        return path
-    newest = find_latest(path / "checkpoints") if path.is_dir() else None
-    if newest is not None:
-        return newest
-    refuse_adapter(path)
-    if (path / "config.json").is_file():
-        raise UsageError(
-            f"{path} is in the Hugging Face format: convert it with `megatfm convert {path} NEW --to megatfm`"
-        )
-    if path.exists():
-        raise UsageError(
-            f"{path} is neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
-        )
-    is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
-    hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
-    raise UsageError(f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}")
 
 
 def find_latest_intact(folder: Path) -> Path | None:

@@ -111,8 +111,8 @@ class Metadata(StrictModel):
 
     def tensor_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return name → dtype and global shape, sorted by name."""
-        named = {name: (group.torch_dtype, group.shape) for group in self.groups for name in group.names}
-        return dict(sorted(named.items()))
+        specs = {name: (group.torch_dtype, group.shape) for group in self.groups for name in group.names}
+        return dict(sorted(specs.items()))
 
     @cached_property
     def file_names(self) -> list[str]:

@@ -108,18 +108,18 @@ def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = N
     def describe() -> list[tuple[bytes, Regions]]:
         nonlocal local_groups
         local_groups, regions = group_shards(shards)
-        return [(hash_group(group), held) for group, held in zip(local_groups, regions, strict=True)]
+        return [(hash_group(group), held_regions) for group, held_regions in zip(local_groups, regions, strict=True)]
 
     descriptions = object_collectives.run_and_gather(action, describe, group)
 
     def choose_senders() -> dict[int, list[int]]:
         """Return rank → indices of its groups that no lower rank has."""
-        seen: set[bytes] = set()
+        known_digests: set[bytes] = set()
         indices: dict[int, list[int]] = defaultdict(list)
         for rank, description in enumerate(descriptions):
             for i, (group_digest, _) in enumerate(description):
-                if group_digest not in seen:
-                    seen.add(group_digest)
+                if group_digest not in known_digests:
+                    known_digests.add(group_digest)
                     indices[rank].append(i)
         return indices
 

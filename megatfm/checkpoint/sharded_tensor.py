@@ -192,11 +192,11 @@ def check_cover(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence
     open_regions: list[Region] = []
     for offsets, sizes in regions if shape else []:
         open_regions = [region for region in open_regions if region[0][0] + region[1][0] > offsets[0]]
-        for other_offsets, other_sizes in open_regions:
+        for open_offsets, open_sizes in open_regions:
             if all(
-                a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+                a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, open_offsets, open_sizes, strict=True)
             ):
-                raise MegatfmError(f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap")
+                raise MegatfmError(f"tensor {name}: the pieces at {tuple(open_offsets)} and {tuple(offsets)} overlap")
         open_regions.append((offsets, sizes))
 
 

@@ -237,7 +237,7 @@ def _write_full_tensors(
             pending.clear()
 
     for name, tensor in tensors:
-        if sum(other.nbytes for other in pending.values()) + tensor.nbytes > FILE_BYTES:
+        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > FILE_BYTES:
             flush()
         pending[name] = tensor
     flush()

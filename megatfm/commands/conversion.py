@@ -97,7 +97,7 @@ def convert_command(args: argparse.Namespace) -> int:
 def _convert_adapters(args: argparse.Namespace) -> list[str]:
     """Convert to or from PEFT's format, or merge our adapters; return messages, none for a source without adapters."""
     from megatfm import checkpoint
-    from megatfm.checkpoint.directory import is_peft_folder
+    from megatfm.checkpoint.locate import is_peft_folder
     from megatfm.convert.convert import read_config
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.merge_adapters import merge_adapters

@@ -150,6 +150,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     """Draw the first images of training on a corpus, as the model receives them; return a summary."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
+    from megatfm.corpus.files import disk_errors_as_megatfm_errors
     from megatfm.files import atomic_write
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
@@ -165,21 +166,22 @@ def _draw_images(args: argparse.Namespace) -> str:
         raise UsageError(
             f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, but no patches of images"
         )
-    from megatfm.data.contact_sheet import SeenImage, draw_contact_sheet, iter_seen_images
+    from megatfm.data.contact_sheet import CaptionedImage, draw_contact_sheet, iter_captioned_images
 
     names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
     embedding = config.model.patch_embedding
-    patch_size, images, position = embedding.patch_size if embedding else 1, list[SeenImage](), 0
+    patch_size, images, position = embedding.patch_size if embedding else 1, list[CaptionedImage](), 0
     while len(images) < args.count:
         decode = tokenizer.decode if tokenizer else None
         image_token = config.model.connector.image_token_id if config.model.connector else None
-        images += iter_seen_images(rows.read_rows([position]), patch_size, names, decode, image_token)
+        images += iter_captioned_images(rows.read_rows([position]), patch_size, names, decode, image_token)
         position += 1
         if not images and isinstance(rows, Sized) and position >= len(rows):
             raise UsageError(f"--images: no sample of {args.dir} has an image: name a corpus of images")
     out = io.BytesIO()
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
-    atomic_write(Path(args.images), out.getvalue())
+    with disk_errors_as_megatfm_errors(Path(args.images)):
+        atomic_write(Path(args.images), out.getvalue())
     return f"{args.images}: {args.count} images of {position} rows of training"
 
 

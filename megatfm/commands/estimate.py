@@ -206,6 +206,7 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
 
 def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
+    from megatfm.corpus.files import disk_errors_as_megatfm_errors
     from megatfm.estimate.write import make_launch_arguments, write_layout
     from megatfm.files import atomic_write
     from megatfm.launchers import cli
@@ -218,7 +219,9 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
     script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
-        atomic_write(job_config if name == "config.toml" else script, text)
+        path = job_config if name == "config.toml" else script
+        with disk_errors_as_megatfm_errors(path):
+            atomic_write(path, text)
     names = ", ".join(map(str, (args.write, script, job_config)))
     print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
 

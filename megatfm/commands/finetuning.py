@@ -277,13 +277,13 @@ def predict_command(args: argparse.Namespace) -> int:
     search = {key: value for key, value in options.items() if value is not None}
     if search.get("beams", 1) < 1 or search.get("length_penalty", 0) < 0:
         raise UsageError("--beams, --length-penalty: choose 1 or more beams, and a penalty of 0 or more")
-    written = predict_file(
+    result = predict_file(
         Path(args.run_dir),
         args.file,
         args.out,
         search=search,
         trust_plugins=args.trust_plugins,
     )
-    if written is not None:
-        print(f"{written[0]}: {written[1]:,} predictions")
+    if result is not None:
+        print(f"{result[0]}: {result[1]:,} predictions")
     return EXIT_OK

@@ -32,7 +32,7 @@ def make_deepspeed_json(config: Config, precision: str, folder: Path | None = No
     path = Path(config.deepspeed.json_file)
     try:
         tuned = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(tuned, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} is no JSON object: give one, key → value")
@@ -293,8 +293,8 @@ def _explain_conflict(source: str, expected: Any) -> str:
 def _is_disabled(values: Json, key: str) -> bool:
     section: Any = values
     for name in key.split(".")[:-1]:
-        section = section[name]
-        if section.get("enabled") is False:
+        section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get("enabled") is False:
             return True
     return False
 

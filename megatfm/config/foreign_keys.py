@@ -50,8 +50,8 @@ def reject_renamed_keys(values: Any) -> None:
         return
     moved_keys = []
     for key, value in values.items():
-        if key == "latent":
-            moved_keys += [(f"latent.{inner}", f"attention.{inner}") for inner in value or {}]
+        if key == "latent" and isinstance(value, Mapping):
+            moved_keys += [(f"latent.{inner}", f"attention.{inner}") for inner in value]
         elif key in FLAT_MODEL_KEYS:
             moved_keys.append((key, FLAT_MODEL_KEYS[key]))
         elif key in SECTIONS and isinstance(value, str):

@@ -328,10 +328,11 @@ def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
         for table in _iter_tables(root, parents):
             if last not in table:
                 continue
-            value, target = table.pop(last), root
+            target = root
             for parent in new_parents:
-                target = target.setdefault(parent, {})
-            target.setdefault(name, value)
+                target = target.setdefault(parent, {}) if isinstance(target, dict) else target
+            if isinstance(target, dict):  # else validation refuses the value in the section's place
+                target.setdefault(name, table.pop(last))
 
 
 def _iter_tables(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:

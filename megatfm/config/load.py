@@ -119,14 +119,14 @@ def _with_kept_options(
 
 def _check_command(path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]) -> None:
     """Raise UsageError with the right command if a config's sections are all those of the other config class."""
-    other_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
+    alternative_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
-    if unknown and all(key in other_class.model_fields for key in values):
-        command, other_command = COMMAND_OF[config_class], COMMAND_OF[other_class]
+    if unknown and all(key in alternative_class.model_fields for key in values):
+        command, alternative_command = COMMAND_OF[config_class], COMMAND_OF[alternative_class]
         required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
-            f"{path_or_preset}: is a config of `megatfm {other_command}`, with {', '.join(unknown)}; `megatfm "
-            f"{command}` takes one with {', '.join(required)}: use `megatfm {other_command} {path_or_preset}`"
+            f"{path_or_preset}: is a config of `megatfm {alternative_command}`, with {', '.join(unknown)}; `megatfm "
+            f"{command}` takes one with {', '.join(required)}: use `megatfm {alternative_command} {path_or_preset}`"
         )
 
 
@@ -156,8 +156,8 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         key, text = key.strip(), text.strip()
         if key.startswith("~") and not equals:
             key, equals = key[1:], "="
-        parts = key.split(".")
-        if not equals or not all(parts):
+        path = key.split(".")
+        if not equals or not all(path):
             raise UsageError(f"override {override!r}: expected key=value, for example train.steps=100")
         if key == "extends":
             raise UsageError(
@@ -166,18 +166,18 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if key == CORPUS and text:
             _set_corpus(values, override, text)
             continue
-        table = _descend(values, parts[:-1], override)
+        table = _descend(values, path[:-1], override)
         if not text:
-            table.pop(parts[-1], None)
+            table.pop(path[-1], None)
             continue
         value = _parse(override, text)
-        if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, parts)):
+        if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
-        if parts[-1] == "name" and len(parts) > 1:
-            section = ".".join(parts[:-1])
+        if path[-1] == "name" and len(path) > 1:
+            section = ".".join(path[:-1])
             overridden_keys = {key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")}
-            drop_stale_keys(list_variants(find_type(config_class, values, parts[:-1])), table, value, overridden_keys)
-        table[parts[-1]] = value
+            drop_stale_keys(list_variants(find_type(config_class, values, path[:-1])), table, value, overridden_keys)
+        table[path[-1]] = value
 
 
 def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) -> None:

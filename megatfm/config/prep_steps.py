@@ -1,9 +1,8 @@
 """The steps of `megatfm prep`: `[[steps]]` on single documents, `[[dedup]]` on the corpus."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from megatfm.config.prep_scores import (
     ClassifierConfig,
@@ -12,7 +11,7 @@ from megatfm.config.prep_scores import (
     PerplexityConfig,
     PresidioConfig,
 )
-from megatfm.config.section import Fraction, PathStr, Section
+from megatfm.config.section import ByName, Fraction, PathStr, Section
 
 
 class NormalizeConfig(Section):
@@ -225,7 +224,7 @@ class PluginStepConfig(Section):
     """The name under which the plugin registers it."""
 
 
-KnownStep = (
+StepConfig = Annotated[
     NormalizeConfig
     | HtmlConfig
     | LanguageConfig
@@ -244,22 +243,9 @@ KnownStep = (
     | PerplexityConfig
     | MetadataFilterConfig
     | SampleConfig
-)
-_BY_NAME: dict[str, type[Section]] = {
-    get_args(section.model_fields["name"].annotation)[0]: section for section in get_args(KnownStep)
-}
-
-
-def _parse_by_name(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, Section):
-        return value
-    name = value.get("name") if isinstance(value, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a step needs a name: {', '.join(sorted(_BY_NAME))}, or one that a plugin registers")
-    return _BY_NAME.get(name, PluginStepConfig).model_validate(value, context=info.context)
-
-
-StepConfig = Annotated[KnownStep | PluginStepConfig, BeforeValidator(_parse_by_name)]
+    | PluginStepConfig,
+    ByName("a step"),
+]
 
 
 class RepeatedLinesConfig(Section):

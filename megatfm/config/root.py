@@ -67,10 +67,10 @@ class Config(Section):
                 f"model.family = {family!r}: unknown{did_you_mean(suggest_family(family), FAMILIES)}; there are: "
                 f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
             )
-        parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "lr_schedule")]
+        sections: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "lr_schedule")]
         kinds = ("attention", "ffn", "norm", "position", "embedding", "init")
-        parts += [("model.", self.model, part) for part in kinds]
-        for prefix, parent, key in parts:
+        sections += [("model.", self.model, part) for part in kinds]
+        for prefix, parent, key in sections:
             section = getattr(parent, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
                 name, known_names = section.name, list_variant_names(type(parent).model_fields[key])

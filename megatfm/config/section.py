@@ -37,6 +37,8 @@ DropProbability = Annotated[float, Field(ge=0, le=1 - 2**-16)]
 
 MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on Linux's file systems (NAME_MAX)."""
 
 
 def list_divisors(number: int) -> list[int]:
@@ -220,8 +222,8 @@ def get_value_type(annotation: Any) -> Any:
     """Return the type of a table's values, from the table's type; None if it is no dict."""
     if get_origin(annotation) is Annotated:
         return get_value_type(get_args(annotation)[0])
-    parts = get_args(annotation)
-    return parts[1] if get_origin(annotation) is dict and len(parts) == 2 else None
+    arguments = get_args(annotation)
+    return arguments[1] if get_origin(annotation) is dict and len(arguments) == 2 else None
 
 
 def get_variant_name(section: type[BaseModel]) -> object:
@@ -306,13 +308,13 @@ def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
         choices = [json.dumps(number) for number in numbers if not isinstance(number, type)]
         return f"this is a number: write one{' of ' if choices else ''}{', '.join(choices)}"
     for kind in kinds:
-        parts = get_args(kind)
+        item_types = get_args(kind)
         if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
-            parts = tuple(part for part in parts if part is not Ellipsis)
-            parts += parts[-1:] * (len(value) - len(parts))
-            faults: Iterable[str] = map(_number_in_place_of_bool, value, parts)
+            item_types = tuple(part for part in item_types if part is not Ellipsis)
+            item_types += item_types[-1:] * (len(value) - len(item_types))
+            faults: Iterable[str] = map(_number_in_place_of_bool, value, item_types)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            faults = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
+            faults = (_number_in_place_of_bool(item, item_types[1]) for item in value.values())
         else:
             continue
         return next(filter(None, faults), "")
@@ -335,7 +337,13 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
         raise ValueError("an empty path: give a path, or leave the key out")
     base = None if isinstance(value, FromCommandLine) else (info.context or {}).get("base")
     base = value.folder if isinstance(value, FromFile) else base
-    return os.path.normpath(Path(base or Path.cwd()) / Path(value).expanduser())
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{Path(value).parts[0]} is no user of this machine: write the home folder's path") from None
+    if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
+        raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
+    return os.path.normpath(Path(base or Path.cwd()) / path)
 
 
 PathStr = Annotated[str, BeforeValidator(_resolve)]
@@ -374,7 +382,9 @@ class ByName:
                 raise ValueError(
                     f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
                 )
-            section = sections.get(name, plugin) if name else builtin_variants[0]
+            if not name:
+                return builtin_variants[0].model_validate(value, context=info.context)
+            section = sections.get(name, plugin) if isinstance(name, str) else plugin
             return section.model_validate(value, context=info.context)
 
         return with_info_before_validator_function(choose, handler(source))

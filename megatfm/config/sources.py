@@ -245,8 +245,8 @@ def _merge_entries(annotation: Any, base: Mapping[str, Any], changes: Mapping[st
     for key, entry in changes.items():
         base_entry = base.get(key)
         if isinstance(entry, Mapping) and isinstance(base_entry, Mapping):
-            named = {"name": key} if "name" in entry else {}  # the key is the name of a head without one
-            entry = merge_section(annotation, {**named, **base_entry}, entry)
+            name_default = {"name": key} if "name" in entry else {}  # the key is the name of a head without one
+            entry = merge_section(annotation, {**name_default, **base_entry}, entry)
         entries[key] = entry
     return entries
 

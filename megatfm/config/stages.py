@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
@@ -68,7 +68,10 @@ def fill_in_stages(values: Any) -> Any:
     stages = values.get("stages") if isinstance(values, Mapping) else None
     if not isinstance(stages, Mapping | StagesConfig):
         return values
-    section = stages if isinstance(stages, StagesConfig) else StagesConfig.model_validate(stages)
+    try:
+        section = StagesConfig.model_validate(stages)
+    except ValidationError:
+        return values  # the validation of model.stages reports it
     filled = {"n_layers": sum(section.layers), **values, "stages": section}
     if isinstance(attention := values.get("attention", {}), Mapping):
         filled["attention"] = {"n_heads": section.heads[0], **attention}

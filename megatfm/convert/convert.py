@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import is_peft_folder
+from megatfm.checkpoint.locate import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
@@ -110,7 +110,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
-    parts = choose_exported_models(model, origin.get("name"))
+    exported_models = choose_exported_models(model, origin.get("name"))
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
         for key, (dtype, shape) in checkpoint.read_tensor_specs(path).items()
@@ -120,31 +120,31 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
-    for part in parts:
-        model_folder = folder / part.folder
+    for exported in exported_models:
+        model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
-        order = [key for rule in part.rules for key in rule.megatfm]
+        order = [key for rule in exported.rules for key in rule.megatfm]
         tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
-        _check_padding(part.hf_config, ids)
+        _check_padding(exported.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
-        size = write_weights(model_folder, part.rules, tensors, reader.read, shard_bytes)
+        size = write_weights(model_folder, exported.rules, tensors, reader.read, shard_bytes)
         non_finite += reader.non_finite
-        notes += [*tokenizer_notes, *part.architecture.notes(model)]
-        part_origin = origin if part.name == origin.get("name") else {}
-        labels = make_task_labels(config) if "problem_type" in part.hf_config else {}
-        restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
-        hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        generation = tokenizer_files.make_generation_config(part_origin, config, model_folder, hf_config)
+        notes += [*tokenizer_notes, *exported.architecture.notes(model)]
+        exported_origin = origin if exported.name == origin.get("name") else {}
+        labels = make_task_labels(config) if "problem_type" in exported.hf_config else {}
+        restored = tokenizer_files.restore_origin(exported_origin, exported.hf_config | labels)
+        hf_config = exported.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        generation = tokenizer_files.make_generation_config(exported_origin, config, model_folder, hf_config)
         if generation:
             write_json(model_folder / tokenizer_files.GENERATION, generation)
-        if (key := part.architecture.max_length_key) and key not in hf_config:
+        if (key := exported.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
         hf_config = tokenizer_files.move_text_ids(hf_config)
         write_preprocessor(model_folder, hf_config)
         write_json(model_folder / CONFIG, hf_config)
         file_io.sync_folder(model_folder)
         written_names |= set(order)
-        summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
+        summary.append(f"{exported.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if unwritten := sorted(tensors.keys() - written_names):
         notes.append(f"not converted, since transformers has no such weights: {', '.join(unwritten)}")
     if config.task is not None and path != source:
@@ -250,8 +250,8 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
     """Return a note about tensors with NaN or infinity, or none."""
     if not names:
         return []
-    others = f" and {len(names) - 1} more" * (len(names) > 1)
-    return [f"NaN or infinity in {names[0]}{others}: the model's outputs may be NaN, too"]
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    return [f"NaN or infinity in {names[0]}{more}: the model's outputs may be NaN, too"]
 
 
 def check_tensor_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:

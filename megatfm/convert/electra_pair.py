@@ -89,15 +89,15 @@ class ElectraFolder:
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
         self.architecture, self.config = discriminator.architecture, self._make_config()
-        parts = [
+        exported_halves = [
             _export(half, half_config, ELECTRA_CLASSES[half])
             for half, half_config in _split_config(self.config).items()
         ]
         self.rules = [
             rule
-            for part in parts
-            for rule in part.rules
-            if part.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED_EMBEDDINGS
+            for exported in exported_halves
+            for rule in exported.rules
+            if exported.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED_EMBEDDINGS
         ]
         self._check_shared()
 

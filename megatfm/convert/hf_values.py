@@ -8,6 +8,7 @@ from typing import Any
 from megatfm.config import ModelConfig, RopeConfig, WindowPatternConfig
 from megatfm.config.attention import FullPatternConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from megatfm.config.section import MAX_LAYERS
 from megatfm.convert.hf_config import Json, check_table_keys, supported_values, used
 from megatfm.errors import UsageError
 
@@ -267,10 +268,18 @@ def _get_attention_factor(table: Mapping[str, Any]) -> float | None:
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
+def read_n_layers(hf_config: Json) -> int:
+    """Return num_hidden_layers. Raises UsageError for a number that no model has: lists of all layers are made next."""
+    n_layers = hf_config["num_hidden_layers"]
+    if not 1 <= n_layers <= MAX_LAYERS:
+        raise UsageError(f"config.json: num_hidden_layers = {n_layers} is not between 1 and {MAX_LAYERS}")
+    return int(n_layers)
+
+
 def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) -> list[str]:
     """Read `layer_types`. If left out, one in `global_every` layers has full attention, the last or the `first` of
     each run. Raises UsageError."""
-    n, layer_types = hf_config["num_hidden_layers"], hf_config["layer_types"]
+    n, layer_types = read_n_layers(hf_config), hf_config["layer_types"]
     if layer_types is None and first == LOCAL:
         return [LOCAL if (i + 1) % global_every else GLOBAL for i in range(n)]
     if layer_types is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import ADAPTER_CONFIG
+from megatfm.checkpoint.locate import ADAPTER_CONFIG
 from megatfm.config import ModelConfig
 from megatfm.config.model_parts import LoRAConfig
 from megatfm.convert.architecture import Architecture
@@ -59,23 +59,23 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
         raise UsageError(f"{source}: its model has no adapters (model.lora): use --to hf for all of its weights")
     base = config.model.model_copy(update={"lora": None})
     origin = state.get("origin")
-    parts = choose_exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
-    if len(parts) > 1:
+    exported_models = choose_exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
+    if len(exported_models) > 1:
         raise UsageError(f"{source}: ELECTRA's two models have two folders, and an adapter one: use --to hf")
-    part = parts[0]
-    rules = get_module_rules(part.architecture, base) or part.rules
-    factors, saved, is_transposed = _convert_trained(part.name, rules, _read_trained(path, options), source)
-    written = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
+    exported = exported_models[0]
+    rules = get_module_rules(exported.architecture, base) or exported.rules
+    factors, saved, is_transposed = _convert_trained(exported.name, rules, _read_trained(path, options), source)
+    adapter_config = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
         "base_model_name_or_path": _get_base_checkpoint(state),
-        "task_type": next((task for end, task in TASK_TYPES.items() if part.name.endswith(end)), None),
+        "task_type": next((task for end, task in TASK_TYPES.items() if exported.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
     content = {PREFIX + name: t.contiguous().clone() for name, t in {**_name_factors(factors), **saved}.items()}
     with new_folder(target) as folder:
         file_io.write_file(folder / ADAPTER_WEIGHTS, [memoryview(save(content, {"format": "pt"}))])
-        write_json(folder / ADAPTER_CONFIG, written)
+        write_json(folder / ADAPTER_CONFIG, adapter_config)
     size = sum(tensor.nbytes for tensor in content.values())
-    return [f"adapters of {len(factors)} matrices of a {part.name}, {size / 1e6:,.1f} MB"]
+    return [f"adapters of {len(factors)} matrices of a {exported.name}, {size / 1e6:,.1f} MB"]
 
 
 def _convert_trained(
@@ -178,13 +178,13 @@ def unflatten_experts(a: Tensor, b: Tensor, n_experts: int) -> Factors:
 
 def _read_trained(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
     """Read what is trained of a model with adapters."""
-    chosen = [
+    names = [
         name
         for name in checkpoint.read_tensor_specs(path)
         if name.startswith("model.")
         and (is_factor(name) or any(fnmatchcase(name[6:], pattern) for pattern in options.trained))
     ]
-    return {name.removeprefix("model."): t for name, t in checkpoint.read_tensors(path, only=chosen).items()}
+    return {name.removeprefix("model."): t for name, t in checkpoint.read_tensors(path, only=names).items()}
 
 
 def _get_base_checkpoint(state: Mapping[str, JsonValue]) -> str | None:
@@ -203,11 +203,11 @@ def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[
     Raises UsageError where no A and B have the same product there.
     """
     paths = [name.removesuffix(".weight") for name in rule.megatfm]
-    lost = next((name.removesuffix(".weight") for name in rule.megatfm if name not in factors), None)
-    if len(rule.hf) > 1 or lost:
+    missing = next((name.removesuffix(".weight") for name in rule.megatfm if name not in factors), None)
+    if len(rule.hf) > 1 or missing:
         raise UsageError(
             f"model.lora.targets: transformers holds {', '.join(rule.hf[:2])} otherwise than as {', '.join(paths)}, so "
-            f"that an adapter of {lost or paths[0]} is none there: use --to hf for a merged model"
+            f"that an adapter of {missing or paths[0]} is none there: use --to hf for a merged model"
         )
     a = torch.cat([factors[name][0] for name in rule.megatfm], dim=-2)
     blocks, first = [], 0
@@ -232,8 +232,8 @@ def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[
     )
 
 
-def shorten_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
     """Return last parts of modules' names that stand for these and no others, or the full names."""
-    ends = sorted({name.rpartition(".")[2] for name in chosen})
-    matched = {name for name in every if name.rpartition(".")[2] in ends}
-    return ends if matched == set(chosen) else list(chosen)
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    matched = {name for name in all_names if name.rpartition(".")[2] in ends}
+    return ends if matched == set(names) else list(names)

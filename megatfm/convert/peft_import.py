@@ -3,20 +3,21 @@
 Where transformers stores several of megatfm's matrices as one, its adapter becomes one for each: rows of B, the same A.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import ADAPTER_CONFIG, describe_base, read_base_of_adapter
-from megatfm.config import ModelConfig, to_toml
+from megatfm.checkpoint.locate import ADAPTER_CONFIG, describe_base, read_adapter_base
+from megatfm.config import ModelConfig, make_usage_error, to_toml
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
     check_is_new,
@@ -54,8 +55,8 @@ MERGE_ADVICE = "merge it by PEFT's merge_and_unload, and convert the merged mode
 def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
     """Write a PEFT adapter and its base model to a new folder, as a megatfm model with adapters.
 
-    base: the model's Hugging Face folder, where adapter_config.json names none that is on the disk. Raises UsageError
-    for what our adapters are not, MegatfmError for damaged files.
+    base: the model's Hugging Face folder, if adapter_config.json names none that exists here. Raises UsageError for an
+    adapter with features that megatfm lacks, MegatfmError for damaged files.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
@@ -63,7 +64,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
         if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
             raise UsageError(
-                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE_ADVICE}"
+                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which megatfm's adapters lack: {MERGE_ADVICE}"
             )
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
@@ -75,18 +76,21 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     options = {
         "rank": rank,
         "alpha": scale * rank,
-        "dropout": float(adapter_config.get("lora_dropout") or 0.0),
+        "dropout": adapter_config.get("lora_dropout") or 0.0,
         "targets": [],
         "trained": list(saved),
     }
     paths = [name.removesuffix(".weight") for name in factors]
     if set(paths) != set(find_lora_targets(plain, [])):
         options["targets"] = shorten_names(paths, list(list_adaptable_matrices(plain)))
-    model = opened.config.with_changes({"lora": options})
+    try:
+        model = opened.config.with_changes({"lora": options})
+    except ValidationError as error:
+        raise make_usage_error(f"{source / ADAPTER_CONFIG}: no adapters of megatfm", error) from None
     adapters = {
         name: tensor
-        for weight, (a, b, own_scale) in factors.items()
-        for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True)
+        for weight, (a, b, weight_scale) in factors.items()
+        for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (weight_scale / scale), rank), strict=True)
     }
     with new_folder(target) as folder:
         _write_model(opened, model, {**adapters, **saved}, folder, target, source)
@@ -94,13 +98,14 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
 
 
 def _open_base(source: Path, base: str | Path | None) -> HfFolder:
-    named = read_base_of_adapter(source)
-    places = [Path(base)] if base else [Path(named), source / named] if named else []
-    place = next((place for place in places if is_hf_folder(place)), None)
-    if place is None:
+    """Open the base model's folder: `base`, or the one that adapter_config.json names. Raises UsageError."""
+    base_name = read_adapter_base(source)
+    candidates = [Path(base)] if base else [Path(base_name), source / base_name] if base_name else []
+    folder = next((path for path in candidates if is_hf_folder(path)), None)
+    if folder is None:
         problem = f"--base {base} is no Hugging Face folder" if base else "its model is in no folder here"
-        raise UsageError(f"{source}: {problem}: give --base BASE; {describe_base(named)}")
-    return HfFolder(place)
+        raise UsageError(f"{source}: {problem}: give --base BASE; {describe_base(base_name)}")
+    return HfFolder(folder)
 
 
 def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
@@ -119,7 +124,7 @@ def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tenso
     rules |= {name: rule for rule in _get_module_rules(opened) for name in rule.hf}
     parameters = _map_adapted_parameters(adapter_config, opened)
     factors: dict[str, tuple[Tensor, Tensor, float]] = {}
-    others: dict[str, Tensor] = {}
+    other_weights: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith(PREFIX):
             raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} doesn't start with {PREFIX}: not PEFT's file")
@@ -129,6 +134,12 @@ def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tenso
             b = tensors.get(f"{PREFIX}{module}.lora_B.weight")
             if b is None:
                 raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
+            is_matrix = tensor.dim() == b.dim() == 2 and (module in parameters or tensor.shape[0] == b.shape[1])
+            if not is_matrix:
+                raise UsageError(
+                    f"{source / ADAPTER_WEIGHTS}: A {list(tensor.shape)} and B {list(b.shape)} of {module} are not "
+                    f"those of a linear layer: {MERGE_ADVICE}"
+                )
             weight = parameters.get(module, f"{module}.weight")
             rule = _find_rule(rules, weight, opened, source)
             pair = _unflatten_pair(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
@@ -141,14 +152,16 @@ def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tenso
             factors_by_name, is_transposed = _split_factors(rule, *pair, source)
             if module in parameters and not is_transposed:
                 _check_layout(adapter_config, weight, source)
-            factors |= {weight_name: (*parts, scale) for weight_name, parts in factors_by_name.items()}
+            factors |= {
+                weight_name: (*weight_factors, scale) for weight_name, weight_factors in factors_by_name.items()
+            }
         elif not module.endswith(".lora_B.weight"):
-            others[module] = tensor
+            other_weights[module] = tensor
     saved: dict[str, Tensor] = {}
-    for name in others:
+    for name in other_weights:
         rule = _find_rule(rules, name, opened, source)
-        if all(hf in others for hf in rule.hf):
-            saved |= dict(zip(rule.megatfm, rule.from_hf([others[hf] for hf in rule.hf]), strict=True))
+        if all(hf in other_weights for hf in rule.hf):
+            saved |= dict(zip(rule.megatfm, rule.from_hf([other_weights[hf] for hf in rule.hf]), strict=True))
     if not factors:
         raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: holds no lora_A and lora_B")
     return factors, saved
@@ -161,13 +174,13 @@ def _get_module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
 def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
     """Return the module that PEFT keeps an adapter under → name of the parameter that it is of."""
     targets = adapter_config.get("target_parameters") or []
-    chosen = [
+    adapted = [
         name
         for rule in _get_module_rules(opened)
         for name in rule.hf
         if any(name == target or name.endswith(f".{target}") for target in targets)
     ]
-    return {wrapper: name for name, wrapper in find_wrapper_names(chosen).items()}
+    return {wrapper: name for name, wrapper in find_wrapper_names(adapted).items()}
 
 
 def _unflatten_pair(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
@@ -194,6 +207,7 @@ def _check_layout(adapter_config: Mapping[str, Any], name: str, source: Path) ->
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises UsageError if there is none, MegatfmError if it is damaged."""
     if not path.is_file():
         raise UsageError(f"{path}: there is no such file: adapters are read from safetensors only")
     try:
@@ -213,13 +227,16 @@ def _find_rule(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, 
 
 
 def _compute_scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / rank of a module, as PEFT's patterns and options say."""
+    """Return alpha / rank of a module, as PEFT's patterns and options say. Raises ValueError unless it is positive."""
     alpha = float(adapter_config.get("lora_alpha", 8))
     for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = float(value)
             break
-    return alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
+    scale = alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"alpha = {alpha} is no positive number")
+    return scale
 
 
 def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> tuple[dict[str, Factors], bool]:
@@ -227,15 +244,16 @@ def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> t
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):
         try:
-            parts = rule.from_hf([b.mT if transposed else b])
+            b_by_matrix = rule.from_hf([b.mT if transposed else b])
             deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
         except (RuntimeError, ValueError, IndexError):
             continue
-        if len(parts) == len(deltas) == len(rule.megatfm) and all(
-            part.shape[-1] == a.shape[-2] and torch.allclose(part.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
-            for part, delta in zip(parts, deltas, strict=True)
+        if len(b_by_matrix) == len(deltas) == len(rule.megatfm) and all(
+            b_of_matrix.shape[-1] == a.shape[-2]
+            and torch.allclose(b_of_matrix.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
+            for b_of_matrix, delta in zip(b_by_matrix, deltas, strict=True)
         ):
-            pairs = [(a, part.contiguous()) for part in parts]
+            pairs = [(a, b_of_matrix.contiguous()) for b_of_matrix in b_by_matrix]
             return dict(zip(rule.megatfm, pairs, strict=True)), transposed
     raise UsageError(
         f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE_ADVICE}"

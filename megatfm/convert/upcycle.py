@@ -1,5 +1,6 @@
 """Upcycle a dense model to a mixture of experts with the same outputs (Komatsuzaki et al. 2023; He et al. 2024)."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,10 +55,10 @@ class Upcycling:
             raise UsageError(
                 "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
             )
-        if other_names := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
-            raise UsageError(f"model.ffn.name = {other_names[0]!r}: only dense networks can become experts")
-        if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
-            raise UsageError("--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more")
+        if unsupported := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
+            raise UsageError(f"model.ffn.name = {unsupported[0]!r}: only dense networks can become experts")
+        if min(self.experts, self.top_k, self.granularity, self.every) < 1 or not 0 <= self.noise < math.inf:
+            raise UsageError("--experts, --top-k, --granularity and --every are 1 or more, --noise is a number from 0")
         for key, d_ff in _list_widths(dense).items():
             if d_ff % self.granularity:
                 raise UsageError(
@@ -130,12 +131,12 @@ class Upcycling:
         """Return a stacked tensor of experts [E, …] from the dense tensor."""
         is_bias, projection = match[2] == "b", match[3]
         if projection == "down" and is_bias:
-            parts = tensor.expand(self.granularity, -1)
+            expert_slices = tensor.expand(self.granularity, -1)
         elif projection == "down":  # routing weights average the parts' outputs, which should be summed
-            parts = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
+            expert_slices = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
         else:
-            parts = torch.stack(tensor.chunk(self.granularity))
-        stacked = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
+            expert_slices = torch.stack(tensor.chunk(self.granularity))
+        stacked = expert_slices.repeat(self.experts, *[1] * (expert_slices.dim() - 1))
         if not self.noise or is_bias:
             return stacked
         shape = (len(stacked), stacked[0].numel())

@@ -1,6 +1,5 @@
 """Export a corpus: as text in JSON lines or Parquet, as ids for Megatron-LM, or as plain tars."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from megatfm.corpus.files import AtomicFile, check_local, disk_errors_as_megatfm
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory
+from megatfm.files import fsync_directory, to_strict_json
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -43,7 +42,8 @@ def export_corpus(folder: str | Path, out: str | Path, codec: Detokenizer | None
     """Write a corpus in the format that the suffix of `out` names; return a summary line.
 
     - `.jsonl`, `.jsonl.zst`, `.parquet`: one record per document, with its "text", "id", "source", and "fields" if it
-      has any (in Parquet as JSON). Raises a MegatfmError if decoding gives another number of bytes than were encoded.
+      has any (in Parquet as JSON). Numbers that are not finite become strings, as in all of megatfm's JSON. Raises a
+      MegatfmError if decoding gives another number of bytes than were encoded.
     - `.bin`: the ids, with `codec.eos` after each document, and an `.idx` file beside it.
     - No suffix, or a slash at the end: a folder of plain tars, which is a corpus too, with one sample per document.
 
@@ -102,7 +102,7 @@ def _write_json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
     is_compressed = out.name.endswith(".zst")
     with AtomicFile(out) as file:
         for record in records:
-            line = f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+            line = f"{_to_json(record)}\n".encode()
             file.write(zstd.compress(line) if is_compressed else line)
         file.write(zstd.flush() if is_compressed else b"")
         file.commit()
@@ -135,9 +135,23 @@ def _iter_row_groups(records: Iterator[dict[str, Any]]) -> Iterator[list[dict[st
     """Yield up to `ROWS_PER_GROUP` records at a time, with their fields as JSON."""
     while records_of_group := list(islice(records, ROWS_PER_GROUP)):
         yield [
-            {**record, "fields": json.dumps(record["fields"], ensure_ascii=False) if "fields" in record else None}
+            {
+                **record,
+                "source": _escape_surrogates(record["source"]),
+                "fields": _to_json(record["fields"]) if "fields" in record else None,
+            }
             for record in records_of_group
         ]
+
+
+def _to_json(value: Any) -> str:
+    """Return strict JSON, in Unicode."""
+    return _escape_surrogates(to_strict_json(value, ensure_ascii=False))
+
+
+def _escape_surrogates(text: str) -> str:
+    """Spell lone surrogates (bytes of file names that are no UTF-8) as JSON does, for example `caf\\udce9`."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:

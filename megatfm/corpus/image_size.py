@@ -8,6 +8,8 @@ from PIL import ExifTags, Image
 
 PILLOW_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 """Extension of a stored image → Pillow's name of its format."""
+MAX_PIXELS = 2**26
+"""Pixels of the largest image: decoding a larger one would take over 200 MB."""
 NUMBERED = re.compile(r"(?:([0-9]{1,4})\.)?([a-z]+)")
 """Extension of one of a sample's files, with its number where the sample has several images (`0.jpg`, `1.jpg`)."""
 FIRST_SIDEWAYS = 5

@@ -157,7 +157,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
             counts = np.bincount(sample.tokens)
             uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
             uses[: len(counts)] += counts
-    parts = [
+    tables = [
         f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
         _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
         _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
@@ -167,8 +167,8 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(MAX_LISTED, int((uses > 0).sum()))].tolist()
         rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
-        parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _format_table(("id", "piece", "times"), rows))
-    return "\n\n".join(parts)
+        tables.append(f"{int((uses > 0).sum()):,} ids occur\n" + _format_table(("id", "piece", "times"), rows))
+    return "\n\n".join(tables)
 
 
 def select_countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:

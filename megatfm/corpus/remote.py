@@ -240,9 +240,10 @@ def _is_refusal(error: Exception) -> bool:
 def _append_remote(fs: Any, remote_path: str, partial: Path, size: int) -> None:
     """Append to `partial` from where it ends, or fetch all anew if the server can't seek.
 
-    A remote file shorter than `size` is read to its end. Raises an OSError if the connection ends before.
+    A remote file shorter than `size` is read to its end. Raises an OSError if the connection ends before, and DiskError
+    if `partial` can't be written.
     """
-    with fs.open(remote_path, "rb", block_size=8 * CHUNK_BYTES) as source, open(partial, "ab") as file:
+    with fs.open(remote_path, "rb", block_size=8 * CHUNK_BYTES) as source, _open_to_append(partial) as file:
         offset = file.tell()
         try:
             source.seek(offset)
@@ -253,6 +254,13 @@ def _append_remote(fs: Any, remote_path: str, partial: Path, size: int) -> None:
             offset += len(chunk)
     if offset < size and offset != fs.info(remote_path)["size"]:
         raise OSError(f"the connection ended at byte {offset} of {size}")
+
+
+def _open_to_append(path: Path) -> IO[bytes]:
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        raise DiskError(error) from error
 
 
 def _write(file: IO[bytes], chunk: bytes) -> None:

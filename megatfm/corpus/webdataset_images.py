@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -92,14 +93,19 @@ class LabelRule:
         if self.by == "cls":
             return dict(files)
         label = self.label(files)
-        class_index = self._find_class_index(label) if label is not None else None
-        other_files = {extension: data for extension, data in files.items() if extension != "cls"}
-        return other_files if class_index is None else {**other_files, "cls": b"%d" % class_index}
+        class_index = self.find_class_index(label) if label is not None else None
+        files_without_class = {extension: data for extension, data in files.items() if extension != "cls"}
+        return files_without_class if class_index is None else {**files_without_class, "cls": b"%d" % class_index}
 
-    def _find_class_index(self, label: str) -> int | None:
+    def find_class_index(self, label: str) -> int | None:
+        """Return the class index of a label; None if it is no class."""
         if self.names:
-            return self.names.index(label) if label in self.names else None
+            return self._index_by_name.get(label)
         return int(label) if _CLASS_NUMBER.fullmatch(label) else None
+
+    @cached_property
+    def _index_by_name(self) -> dict[str, int]:
+        return {name: index for index, name in reversed(list(enumerate(self.names)))}  # of equal names, the first
 
 
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
@@ -214,7 +220,7 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
             return  # as for masked autoencoders; a classifier says which sample has none
         label_location = f"the field {rule.key!r} of its .json" if rule.by == "json" else "its .txt"
         raise UsageError(f"{where} has no label in {label_location}: mend it, or choose other --labels")
-    if rule.by != "cls" and rule.names and label not in rule.names:
+    if rule.by != "cls" and rule.names and rule.find_class_index(label) is None:
         raise UsageError(f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes")
     labels.setdefault(label, where)
 

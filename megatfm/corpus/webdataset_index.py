@@ -248,20 +248,20 @@ def _split_zstd_frames(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes
     compressed = b""
     while compressed or (compressed := file.read(CHUNK_BYTES)):
         decompressor = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-        parts, size, n_compressed = list[bytes](), 0, 0
+        chunks, size, n_compressed = list[bytes](), 0, 0
         try:
             while not decompressor.eof:
                 if not compressed and not (compressed := file.read(CHUNK_BYTES)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
-                parts.append(decompressor.decompress(compressed[:CHUNK_BYTES]))
+                chunks.append(decompressor.decompress(compressed[:CHUNK_BYTES]))
                 n_compressed += len(compressed[:CHUNK_BYTES])
-                compressed, size = compressed[CHUNK_BYTES:], size + len(parts[-1])
+                compressed, size = compressed[CHUNK_BYTES:], size + len(chunks[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
         compressed = decompressor.unused_data + compressed
-        yield n_compressed - len(decompressor.unused_data), b"".join(parts)
+        yield n_compressed - len(decompressor.unused_data), b"".join(chunks)
 
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:

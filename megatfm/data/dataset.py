@@ -79,11 +79,11 @@ def check_same_fields(name: str, rows: Fields, expected_rows: Fields) -> None:
         )
 
 
-def join_rows(parts: Sequence[Fields]) -> Fields:
+def join_rows(batches: Sequence[Fields]) -> Fields:
     """Concatenate rows by field. Raises a UsageError if their fields differ, as those of mixture sources may."""
-    for part in parts[1:]:
-        check_same_fields("data.mixture", part, parts[0])
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for batch in batches[1:]:
+        check_same_fields("data.mixture", batch, batches[0])
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
 @dataclass

@@ -101,12 +101,12 @@ class MixedImages:
         """Return the rows at positions, as `RowDataset` says."""
         positions_read = dict.fromkeys(positions)
         positions_read |= dict.fromkeys(self.choose_partner(at) for at in positions if at is not None)
-        place = {at: number for number, at in enumerate(positions_read)}
+        row_of_position = {at: number for number, at in enumerate(positions_read)}
         stored = self._rows.read_rows(list(positions_read))
-        rows = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
+        rows = {name: values[[row_of_position[at] for at in positions]] for name, values in stored.items()}
         for number, at in enumerate(positions):
             if at is not None:
-                self._mix(rows, stored, number, place[self.choose_partner(at)], at)
+                self._mix(rows, stored, number, row_of_position[self.choose_partner(at)], at)
         return rows
 
     def choose_partner(self, position: int) -> int:
@@ -115,24 +115,24 @@ class MixedImages:
 
     def _mix(self, rows: Fields, stored: Fields, row: int, partner: int, position: int) -> None:
         n_special = self._mixing.n_special
-        own_starts, other_starts = (
+        starts, partner_starts = (
             np.flatnonzero((fields["positions"][at] == 0) & (fields["documents"][at] >= 0))
             for fields, at in ((rows, row), (stored, partner))
         )
         n_tokens = n_special + (self._mixing.size // self._mixing.patch_size) ** 2
-        for image, (begin, other) in enumerate(zip(own_starts.tolist(), other_starts.tolist(), strict=False)):
-            weight, own_pixels = self._mixing.draw(self.seed, position, image)
-            other_label = stored["labels"][partner, other]
-            if weight == 1.0 or other_label == IGNORE_INDEX:
+        for image, (begin, partner_begin) in enumerate(zip(starts.tolist(), partner_starts.tolist(), strict=False)):
+            weight, keeps_pixel = self._mixing.draw(self.seed, position, image)
+            partner_label = stored["labels"][partner, partner_begin]
+            if weight == 1.0 or partner_label == IGNORE_INDEX:
                 continue
             patches = rows["patches"][row, begin + n_special : begin + n_tokens]
-            others = stored["patches"][partner, other + n_special : other + n_tokens]
-            if own_pixels is None:
-                mixed = patches.astype(np.float32) * np.float32(weight) + others * np.float32(1 - weight)
+            partner_patches = stored["patches"][partner, partner_begin + n_special : partner_begin + n_tokens]
+            if keeps_pixel is None:
+                mixed = patches.astype(np.float32) * np.float32(weight) + partner_patches * np.float32(1 - weight)
                 patches[:] = np.rint(mixed).astype(np.uint8)
             else:
-                by_channel = patches.reshape(len(patches), -1, own_pixels.shape[1])
-                others_by_channel = others.reshape(by_channel.shape)
-                np.copyto(by_channel, others_by_channel, where=~own_pixels[:, None])
-            rows["mixed_labels"][row, begin] = other_label
+                by_channel = patches.reshape(len(patches), -1, keeps_pixel.shape[1])
+                partner_by_channel = partner_patches.reshape(by_channel.shape)
+                np.copyto(by_channel, partner_by_channel, where=~keeps_pixel[:, None])
+            rows["mixed_labels"][row, begin] = partner_label
             rows["label_weights"][row, begin] = weight

@@ -1,4 +1,4 @@
-"""Changes of training images. Every draw comes from a key, so that a sample's pixels are the same on any process."""
+"""Transforms of training images. Draws follow from a key, so a sample's pixels are the same in any process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 from megatfm import rng
+from megatfm.corpus.image_size import MAX_PIXELS
+from megatfm.errors import SampleError
 from megatfm.registry import Registry
 from megatfm.rng import KeyPart
 
@@ -19,17 +21,16 @@ INTERPOLATIONS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 CROP_ATTEMPTS = 10
-"""Random parts that are tried before the centre is taken (as in torchvision)."""
-
+"""Random boxes that are tried before the centre is taken (as in torchvision)."""
 
 Key = tuple[KeyPart, ...]
 Size = tuple[int, int]
 """Width and height in pixels, as Pillow has them."""
 Transform = Callable[[Image.Image, Key, Size], Image.Image]
-"""Changes an image that will have a size in the end; everything random is a function of the key."""
+"""Transforms an image, which is resized to a size in the end; everything random is a function of the key."""
 
 TRANSFORMS: Registry[Callable[[Any, Image.Resampling], Transform]] = Registry("transform (data.images.transforms)")
-"""Made as `transform(section, filter)`, with the config's section of its name, and the filter of resizes."""
+"""Constructors, called as `transform(section, filter)`: the config's section of that name, the filter of resizes."""
 
 
 class Draws:
@@ -47,7 +48,7 @@ class Draws:
         return min(int(self.uniform() * n), n - 1)
 
     def chance(self, p: float) -> bool:
-        """True with probability p."""
+        """Return True with probability p."""
         return self.uniform() < p
 
     def log_uniform(self, low: float, high: float) -> float:
@@ -57,6 +58,16 @@ class Draws:
     def permutation(self, n: int) -> list[int]:
         """Return a random order of 0 … n − 1."""
         return sorted(range(n), key=[self.uniform() for _ in range(n)].__getitem__)
+
+
+def resize_image(image: Image.Image, size: Size, filter_: Image.Resampling) -> Image.Image:
+    """Resize an image by its shorter side. Raises SampleError for one so long that the result would fill the memory."""
+    if size[0] * size[1] > MAX_PIXELS:
+        raise SampleError(
+            f"has an image of {image.width} × {image.height} pixels, which would be resized to {size[0]} × {size[1]}: "
+            "cut it before prep, or leave it out"
+        )
+    return image.resize(size, filter_)
 
 
 @dataclass(frozen=True)
@@ -74,30 +85,30 @@ class Resize(SectionTransform):
     def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         scale = self.section.size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
-        return image.resize((width, height), self.filter)
+        return resize_image(image, (width, height), self.filter)
 
 
 @TRANSFORMS.register("random_resized_crop")
 class RandomResizedCrop(SectionTransform):
-    """Cut out a random part, and resize it."""
+    """Crop a random box, and resize it."""
 
     def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         scale, ratio = self.section.scale, self.section.ratio
         box = _draw_box(image.size, scale, ratio, Draws(key)) or _compute_central_box(image.size, ratio)
         left, top, width, height = box
-        part = image.crop((left, top, left + width, top + height))  # or the filter would see beyond it
-        return part.resize(size, self.filter)
+        # Cropped first, or the filter would read pixels outside the box.
+        return image.crop((left, top, left + width, top + height)).resize(size, self.filter)
 
 
 @TRANSFORMS.register("random_crop")
 class RandomCrop(SectionTransform):
-    """Pad, and cut out a random square."""
+    """Pad all sides with black, and crop a random square."""
 
     def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         draws, pad = Draws(key), self.section.padding
         left, top = (
-            draws.below(max(side + 2 * pad - wanted, 0) + 1) - pad
-            for side, wanted in zip(image.size, size, strict=True)
+            draws.below(max(side + 2 * pad - target_side, 0) + 1) - pad
+            for side, target_side in zip(image.size, size, strict=True)
         )
         return image.crop((left, top, left + size[0], top + size[1]))  # black outside the image
 
@@ -136,7 +147,7 @@ class ColorJitter(SectionTransform):
 
 
 def shift_hue(image: Image.Image, turn: float) -> Image.Image:
-    """Turn the hue by so many circles; a grey image has none."""
+    """Shift the hue by a fraction of the colour circle; a grey image has none."""
     if image.mode == "L":
         return image
     hue, saturation, value = image.convert("HSV").split()
@@ -170,18 +181,18 @@ class RandomErasing(SectionTransform):
 def _draw_box(
     size: Size, scale: Sequence[float], ratio: Sequence[float], draws: Draws
 ) -> tuple[int, int, int, int] | None:
-    """Left, top, width and height of a random part of an image; None where no attempt fits."""
+    """Return left, top, width and height of a random box in an image; None if no attempt fits."""
     area = size[0] * size[1]
     for _ in range(CROP_ATTEMPTS):
-        part, aspect = area * draws.uniform(*scale), draws.log_uniform(*ratio)
-        width, height = max(1, round(sqrt(part * aspect))), max(1, round(sqrt(part / aspect)))
+        box_area, aspect = area * draws.uniform(*scale), draws.log_uniform(*ratio)
+        width, height = max(1, round(sqrt(box_area * aspect))), max(1, round(sqrt(box_area / aspect)))
         if width <= size[0] and height <= size[1]:
             return draws.below(size[0] - width + 1), draws.below(size[1] - height + 1), width, height
     return None
 
 
 def _compute_central_box(size: Size, ratio: Sequence[float]) -> tuple[int, int, int, int]:
-    """Left, top, width and height of the largest central part within the range of ratios."""
+    """Return left, top, width and height of the largest central box within the range of ratios."""
     width, height = size
     if width < ratio[0] * height:
         height = min(height, max(1, round(width / ratio[0])))

@@ -1,7 +1,7 @@
-"""Stored pictures to patches: decode, change or crop, cut into squares.
+"""From stored images to patches: decode, transform or crop, and cut into squares.
 
-What cannot be read raises SampleError, to which the reader of the corpus adds shard and sample. Conversions: the EXIF
-rotation is applied, CMYK and palettes become RGB, transparent pixels lie on white, 16 bits become 8, and of an
+A file that can't be read raises SampleError, to which the reader of the corpus adds shard and sample. Conversions: the
+EXIF rotation is applied, CMYK and palettes become RGB, transparent pixels lie on white, 16 bits become 8, and of an
 animation the first frame is taken.
 """
 
@@ -18,8 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import PILLOW_FORMATS, get_image_format, list_image_extensions, read_orientation
-from megatfm.data.image_transforms import Key, Size, Transform
+from megatfm.corpus.image_size import (
+    MAX_PIXELS,
+    PILLOW_FORMATS,
+    get_image_format,
+    list_image_extensions,
+    read_orientation,
+)
+from megatfm.data.image_transforms import Key, Size, Transform, resize_image
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
@@ -30,8 +36,6 @@ try:
 except ImportError:
     simplejpeg = None
 
-MAX_PIXELS = 2**26
-"""A larger image is refused before it is decoded: it would take over 200 MB."""
 MODES = {1: "L", 3: "RGB"}
 """Channels → mode in Pillow."""
 TURNS = {
@@ -43,13 +47,13 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF orientation → what sets the image upright."""
+"""EXIF orientation → transposition that turns the image upright."""
 ORIENTATION_MARKS = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/")
 """Heads of the segments of a JPEG that may hold an orientation."""
 START_OF_SCAN = 0xDA
 """Marker of a JPEG after which its pixels follow."""
-# Of damaged EXIF, odd palettes and many pixels, for which there is an error where it matters. Once for the process,
-# since threads that ignore warnings for a while leave each other's filters behind.
+# Ignore Pillow's warnings of damaged EXIF, odd palettes and many pixels: where these matter there is an error. Once for
+# the process, since threads that ignore warnings for a while leave each other's filters behind.
 for _category in (UserWarning, Image.DecompressionBombWarning):
     warnings.filterwarnings("ignore", category=_category, module=r"PIL\.")
 
@@ -83,7 +87,7 @@ class PatchLayout:
         return self.n_special + (height // self.patch_size) * (width // self.patch_size)
 
     def build(self, pixels: Pixels) -> dict[str, NDArray[Any]]:
-        """`fields` of an image [H, W, C], whose sides are multiples of the patch's."""
+        """Return the `fields` of an image [H, W, C], whose sides are multiples of the patch's."""
         height, width = pixels.shape[0] // self.patch_size, pixels.shape[1] // self.patch_size
         patches = np.zeros((self.n_special + height * width, self.patch_values), np.uint8)
         patches[self.n_special :] = patchify(pixels, self.patch_size)
@@ -134,8 +138,10 @@ class ImageReader:
         return self.layout.build(self.read(files, key))
 
     def build_several(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
-        """Return the tokens of all images of a sample, in the order of their numbers, and `begins`: 1 where one after
-        the first begins. Raises SampleError for files without an image."""
+        """Return the tokens of all images of a sample, in the order of their numbers, and `begins`.
+
+        begins [n]: 1 at the first token of each image but the first. Raises SampleError for files without an image.
+        """
         extensions = list_image_extensions(files) or [find_image(files)]
         images = []
         for number, extension in enumerate(extensions):
@@ -185,7 +191,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     try:
         image = _decode_plain_jpeg(data) if get_image_format(extension) == "JPEG" else None
         return convert_mode(image or _decode_any(data, extension), channels)
-    except SampleError:
+    except (SampleError, MemoryError):
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
         raise SampleError(f"has a .{extension} of over {MAX_PIXELS:,} pixels: resize it before prep") from None
@@ -225,12 +231,12 @@ def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
 
 
 def _find_jpeg_scan(data: bytes) -> int:
-    """Return where a JPEG's pixels begin, after its segments of metadata; its end if these are unusual."""
-    at = 2
-    while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
-        if data[at + 1] == START_OF_SCAN:
-            return at
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    """Return the offset of a JPEG's scan, after its segments of metadata; the file's end if these are unusual."""
+    offset = 2
+    while data[offset : offset + 1] == b"\xff" and offset + 4 <= len(data):
+        if data[offset + 1] == START_OF_SCAN:
+            return offset
+        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
     return len(data)
 
 
@@ -253,12 +259,12 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def resize_and_crop(image: Image.Image, size: int, crop_pct: float, filter_: Image.Resampling) -> Image.Image:
-    """Return the centre of an image whose shorter side was resized to size / crop_pct."""
+    """Return the centre of an image whose shorter side was resized to size / crop_pct. Raises SampleError."""
     shorter = min(image.size)
     resized = int(size / crop_pct)
     width, height = (int(resized * side / shorter) for side in image.size)  # rounded as torchvision does
     if (width, height) != image.size:
-        image = image.resize((width, height), filter_)
+        image = resize_image(image, (width, height), filter_)
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))
 
@@ -278,7 +284,7 @@ def patchify(pixels: NDArray[Number], patch_size: int) -> NDArray[Number]:
 
 @lru_cache(maxsize=256)
 def _make_grid(height: int, width: int, n_special: int) -> NDArray[np.int32]:
-    """(row, column, height, width) of each token [n, 4]."""
+    """Return (row, column, height, width) of each token [n, 4], in patches; special token i is at (−1, i)."""
     grid = np.empty((n_special + height * width, 4), np.int32)
     grid[:, 2:] = height, width
     grid[:n_special, 0], grid[:n_special, 1] = -1, np.arange(n_special)

@@ -50,11 +50,11 @@ SINGLE_READER: ReaderGroup = _SingleReader()
 
 
 class _RowRange(NamedTuple):
-    """A data rank's rows of a step: `rows` positions from `first`, each split into `parts` shorter rows."""
+    """A data rank's rows of a step: `rows` positions from `first`, each split into `splits_per_row` shorter rows."""
 
     first: int
     rows: int
-    parts: int
+    splits_per_row: int
 
 
 class _PrefetchedStep(NamedTuple):
@@ -129,8 +129,8 @@ class DataLoader(Iterator[list[Fields]]):
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
-        first, n_rows, parts = self._ahead[0].row_range
-        positions = np.repeat(np.arange(first, first + n_rows), parts)
+        first, n_rows, splits_per_row = self._ahead[0].row_range
+        positions = np.repeat(np.arange(first, first + n_rows), splits_per_row)
         self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
         global_batch = self._ahead.popleft().global_batch
@@ -198,7 +198,7 @@ class DataLoader(Iterator[list[Fields]]):
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
         """Join the rows of all readers; return the micro-batches and the share of padding."""
-        (first, n, parts), local_rows = prefetched.row_range, _get_result_or_error(prefetched.read)
+        (first, n_rows, splits_per_row), local_rows = prefetched.row_range, _get_result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
@@ -211,15 +211,17 @@ class DataLoader(Iterator[list[Fields]]):
                 raise row_fields
         fields = [row_fields for row_fields in gathered if isinstance(row_fields, dict)]
         rows = join_rows(fields) if len(fields) > 1 else fields[0]
-        rows, positions = split_rows(rows, parts), np.arange(first, first + n)
+        rows, positions = split_rows(rows, splits_per_row), np.arange(first, first + n_rows)
         keys = row_keys(self.rows.seed, positions)
-        if parts > 1:
-            keys = short_row_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
-        size = self.micro_batch * parts
+        if splits_per_row > 1:
+            keys = short_row_keys(
+                self.rows.seed, np.repeat(positions, splits_per_row), np.tile(np.arange(splits_per_row), n_rows)
+            )
+        size = self.micro_batch * splits_per_row
         batch = {**rows, "keys": keys}
         step = [
             without_documents({name: field[start : start + size] for name, field in batch.items()})
-            for start in range(0, n * parts, size)
+            for start in range(0, n_rows * splits_per_row, size)
         ]
         return step, padding_fraction(rows)
 
@@ -261,12 +263,15 @@ def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> 
         )
 
 
-def split_rows(rows: Fields, parts: int) -> Fields:
-    """Split rows [n, T, …] of one side into [n·parts, T/parts, …]; positions restart at 0 where a document is cut."""
-    if parts == 1:
+def split_rows(rows: Fields, splits_per_row: int) -> Fields:
+    """Split rows [n, T, …] of one side into shorter ones, [n · splits_per_row, T / splits_per_row, …].
+
+    Positions restart at 0 where a document is cut.
+    """
+    if splits_per_row == 1:
         return rows
     split = {
-        name: field.reshape(field.shape[0] * parts, field.shape[1] // parts, *field.shape[2:])
+        name: field.reshape(field.shape[0] * splits_per_row, field.shape[1] // splits_per_row, *field.shape[2:])
         for name, field in rows.items()
     }
     documents, positions = split["documents"], split["positions"]

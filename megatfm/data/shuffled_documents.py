@@ -79,14 +79,14 @@ class ShuffledDocuments(Iterator[NumberedDocument]):
 
     def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[NumberedDocument]]:
         """Yield the samples of each run, decompressed by background threads."""
-        parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
+        batches = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
         pending = deque(
-            self._executor.submit(self._read, epoch, part)
-            for part in islice(parts, -(-self.order.streams // FRAMES_PER_CALL) + 1)
+            self._executor.submit(self._read, epoch, batch)
+            for batch in islice(batches, -(-self.order.streams // FRAMES_PER_CALL) + 1)
         )
         while pending:
             ready = pending.popleft().result()
-            pending.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
+            pending.extend(self._executor.submit(self._read, epoch, batch) for batch in islice(batches, 1))
             yield from ready
 
     def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[NumberedDocument]]:

@@ -269,8 +269,8 @@ def _describe_activations(description: "Description") -> str:
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if activation_bytes is None:
         return "not counted: this model's activations depend on values, and only shapes are known here"
-    kept_text, recomputed_text = (f"{n_bytes / 2**30:,.2f} GiB" for n_bytes in activation_bytes)
-    text = f'{kept_text} saved by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
+    saved_text, recomputed_text = (f"{n_bytes / 2**30:,.2f} GiB" for n_bytes in activation_bytes)
+    text = f'{saved_text} saved by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
     parallel = description.config.parallel
     is_divided = max(parallel.tp, parallel.cp, parallel.pp) > 1
     return f"{text}; before tp, cp and pp divide them" if is_divided else text

@@ -233,11 +233,13 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
 
 
 def write_table(table: Mapping[str, Any], path: Path) -> None:
-    """Write a measured table. Raises UsageError for a file that exists."""
+    """Write a measured table. Raises UsageError for a file that exists, MegatfmError if it can't be written."""
     import tomli_w
 
+    from megatfm.corpus.files import disk_errors_as_megatfm_errors
     from megatfm.files import atomic_write
 
     if path.exists():
         raise UsageError(f"--calibrate {path}: the file exists: give another name")
-    atomic_write(path, tomli_w.dumps(table))
+    with disk_errors_as_megatfm_errors(path):
+        atomic_write(path, tomli_w.dumps(table))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint
-from megatfm.checkpoint.directory import refuse_adapter
+from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.config.objective import ImageObjective
+from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.errors import UsageError
@@ -72,12 +73,13 @@ class ImageEvaluation:
         return names
 
     def write(self, run_dir: Path, step: int) -> None:
-        """Write the confusion matrices, and pictures if `n_images` > 0."""
+        """Write the confusion matrices, and pictures if `n_images` > 0. Raises MegatfmError."""
         from megatfm.inference.pictures import write_pictures
 
         if self._sets:
             content = {"step": step, "sets": self._sets}
-            atomic_write(run_dir / CONFUSION, json.dumps(content, ensure_ascii=False) + "\n")
+            with disk_errors_as_megatfm_errors(run_dir / CONFUSION):
+                atomic_write(run_dir / CONFUSION, json.dumps(content, ensure_ascii=False) + "\n")
         if self._n_images:
             write_pictures(run_dir, step, self._galleries)
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megatfm.config import Config
+from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.files import atomic_write
@@ -156,18 +157,20 @@ def make_mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], nam
 
 
 def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> int:
-    """Write galleries as PNG files and their index; return the number of pictures."""
+    """Write galleries as PNG files and their index; return the number of pictures. Raises MegatfmError."""
     index: list[Mapping[str, Any]] = []
     for gallery in galleries:
         entries = []
         for number, picture in enumerate(gallery.pictures):
             file = Path(FOLDER) / f"{gallery.name}-{number:02d}.png"
-            (run_dir / FOLDER).mkdir(exist_ok=True)
-            atomic_write(run_dir / file, join_panels(picture.panels))
+            with disk_errors_as_megatfm_errors(run_dir / file):
+                (run_dir / FOLDER).mkdir(exist_ok=True)
+                atomic_write(run_dir / file, join_panels(picture.panels))
             entries.append({"file": str(file), "caption": picture.caption})
         index.append({"title": gallery.title, "note": gallery.note, "pictures": entries})
     content = {"step": step, "galleries": index}
-    atomic_write(run_dir / PICTURES, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with disk_errors_as_megatfm_errors(run_dir / PICTURES):
+        atomic_write(run_dir / PICTURES, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return sum(len(gallery.pictures) for gallery in galleries)
 
 

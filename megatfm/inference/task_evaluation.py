@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatfm import checkpoint
-from megatfm.checkpoint.directory import refuse_adapter
+from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.engines.interface import RunsModel
@@ -164,13 +164,14 @@ def predict_file(
             f"{file}: {target} is for the predictions of task.{Path(file).stem} = {evaluated_file}, which the report "
             "shows: give --out FILE"
         )
+    threshold = _read_threshold(run_dir) if task.form == "span_extraction" else 0.0
     evaluated = _evaluate_files(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if evaluated is None:
         return None
     predictions = evaluated[1]["predicted"].predictions
     assert predictions is not None
     if isinstance(predictions, SpanPredictions):
-        predictions = replace(predictions, threshold=_read_threshold(run_dir))
+        predictions = replace(predictions, threshold=threshold)
     return target, _write_predictions(target, predictions)
 
 
@@ -179,10 +180,21 @@ def _are_same_file(first: str, second: str) -> bool:
 
 
 def _read_threshold(run_dir: Path) -> float:
-    """Return the no-answer threshold that a run chose on its validation file; 0 if it chose none."""
-    results = run_dir / RESULTS
-    sets = json.loads(results.read_text()).get("sets", {}) if results.is_file() else {}
-    return float(sets.get("validation", {}).get("threshold", 0.0))
+    """Return the no-answer threshold that a run chose on its validation file; 0 if it chose none.
+
+    Raises MegatfmError if the results are damaged.
+    """
+    path = run_dir / RESULTS
+    if not path.is_file():
+        return 0.0
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        return float(results["sets"].get("validation", {}).get("threshold", 0.0))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MegatfmError(
+            f"{path}: can't be read ({error}), and the run's threshold for no answer is in it: evaluate the run again, "
+            f"`megatfm finetune {run_dir}`"
+        ) from None
 
 
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:

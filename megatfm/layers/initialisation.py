@@ -142,8 +142,8 @@ def _draw_rows(
         values = generator.standard_normal(len(redrawn), dtype=np.float32)
         indices = np.unravel_index(redrawn, shape)
         axes = list(zip(indices, region, strict=True))
-        is_kept = np.all([(index >= kept.start) & (index < kept.stop) for index, kept in axes], axis=0)
-        target[tuple(index[is_kept] - kept.start for index, kept in axes)] = values[is_kept]
+        is_kept = np.all([(index >= bounds.start) & (index < bounds.stop) for index, bounds in axes], axis=0)
+        target[tuple(index[is_kept] - bounds.start for index, bounds in axes)] = values[is_kept]
         redrawn = redrawn[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
         target *= np.float32(initial.std)
@@ -290,11 +290,11 @@ def bert(config: ModelConfig, stack: StackKind) -> Initialiser:
 def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
     """Draw from N(0, std²), with std / √(2 · depth) for projections back to the residual stream."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
-    smaller = (2 * count_blocks(config, stack)) ** -0.5
+    residual_factor = (2 * count_blocks(config, stack)) ** -0.5
 
     def initial(role: Role, d_in: int, d_out: int) -> Normal:
         residual = role in ("out", "ffn_out")
-        return Normal(std * smaller if residual else std)
+        return Normal(std * residual_factor if residual else std)
 
     return initial
 

@@ -71,14 +71,14 @@ def add_lora(model: nn.Module, options: LoRAConfig) -> None:
 
     Raises UsageError for a pattern that matches nothing, or something that can't have an adapter.
     """
-    chosen = find_lora_targets(model, options.targets)
-    for path, module in chosen.items():
+    targets = find_lora_targets(model, options.targets)
+    for path, module in targets.items():
         if isinstance(module, Experts):
             module.add_lora(path.rpartition(".")[2], options.rank, options.alpha / options.rank)
         else:
             module.lora = LoRA(module, options, path)
     if options.dropout:
-        _prepare_dropout(model, chosen)
+        _prepare_dropout(model, targets)
     names = [name for name, _ in model.named_parameters()]
     for pattern in options.trained:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -145,13 +145,13 @@ def _explain_no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) 
     )
 
 
-def _prepare_dropout(model: nn.Module, chosen: Mapping[str, Linear | Experts]) -> None:
+def _prepare_dropout(model: nn.Module, targets: Mapping[str, Linear | Experts]) -> None:
     """Have each block hand its sequence to the adapters in it.
 
     Raises UsageError for a layer in no block or on a memory, and for experts.
     """
     blocks = {path: module for path, module in model.named_modules() if hasattr(module, "input_dropouts")}
-    for path, module in chosen.items():
+    for path, module in targets.items():
         if isinstance(module, Experts):
             raise UsageError(
                 f"model.lora.dropout: {path} holds the matrices of several experts, whose inputs can't be dropped: "

@@ -57,9 +57,9 @@ class MapSequence(SequenceMetadata):
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else take_columns(self.documents, index_S)
-        smaller = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
-        smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
-        return smaller
+        downsampled_map = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
+        downsampled_map.previous_size, downsampled_map.first_size = previous or self.size, self.first_size
+        return downsampled_map
 
     def find_downsampled_indices(self, size: MapSize) -> Tensor:
         """Return for each token of a smaller map the index of the first token that it covers here, int64 [S]."""

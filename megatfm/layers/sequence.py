@@ -19,9 +19,9 @@ T = TypeVar("T")
 ALL_QUERIES = slice(None)
 
 
-def selects_all(chosen: slice, n: int) -> bool:
+def selects_all(selection: slice, n: int) -> bool:
     """Return whether a slice selects all of n elements."""
-    return len(range(*chosen.indices(n))) == n
+    return len(range(*selection.indices(n))) == n
 
 
 class Pattern(Protocol):
@@ -112,14 +112,14 @@ class SequenceMetadata:
             layer._depth = depth
         return layer
 
-    def after_eviction(self, count: int, first: int = 0) -> Self:
-        """Return a copy for a layer whose cache holds `count` keys: those of the `first` tokens and the last ones."""
-        n_evicted = self.cached_length + self.positions.shape[1] - count
+    def after_eviction(self, n_cached: int, n_first: int = 0) -> Self:
+        """Return a copy for a layer whose cache holds `n_cached` keys: of the first `n_first` tokens, and the last."""
+        n_evicted = self.cached_length + self.positions.shape[1] - n_cached
         if not n_evicted:
             return self
         layer = copy.copy(self)
-        layer.n_evicted, layer.n_initial_kept = n_evicted, first
-        layer._cache = self.cached(("after eviction", n_evicted, first), dict)
+        layer.n_evicted, layer.n_initial_kept = n_evicted, n_first
+        layer._cache = self.cached(("after eviction", n_evicted, n_first), dict)
         return layer
 
     def on_host(self) -> "SequenceMetadata":

@@ -35,10 +35,11 @@ class Electra(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        embedding, smaller = InputEmbedding(config, "encoder"), make_generator_config(config)
+        embedding, generator_config = InputEmbedding(config, "encoder"), make_generator_config(config)
         self.discriminator = Discriminator(config, embedding=embedding)
         self.generator = Encoder(
-            smaller, embedding=InputEmbedding(smaller, "encoder", shared=embedding, share_positions=True)
+            generator_config,
+            embedding=InputEmbedding(generator_config, "encoder", shared=embedding, share_positions=True),
         )
         self.accept("tokens", "original", *list_sequence_fields(config))
         generator, discriminator = self.generator.encoder, self.discriminator.encoder
@@ -114,8 +115,8 @@ class Electra(Model):
         """Return a view that runs these split points only, for a pipeline stage."""
         view = make_view(self)
         for path in ("generator", "discriminator"):
-            below = filter_names_below(path, names)
-            setattr(view, path, getattr(self, path).stage(below) if below else None)
+            names_below = filter_names_below(path, names)
+            setattr(view, path, getattr(self, path).stage(names_below) if names_below else None)
         return view
 
 

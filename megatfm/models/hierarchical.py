@@ -106,7 +106,7 @@ class PyramidStack(nn.Module):
 
     def compute_row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
         """Return the number of tokens of a row in a stage."""
-        first, last = (prod(self.compute_map_sizes(batch)[at]) for at in (0, stage))
+        first, last = (prod(self.compute_map_sizes(batch)[stage_index]) for stage_index in (0, stage))
         return batch["positions"].shape[1] // first * last
 
     def compute_map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:

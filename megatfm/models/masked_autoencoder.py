@@ -150,11 +150,13 @@ class MaskedAutoencoder(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        smaller = make_pixel_decoder_config(config)
+        decoder_config = make_pixel_decoder_config(config)
         self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
         self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
-        self.decoder = Stack(smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller)))
-        self.pixels = PixelDecoderHead(config, smaller)
+        self.decoder = Stack(
+            decoder_config, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, decoder_config))
+        )
+        self.pixels = PixelDecoderHead(config, decoder_config)
         encoder_fields = (f"encoder_{name}" for name in ("patches", *list_sequence_fields(config)))
         self.accept("source", *list_sequence_fields(config), *encoder_fields, targets=("patches",))
         self.split_points = [

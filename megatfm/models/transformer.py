@@ -285,7 +285,9 @@ class FutureHead(nn.Module):
         y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         if not isinstance(result, BlockOutput):
             return y_BTD
-        return BlockOutput(y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()})
+        return BlockOutput(
+            y_BTD, result.losses, {f"layers.0.{sublayer}": counts for sublayer, counts in result.counts.items()}
+        )
 
 
 def _get_pairs(batch: Mapping[str, Tensor]) -> PairFields:

@@ -33,9 +33,9 @@ Losses = dict[str, Tensor]
 """Loss term → its sum over a micro-batch, a scalar."""
 
 TokenArray = NDArray[np.integer]
-Ints = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 RandomKeys = NDArray[np.uint64]
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 RowLengths = tuple[int, ...]
 """data.sequence_length, and for an encoder-decoder data.target_length."""
@@ -142,7 +142,7 @@ class Objective:
     allows_cross_document_attention: bool = False
     """Whether `data.attend_across_documents` is allowed: a document's tokens reveal nothing of another's targets."""
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         """Return sequence lengths [n] or [n, sides] of chunks of `n_tokens` [n]; 0: the chunk makes no sequence.
 
         keys [n]: `rng.chunk_keys`, for draws that decide lengths; the same in every epoch.
@@ -306,7 +306,7 @@ def make_masking_key(key: ChunkKey, name: str, static: bool = False) -> tuple[in
     return (key.seed, key.sample, key.chunk, name) if static else (*key, name)
 
 
-def randint_below(n: int | Ints, u: float | Floats) -> Ints:
+def randint_below(n: int | IntArray, u: float | FloatArray) -> IntArray:
     """Return uniform integers in [0, n) from uniform u in [0, 1)."""
     return np.minimum((np.asarray(u) * n).astype(np.int64), np.asarray(n) - 1)
 

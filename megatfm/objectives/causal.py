@@ -16,7 +16,7 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -55,7 +55,7 @@ class Causal(Objective):
         weight = config.mtp_loss_weight if config else 1.0
         self.loss_weights: Mapping[str, float] = {"causal": 1.0} | {f"future_{n}": weight for n in self.future}
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return n_tokens + 1
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -95,7 +95,7 @@ class EncoderDecoderCausal(Objective):
         self.special, self.loss_weights = special, {"span": 1.0}
         self.max_tokens = max(row_lengths[-1] - 1, 1)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -124,7 +124,7 @@ class PrefixLM(Objective):
         self.special, self.loss_weights = special, {"causal": 1.0}
         self.max_tokens = find_max_chunk_tokens(lambda n: n + 1, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 0, n_tokens + 1, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -152,7 +152,7 @@ class PrefixSeq2Seq(Objective):
         max_side = max(self.max_inputs, self.max_targets)
         self.max_tokens = find_max_chunk_tokens(lambda n: np.where(n > 1, n, 0), [max_side], config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         cuts = self._draw_cuts(n_tokens, keys)
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
@@ -161,7 +161,7 @@ class PrefixSeq2Seq(Objective):
         cut = int(self._draw_cuts(np.array([len(tokens)]), key.without_epoch)[0])
         return make_seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 
-    def _draw_cuts(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def _draw_cuts(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         min_prefix = np.maximum(n_tokens - self.max_targets, 1)
         max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
         return min_prefix + randint_below(np.maximum(max_prefix - min_prefix + 1, 1), rng.to_unit_interval(keys))

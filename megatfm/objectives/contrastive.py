@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +17,20 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Losses,
-    Objective,
     RandomKeys,
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
+from megatfm.objectives.images import ImageBasedObjective, draw_image_files, make_image_reader
 from megatfm.rng import ChunkKey
-
-if TYPE_CHECKING:
-    from megatfm.data.images import ImageReader
 
 CAPTIONS = "captions"
 
 
 @OBJECTIVES.register("contrastive")
-class Contrastive(Objective):
+class Contrastive(ImageBasedObjective):
     """Images in the encoder's row, their captions in the decoder's.
 
     Evaluation compares all pairs of a validation set. The field `captions` has a hash of each caption at its first
@@ -43,9 +38,8 @@ class Contrastive(Objective):
     """
 
     model_families = ("two_towers",)
-    reads_text, needs_files, compares_samples = True, True, True
+    compares_samples = True
     field_prefixes = ENCODER_DECODER
-    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -57,12 +51,13 @@ class Contrastive(Objective):
         *,
         training: bool = True,
     ) -> None:
+        super().__init__(special, config, model, row_lengths, images)
         if images.mixes:
             raise UsageError(
                 "objective.name = 'contrastive': a mixed image has no caption: set data.images.mixup=0 and "
                 "data.images.cutmix=0"
             )
-        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
         positions = model.text_tower.max_positions if model.text_tower else 0
         self.max_caption_tokens = min(positions, *row_lengths[1:]) if row_lengths[1:] else positions
         self.special, self.begin_token, self.pads_captions = special, config.begin_token, config.pad_captions
@@ -81,12 +76,8 @@ class Contrastive(Objective):
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         caption_fields = {} if training else {CAPTIONS: Field("int32", (2,))}
         self.fields = {**image_fields, "tokens": Field(pad_value=special.pad), **caption_fields}
-        self._for_evaluation = partial(Contrastive, special, config, model, row_lengths, images, training=False)
 
-    def for_evaluation(self) -> Objective:
-        return self._for_evaluation()
-
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         lengths = np.minimum(n_tokens + 1 + self.begin_token, self.max_caption_tokens)
         text_lengths = np.full_like(lengths, self.max_caption_tokens) if self.pads_captions else lengths
         return np.stack([np.full_like(lengths, self.reader.n_tokens), text_lengths], axis=1)
@@ -105,7 +96,7 @@ class Contrastive(Objective):
             fields[CAPTIONS][0] = hash_caption(fields["tokens"])
         return fields
 
-    def frame_caption(self, tokens: NDArray[np.integer]) -> Ints:
+    def frame_caption(self, tokens: NDArray[np.integer]) -> IntArray:
         """Return a caption with begin and end token, truncated to `max_caption_tokens`, padded if so configured."""
         begin_tokens = [self.special.bos] * self.begin_token
         caption = np.concatenate(
@@ -140,6 +131,6 @@ class Contrastive(Objective):
         return self.compute_terms(model, self.features(model, batch))
 
 
-def hash_caption(tokens: Ints) -> NDArray[np.int32]:
+def hash_caption(tokens: IntArray) -> NDArray[np.int32]:
     """Return a caption's 64-bit hash as two int32 [2]. Equal captions have equal hashes."""
     return np.frombuffer(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), np.int32)

@@ -16,7 +16,7 @@ from megatfm.objectives.base import (
     ENCODER_DECODER,
     OBJECTIVES,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -72,7 +72,7 @@ class SpanCorruption(Denoising):
         )
         require_sentinels(special, int(n_spans.max(initial=0)), config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return self._compute_lengths(n_tokens)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -85,13 +85,13 @@ class SpanCorruption(Denoising):
         )
         return self.make_example(inputs, target_tokens)
 
-    def _compute_lengths(self, n_tokens: Ints) -> Ints:
+    def _compute_lengths(self, n_tokens: IntArray) -> IntArray:
         return compute_corrupted_lengths(
             n_tokens, self.config.noise_density, self.config.mean_noise_span_length, self.is_encoder_decoder
         )
 
 
-def count_noise_spans(n_tokens: Ints, noise_density: float, mean_span_length: float) -> tuple[Ints, Ints]:
+def count_noise_spans(n_tokens: IntArray, noise_density: float, mean_span_length: float) -> tuple[IntArray, IntArray]:
     """Return the noise tokens and noise spans [n] of chunks of `n_tokens` [n] ≥ 2.
 
     As in T5's code: both are rounded half to even and at least 1, and one token at least is kept. Unlike T5's code,
@@ -103,8 +103,8 @@ def count_noise_spans(n_tokens: Ints, noise_density: float, mean_span_length: fl
 
 
 def compute_corrupted_lengths(
-    n_tokens: Ints, noise_density: float, mean_span_length: float, is_encoder_decoder: bool
-) -> Ints:
+    n_tokens: IntArray, noise_density: float, mean_span_length: float, is_encoder_decoder: bool
+) -> IntArray:
     """Return lengths of input and target with EOS [n, 2], or of both joined for a prefix decoder [n, 1].
 
     Chunks of fewer than two tokens have 0.
@@ -121,7 +121,7 @@ def corrupt_spans(
     mean_span_length: float,
     sentinels: Sequence[int],
     key: tuple[int | str, ...],
-) -> tuple[Ints, Ints]:
+) -> tuple[IntArray, IntArray]:
     """Return a chunk's input and target without EOS.
 
     Kept and noise spans alternate, a kept one first. The lengths of each kind are a uniform composition of its tokens
@@ -141,7 +141,7 @@ def corrupt_spans(
     return inputs, target_tokens
 
 
-def draw_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
+def draw_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> IntArray:
     """Return the lengths ≥ 1 [n_segments] of a uniform cut of `n_items`. random: at least n_items − 1 numbers."""
     cuts = np.sort(np.argsort(random[: n_items - 1], kind="stable")[: n_segments - 1]) + 1
     return np.diff(cuts, prepend=0, append=n_items)
@@ -213,7 +213,7 @@ class UL2(Denoising):
         ]
         require_sentinels(special, int(max(max_spans, default=0)), config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         denoisers, cuts = self.choose_denoisers(n_tokens, keys)
         lengths = np.zeros((len(n_tokens), len(self.field_prefixes)), np.int64)
         for denoiser in range(len(DENOISERS)):
@@ -236,7 +236,7 @@ class UL2(Denoising):
             inputs = np.append(mode_token, inputs)
         return self.make_example(inputs, target_tokens)
 
-    def choose_denoisers(self, n_tokens: Ints, keys: NDArray[np.uint64]) -> tuple[Ints, Ints]:
+    def choose_denoisers(self, n_tokens: IntArray, keys: NDArray[np.uint64]) -> tuple[IntArray, IntArray]:
         """Return the index of each chunk's denoiser [n], and the cut [n] that denoiser S would make."""
         denoiser_uniform, cut_uniform = (
             rng.to_unit_interval(rng.hash_rows((name,), keys)) for name in ("denoiser", "cut")
@@ -245,7 +245,7 @@ class UL2(Denoising):
         n_targets = 1 + randint_below(np.maximum(n_tokens // 2, 1), cut_uniform)
         return denoisers, np.maximum(n_tokens - n_targets, 0)
 
-    def compute_denoiser_lengths(self, denoiser: int, n_tokens: Ints, cuts: Ints) -> Ints:
+    def compute_denoiser_lengths(self, denoiser: int, n_tokens: IntArray, cuts: IntArray) -> IntArray:
         """Return sequence lengths [n, sides] of chunks of `n_tokens` [n] under a denoiser. cuts [n]: of denoiser S."""
         mode, mean_span_length, noise_density = DENOISERS[denoiser]
         if mode == "S":
@@ -257,7 +257,7 @@ class UL2(Denoising):
             lengths[:, 0] += lengths[:, 0] > 0
         return lengths
 
-    def compute_max_lengths(self, denoiser: int, n_tokens: Ints) -> Ints:
+    def compute_max_lengths(self, denoiser: int, n_tokens: IntArray) -> IntArray:
         """Return the largest lengths [n, sides] of chunks. Denoiser S cuts anywhere in the second half."""
         last_cut, middle_cut = n_tokens - 1, n_tokens - n_tokens // 2
         return np.maximum(

@@ -1,8 +1,7 @@
 """Supervised classification of images (Dosovitskiy et al. 2021)."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,14 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Losses,
-    Objective,
     RandomKeys,
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, image_mixing, make_image_reader
+from megatfm.objectives.images import ImageBasedObjective, draw_image_files, make_image_mixing, make_image_reader
 from megatfm.rng import ChunkKey
-
-if TYPE_CHECKING:
-    from megatfm.data.images import ImageReader
 
 HEAD = "classifier"
 ACCURACIES = frozenset(f"top{k}" for k in TOP_K)
@@ -37,12 +32,11 @@ MAX_LABEL_DIGITS = 18
 
 
 @OBJECTIVES.register("image_classification")
-class ImageClassification(Objective):
+class ImageClassification(ImageBasedObjective):
     """Predict each image's class, which a sample's file "cls" holds: in `labels` at its first token, −100 elsewhere."""
 
     model_families = ("encoder", "hierarchical")
-    reads_text, needs_files = False, True
-    max_tokens = ONE_CHUNK
+    reads_text = False
 
     def __init__(
         self,
@@ -54,8 +48,9 @@ class ImageClassification(Objective):
         *,
         training: bool = True,
     ) -> None:
+        super().__init__(special, config, model, row_lengths, images)
         self.n_classes = _get_n_classes(model)
-        self.reader: ImageReader = make_image_reader(
+        self.reader = make_image_reader(
             images,
             model,
             config.name,
@@ -65,20 +60,16 @@ class ImageClassification(Objective):
         )
         self.metrics = () if training else tuple(f"top{k}" for k in TOP_K if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
-        self.mixing = image_mixing(images, self.reader) if training else None
+        self.mixing = make_image_mixing(images, self.reader) if training else None
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
         if self.mixing is not None:
             self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
-        self._for_evaluation = partial(ImageClassification, special, config, model, row_lengths, images, training=False)
 
-    def for_evaluation(self) -> Objective:
-        return self._for_evaluation()
-
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.full(len(n_tokens), self.reader.n_tokens)
 
     @property
-    def image_lengths(self) -> Callable[[Ints], Ints] | None:
+    def image_lengths(self) -> Callable[[IntArray], IntArray] | None:
         """Sequence lengths [n] from heights and widths [n, 2], if images keep their shape; else None."""
         return self.reader.image_lengths if self.reader.size is None else None
 

@@ -1,8 +1,7 @@
 """Predict an image's text, each token from the image and the text before it (LLaVA; Liu et al. 2023)."""
 
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,22 +15,18 @@ from megatfm.objectives.base import (
     ENCODER_DECODER,
     OBJECTIVES,
     Example,
-    Ints,
-    Objective,
+    IntArray,
     RandomKeys,
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
+from megatfm.objectives.images import ImageBasedObjective, draw_image_files, make_image_reader
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 
-if TYPE_CHECKING:
-    from megatfm.data.images import ImageReader
-
 
 @OBJECTIVES.register("image_to_text")
-class ImageToText(Objective):
+class ImageToText(ImageBasedObjective):
     """Images in the encoder's row; in the decoder's, a token for each of their patches, and the text to predict.
 
     A sample has one image or several, in the order of their tokens in the text, or all before it. A text that is longer
@@ -39,9 +34,8 @@ class ImageToText(Objective):
     """
 
     model_families = ("vision_language",)
-    reads_text, needs_files, predicts_tokens = True, True, True
+    predicts_tokens = True
     field_prefixes = ENCODER_DECODER
-    max_tokens = ONE_CHUNK
     loss_weights: Mapping[str, float] = {"causal": 1.0}
 
     def __init__(
@@ -54,6 +48,7 @@ class ImageToText(Objective):
         *,
         training: bool = True,
     ) -> None:
+        super().__init__(special, config, model, row_lengths, images)
         if images.mixes:
             raise UsageError(
                 "objective.name = 'image_to_text': a mixed image has no text: set data.images.mixup=0 and "
@@ -65,7 +60,7 @@ class ImageToText(Objective):
                 "vision_language: change one of the two"
             )
         tower = make_image_tower(model)
-        self.reader: ImageReader = make_image_reader(
+        self.reader = make_image_reader(
             images, tower, config.name, row_lengths[0], training=training, section="model.vision_tower"
         )
         self.n_patches = self.reader.n_tokens - self.reader.layout.n_special
@@ -95,15 +90,11 @@ class ImageToText(Objective):
         self.fields = {
             **image_fields, "tokens": Field(pad_value=special.pad), "targets": Field(pad_value=IGNORE)
         }  # fmt: skip
-        self._for_evaluation = partial(ImageToText, special, config, model, row_lengths, images, training=False)
 
-    def for_evaluation(self) -> Objective:
-        return self._for_evaluation()
-
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return self.add_image_lengths(n_tokens, np.ones_like(n_tokens))
 
-    def add_image_lengths(self, n_tokens: Ints, n_images: Ints) -> Ints:
+    def add_image_lengths(self, n_tokens: IntArray, n_images: IntArray) -> IntArray:
         """Return sequence lengths [n, 2] of texts of `n_tokens` [n] with `n_images` [n]."""
         n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)  # patches replace the image tokens
         text_lengths = np.minimum(self.begin_token + n_images * self.n_patches + n_text, self.max_text_tokens)
@@ -124,7 +115,7 @@ class ImageToText(Objective):
         fields["targets"] = targets[1:][: self.max_text_tokens]
         return fields
 
-    def measure_prompt(self, sequence: Ints) -> int:
+    def measure_prompt(self, sequence: IntArray) -> int:
         """Return the number of tokens up to the end of the prompt.
 
         Raises SampleError for a text without exactly one end in the row.
@@ -151,7 +142,7 @@ class ImageToText(Objective):
             )
         return n_tokens // self.reader.n_tokens
 
-    def insert_images(self, text: NDArray[np.integer], n_images: int = 1) -> Ints:
+    def insert_images(self, text: NDArray[np.integer], n_images: int = 1) -> IntArray:
         """Return begin token, text [n] with the images' tokens, and end token.
 
         Raises SampleError for a wrong number of image tokens in the text, or an image that would be truncated.
@@ -164,16 +155,16 @@ class ImageToText(Objective):
                 f"objective.image_placement = {setting!r} wants {expected}{', for ' * bool(images)}{images}"
             )
         counts = np.where(text == self.image_token, self.n_patches, 1)
-        last = int(positions[-1]) if self.image_in_text else 0
-        n_before = int(counts[:last].sum()) + (0 if self.image_in_text else (n_images - 1) * self.n_patches)
+        last_image = int(positions[-1]) if self.image_in_text else 0
+        n_before = int(counts[:last_image].sum()) + (0 if self.image_in_text else (n_images - 1) * self.n_patches)
         if self.begin_token + n_before + self.n_patches > self.max_text_tokens:
             raise SampleError(
                 f"has {n_before} tokens before its {'last ' * (n_images > 1)}image of {self.n_patches} patches, and a "
                 f"row has {self.max_text_tokens}: raise data.target_length"
             )
-        in_front = [] if self.image_in_text else [self.image_token] * (n_images * self.n_patches)
+        leading_image_tokens = [] if self.image_in_text else [self.image_token] * (n_images * self.n_patches)
         begin_tokens = [self.special.bos] * self.begin_token
-        sequence = np.concatenate([begin_tokens, in_front, np.repeat(text, counts), [self.special.eos]])
+        sequence = np.concatenate([begin_tokens, leading_image_tokens, np.repeat(text, counts), [self.special.eos]])
         return sequence.astype(np.int64)
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:

@@ -1,14 +1,17 @@
-"""Image readers of objectives, from `[data.images]` and the model's patch embedding."""
+"""Objectives of images: their base class, and their image readers, from `[data.images]` and the model's patches."""
 
 import io
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from megatfm.config import ImagesConfig, ModelConfig
+from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
+from megatfm.objectives.base import Objective
 
 if TYPE_CHECKING:
     from megatfm.data.image_mixing import Mixing
@@ -16,6 +19,28 @@ if TYPE_CHECKING:
 
 ONE_CHUNK = 2**40
 """Chunk length of image objectives: a sample is one image, and its caption is never cut."""
+
+
+class ImageBasedObjective(Objective):
+    """Base of objectives whose samples hold images. arguments: those of the subclass's constructor.
+
+    The constructor also takes `training`; false for evaluation, without random changes of images.
+    """
+
+    needs_files = True
+    max_tokens = ONE_CHUNK
+    reader: "ImageReader"
+
+    def __init__(self, *arguments: Any) -> None:
+        self._make_evaluation_objective = partial(cast(Any, type(self)), *arguments, training=False)
+
+    def for_evaluation(self) -> Objective:
+        objective: Objective = self._make_evaluation_objective()
+        return objective
+
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
+        files = draw_image_files(random, self.reader)
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
 
 def make_patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
@@ -68,8 +93,8 @@ def make_image_reader(
             f"{model.family!r} takes images of one size: set data.images.size in its place"
         )
     if images.max_patches is None and size % patch_size:
-        smaller = size - size % patch_size
-        alternatives = f"{smaller} or {smaller + patch_size}" if smaller else str(patch_size)
+        multiple_below = size - size % patch_size
+        alternatives = f"{multiple_below} or {multiple_below + patch_size}" if multiple_below else str(patch_size)
         raise UsageError(
             f"data.images.size = {size} is not a multiple of {section}.embedding.patch_size = {patch_size}: "
             f"choose {alternatives}"
@@ -93,7 +118,7 @@ def make_image_reader(
     return reader
 
 
-def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
+def make_image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
     """Return mixup and cutmix of `[data.images]`; None if both are off."""
     from megatfm.data.image_mixing import Mixing
 

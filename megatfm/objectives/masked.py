@@ -17,8 +17,8 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Floats,
-    Ints,
+    FloatArray,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -50,7 +50,7 @@ class Masked(Objective):
         self.loss_weights = {"masked": 1.0}
         self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -86,7 +86,7 @@ class SentencePair(Objective):
         self.padding_values = {"sentence_targets": IGNORE}
         self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -122,11 +122,11 @@ class NextSentence(SentencePair):
     needs_other_documents = True
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        tokens, others = chunk.tokens, chunk.other_documents
+        tokens, other_documents = chunk.tokens, chunk.other_documents
         n = len(tokens)
         random = rng.uniform(4, *make_masking_key(key, "next", self.config.static))
         label_uniform, choice_uniform, cut_uniform, start_uniform = random
-        lengths = others.lengths
+        lengths = other_documents.lengths
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, cut_uniform))
             return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
@@ -143,7 +143,7 @@ class NextSentence(SentencePair):
         if not chunk.ends_document:
             first = min(first, 1 + int(randint_below(n_usable - (n - cut) + 1, start_uniform)))
         return self.make_two_segment_example(
-            tokens[:cut], others.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
+            tokens[:cut], other_documents.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )
 
 
@@ -199,7 +199,7 @@ class SpanBoundary(Objective):
         self.cumulative_probs = np.cumsum(length_probs / length_probs.sum())
         self.mean_span_words = float(1 + (1 - self.cumulative_probs).sum())
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -227,7 +227,7 @@ class SpanBoundary(Objective):
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"masked": (batch["targets"] != IGNORE).sum(), "boundary": (batch["span_left"] > 0).sum()}
 
-    def _choose_spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
+    def _choose_spans(self, bounds: IntArray, random: FloatArray) -> tuple[IntArray, IntArray]:
         """Return first tokens and ends [spans] of random spans. bounds [words + 1]: first tokens of words, text end."""
         n_words = len(bounds) - 1
         n_spans = round_at_random(self.config.mask_rate * n_words / self.mean_span_words, float(random[-1]))
@@ -268,7 +268,7 @@ class ReplacedToken(Objective):
         self.padding_values = {"original": special.pad}
         self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:

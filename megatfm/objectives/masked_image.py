@@ -1,9 +1,7 @@
 """Masked image modelling with an asymmetric autoencoder (MAE; He et al. 2022)."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -17,31 +15,26 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
-    Objective,
+    IntArray,
     RandomKeys,
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
+from megatfm.objectives.images import ImageBasedObjective, make_image_reader
 from megatfm.rng import ChunkKey
-
-if TYPE_CHECKING:
-    from megatfm.data.images import ImageReader
 
 
 @OBJECTIVES.register("masked_image")
-class MaskedImage(Objective):
+class MaskedImage(ImageBasedObjective):
     """Visible patches in the encoder's row, all patches in the decoder's.
 
     `source` is the index of a decoder token in the encoder's sequence; −1: masked.
     """
 
     model_families = ("masked_autoencoder",)
-    reads_text, needs_files = False, True
+    reads_text = False
     field_prefixes = ENCODER_DECODER
     loss_weights: Mapping[str, float] = MappingProxyType({"reconstruction": 1.0})
-    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -53,7 +46,8 @@ class MaskedImage(Objective):
         *,
         training: bool = True,
     ) -> None:
-        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[-1], training=training)
+        super().__init__(special, config, model, row_lengths, images)
+        self.reader = make_image_reader(images, model, config.name, row_lengths[-1], training=training)
         layout = self.reader.layout
         n_patches = self.reader.n_tokens - layout.n_special
         self.n_kept = int(n_patches * (1 - config.mask_ratio))
@@ -69,14 +63,8 @@ class MaskedImage(Objective):
             )
         encoder_fields = {f"encoder_{name}": field for name, field in layout.fields.items()}
         self.fields = {**encoder_fields, **layout.fields, "source": Field(pad_value=-1)}
-        self._for_evaluation = partial(  # picklable, for worker processes
-            MaskedImage, special, config, model, row_lengths, images, training=False
-        )
 
-    def for_evaluation(self) -> Objective:
-        return self._for_evaluation()
-
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         side_lengths = (self.reader.layout.n_special + self.n_kept, self.reader.n_tokens)
         return np.tile(np.array(side_lengths, np.int64), (len(n_tokens), 1))
 
@@ -88,10 +76,6 @@ class MaskedImage(Objective):
         source[visible] = np.arange(len(visible))
         encoder_fields = {f"encoder_{name}": values[visible] for name, values in fields.items()}
         return {**encoder_fields, **fields, "source": source}
-
-    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
-        files = draw_image_files(random, self.reader)
-        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         is_masked, documents = batch["source"] < 0, batch.get("documents")  # None: each row is one image

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatfm import rng
 from megatfm.config import MaskedObjective, ReplacedTokenObjective
-from megatfm.objectives.base import Example, Floats, Ints, SpecialTokens, TokenArray, randint_below
+from megatfm.objectives.base import Example, FloatArray, IntArray, SpecialTokens, TokenArray, randint_below
 from megatfm.ops.cross_entropy import IGNORE
 
 
@@ -43,19 +43,22 @@ class Masking:
             config.whole_words,
         )
 
-    def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
+    def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[IntArray, IntArray]:
         """Return masked inputs [n] and targets [n] of tokens [n]."""
         n = len(tokens)
         random = rng.uniform(3 * n + 1, *key)
-        chosen = self._choose(tokens, random[: n + 1])
+        masked_indices = self._choose(tokens, random[: n + 1])
         masked_tokens, targets = tokens.astype(np.int64), np.full(n, IGNORE, np.int64)
-        targets[chosen] = masked_tokens[chosen]
-        masked_tokens[chosen] = replace_masked(
-            masked_tokens[chosen], random[n + 1 : 2 * n + 1][chosen], random[2 * n + 1 :][chosen], self
+        targets[masked_indices] = masked_tokens[masked_indices]
+        masked_tokens[masked_indices] = replace_masked(
+            masked_tokens[masked_indices],
+            random[n + 1 : 2 * n + 1][masked_indices],
+            random[2 * n + 1 :][masked_indices],
+            self,
         )
         return masked_tokens, targets
 
-    def _choose(self, tokens: TokenArray, random: Floats) -> Ints:
+    def _choose(self, tokens: TokenArray, random: FloatArray) -> IntArray:
         """Return the indices of the tokens to predict: mask_rate · n of them, by `round_at_random`."""
         budget = round_at_random(self.mask_rate * len(tokens), float(random[-1]))
         if not self.whole_words:
@@ -64,7 +67,7 @@ class Masking:
         return choose_words(starts, len(tokens), budget, random[: len(starts)])
 
 
-def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
+def choose_words(starts: IntArray, n: int, budget: int, random: FloatArray) -> IntArray:
     """Return the token indices of random words with at most `budget` tokens (BERT's whole-word masking).
 
     Words are tried in random order, and one that exceeds the budget is skipped. starts [words]: first tokens of the
@@ -74,19 +77,21 @@ def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     order = np.argsort(random, kind="stable")
     total = np.cumsum(lengths[order])
     n_fitting = int(np.searchsorted(total, budget, side="right"))
-    chosen, tokens_left = order[:n_fitting].tolist(), budget - int(total[n_fitting - 1] if n_fitting else 0)
+    chosen_words, tokens_left = order[:n_fitting].tolist(), budget - int(total[n_fitting - 1] if n_fitting else 0)
     for word in order[n_fitting:]:
         if tokens_left == 0:
             break
         if lengths[word] <= tokens_left:
-            chosen.append(word)
+            chosen_words.append(word)
             tokens_left -= int(lengths[word])
     is_chosen = np.zeros(len(starts), bool)
-    is_chosen[chosen] = True
+    is_chosen[chosen_words] = True
     return np.flatnonzero(np.repeat(is_chosen, lengths))
 
 
-def replace_masked(original: Ints, case_uniform: Floats, token_uniform: Floats, masking: Masking) -> Ints:
+def replace_masked(
+    original: IntArray, case_uniform: FloatArray, token_uniform: FloatArray, masking: Masking
+) -> IntArray:
     """Replace tokens [n] by the mask token, a random token, or themselves.
 
     case_uniform [n] and token_uniform [n], in [0, 1), select the case and the random token.
@@ -102,7 +107,7 @@ def replace_masked(original: Ints, case_uniform: Floats, token_uniform: Floats, 
     return masked_tokens
 
 
-def make_single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
+def make_single_segment_example(masked_tokens: IntArray, targets: IntArray, cls: int, sep: int) -> Example:
     """Return [CLS] text [SEP] with the text's targets."""
     tokens = np.empty(len(masked_tokens) + 2, np.int64)
     target_tokens = np.full(len(tokens), IGNORE, np.int64)

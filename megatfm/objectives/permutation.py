@@ -10,8 +10,8 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Floats,
-    Ints,
+    FloatArray,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -54,7 +54,7 @@ class Permutation(Objective):
         # The text's start falls into a context with a probability proportional to its length.
         self.cumulative_probs = np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -62,7 +62,7 @@ class Permutation(Objective):
         n = len(tokens)
         n_contexts = n // self.config.tokens_per_prediction + 2
         random = rng.uniform(2 * n_contexts + 2 + n, *make_masking_key(key, "permutation"))
-        chosen = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
+        predicted_indices = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
         # The first [SEP] shifts the tokens of B by one.
         positions = np.arange(n) + (np.arange(n) >= cut)
@@ -70,9 +70,11 @@ class Permutation(Objective):
         fields["targets"] = np.full(n + 3, IGNORE, np.int64)
         fields["tokens"][positions] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
-        fields["targets"][positions[chosen]] = tokens[chosen]
-        ranks = np.argsort(np.argsort(random[2 * n_contexts + 2 :][: len(chosen)], kind="stable"), kind="stable")
-        fields["order"][positions[chosen]] = 1 + ranks
+        fields["targets"][positions[predicted_indices]] = tokens[predicted_indices]
+        ranks = np.argsort(
+            np.argsort(random[2 * n_contexts + 2 :][: len(predicted_indices)], kind="stable"), kind="stable"
+        )
+        fields["order"][positions[predicted_indices]] = 1 + ranks
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2
         return fields
@@ -81,7 +83,7 @@ class Permutation(Objective):
         """Count the tokens of the content stream and the queries of predicted tokens."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
-    def choose_tokens(self, n: int, random: Floats, start_uniform: float) -> Ints:
+    def choose_tokens(self, n: int, random: FloatArray, start_uniform: float) -> IntArray:
         """Return the indices of the tokens in spans of a text of n tokens.
 
         random [2 · contexts] and start_uniform: uniform in [0, 1).

@@ -15,7 +15,7 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -61,11 +61,12 @@ class Preferences(Objective):
             BEGINS: Field(),
         }
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.maximum(n_tokens - 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        annotation, second_start = read_annotation(chunk), int(read_annotation(chunk)["second"])
+        annotation = read_annotation(chunk)
+        second_start = int(annotation["second"])
         tokens = chunk.tokens.astype(np.int64)
         targets = np.full(len(tokens), IGNORE, np.int64)
         for begin, end in annotation["trained"]:

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -17,32 +15,27 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
-    Objective,
+    IntArray,
     RandomKeys,
     RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
+from megatfm.objectives.images import ImageBasedObjective, make_image_reader
 from megatfm.rng import ChunkKey
-
-if TYPE_CHECKING:
-    from megatfm.data.images import ImageReader
 
 HEAD = "pixels"
 
 
 @OBJECTIVES.register("simmim")
-class SimMIM(Objective):
+class SimMIM(ImageBasedObjective):
     """Predict the pixels of masked squares of an image.
 
     `masked` is 1 for tokens of masked squares, `patches` is zero there, and `target_patches` has all pixels.
     """
 
     model_families = ("encoder", "hierarchical")
-    reads_text, needs_files = False, True
+    reads_text = False
     loss_weights: Mapping[str, float] = MappingProxyType({HEAD: 1.0})
-    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -54,6 +47,7 @@ class SimMIM(Objective):
         *,
         training: bool = True,
     ) -> None:
+        super().__init__(special, config, model, row_lengths, images)
         if HEAD not in model.extra_heads or not getattr(model.embedding, "mask_token", False):
             raise UsageError(
                 "objective.name = 'simmim' needs a model with a mask token and a head for pixels: set "
@@ -65,7 +59,7 @@ class SimMIM(Objective):
                 f"model.extra_heads.{HEAD}.stride = {stride}: a token stands for its patch: choose "
                 f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
             )
-        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
         layout, mask_size = self.reader.layout, config.mask_size
         if mask_size % layout.patch_size or images.size % mask_size:
             raise UsageError(
@@ -86,14 +80,8 @@ class SimMIM(Objective):
             "masked": Field("uint8"),
             "target_patches": Field("uint8", (layout.patch_values,)),
         }
-        self._for_evaluation = partial(  # picklable, for worker processes
-            SimMIM, special, config, model, row_lengths, images, training=False
-        )
 
-    def for_evaluation(self) -> Objective:
-        return self._for_evaluation()
-
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.full(len(n_tokens), self.reader.n_tokens)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -105,10 +93,6 @@ class SimMIM(Objective):
         masked[n_special:] = np.kron(squares.reshape(self.squares_per_side, -1), ones).flatten()
         visible = np.where(masked[:, None], np.uint8(0), fields["patches"])
         return {**fields, "patches": visible, "masked": masked, "target_patches": fields["patches"]}
-
-    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
-        files = draw_image_files(random, self.reader)
-        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {HEAD: (batch["masked"] > 0).sum()}

@@ -25,7 +25,7 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
-    Ints,
+    IntArray,
     Objective,
     RandomKeys,
     RowLengths,
@@ -82,7 +82,7 @@ class LabelledExamples(Objective):
         """Return the name of the head's loss. Raises UsageError for a model without the head."""
         raise NotImplementedError
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return n_tokens
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -91,16 +91,16 @@ class LabelledExamples(Objective):
         fields["tokens"] = chunk.tokens.astype(np.int64)
         fields["examples"][annotation["at"]] = key.sample
         starts = np.array(annotation.get("starts", [0]))
-        part = np.searchsorted(starts, np.arange(n), side="right") - 1
+        part_of_token = np.searchsorted(starts, np.arange(n), side="right") - 1
         if "parts" in fields:
-            fields["parts"] = part
+            fields["parts"] = part_of_token
         if self.has_segments:
             second_starts = np.atleast_1d(annotation.get("second", n))
-            fields["segments"] = (np.arange(n) >= second_starts[part]).astype(np.int64)
+            fields["segments"] = (np.arange(n) >= second_starts[part_of_token]).astype(np.int64)
             if self.ends_in_cls:
                 fields["segments"][np.append(starts[1:], n) - 1] = 2
         if self.predicts_tokens:
-            fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
+            fields["targets"][:-1] = np.where(part_of_token[1:] == part_of_token[:-1], fields["tokens"][1:], IGNORE)
         self.place_labels(fields, annotation)
         return fields
 
@@ -280,11 +280,11 @@ class Answers(Objective):
         self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
         self.max_tokens = sum(row_lengths) if self.is_encoder_decoder else self.length + 1
 
-    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return np.maximum(n_tokens - 1, 0)
 
     @property
-    def image_lengths(self) -> Callable[[Ints], Ints] | None:
+    def image_lengths(self) -> Callable[[IntArray], IntArray] | None:
         """Sequence lengths [n, 2] from the tokens of both sides [n, 2], which the index stores as image sizes."""
         return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
 

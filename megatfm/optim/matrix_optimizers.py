@@ -116,9 +116,11 @@ def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
     """Orthogonalise the updates, whose matrices have one shape, and apply them to the weights."""
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
     orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
-    parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
-    for step_size, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
-        weights, directions = zip(*((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True)
+    orthogonal_stacks = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
+    for step_size, pairs in groupby(zip(batch, orthogonal_stacks, strict=True), key=lambda pair: pair[0][2]):
+        weights, directions = zip(
+            *((weight, direction.view_as(weight)) for (weight, _, _), direction in pairs), strict=True
+        )
         torch._foreach_add_(weights, directions, alpha=step_size)
 
 

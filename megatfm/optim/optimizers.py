@@ -110,6 +110,9 @@ class BF16StateAdamW(torch.optim.Optimizer):
             shape = tuple(weight.shape)
             shard = self._locations.get(weight, ShardLocation("", shape, (0,) * len(shape)))
             tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]
+            if weight.numel() <= CHUNK_ELEMENTS:  # also a scalar, which has no rows
+                yield ShardRows(*tensors, shard)
+                continue
             n_rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
             for first in range(0, shape[0], n_rows):
                 w, g, mean, square = (tensor[first : first + n_rows] for tensor in tensors)

@@ -155,14 +155,14 @@ def downsample(curve: Curve, limit: int = MAX_POINTS) -> Curve:
     count = len(curve.steps)
     if count <= limit:
         return curve
-    chosen: list[int] = []
+    indices_kept: list[int] = []
     n_buckets = limit // 2
     for bucket in range(n_buckets):
         indices = range(bucket * count // n_buckets, (bucket + 1) * count // n_buckets)
         finite = [i for i in indices if math.isfinite(curve.values[i])]
         key = curve.values.__getitem__
-        chosen += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [indices[0]]
-    return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
+        indices_kept += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [indices[0]]
+    return Curve([curve.steps[i] for i in indices_kept], [curve.values[i] for i in indices_kept])
 
 
 def format_number(value: float) -> str:

@@ -92,7 +92,7 @@ class RunComparison:
     @property
     def _has_different_peaks(self) -> bool:
         """Whether the runs' MFU is relative to different peaks, and so not comparable."""
-        return len({run.environment.get("peak") for run in self.runs if run.get_curve("mfu").finite}) > 1
+        return len({str(run.environment.get("peak")) for run in self.runs if run.get_curve("mfu").finite}) > 1
 
     def _make_row(self, run: Run, evaluations: Sequence[Evaluation]) -> list[str]:
         losses = run.get_curve("loss").finite

@@ -1,10 +1,11 @@
 """Charts of evaluations during training (tasks, loss by position in the row), and titles and units of their metrics."""
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 
 from megatfm.report.charts import Chart, Line, ReferenceLine, make_chart
-from megatfm.report.run import Run
+from megatfm.report.run import Run, iter_numbers
 
 METRICS = {
     "top1": ("Accuracy", "share of held-out images"),
@@ -43,7 +44,9 @@ def make_task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None
 
 def make_position_charts(run: Run) -> list[Chart | None]:
     """Return charts of the loss by position in the row, one per validation set (see `evaluate.position_buckets`)."""
-    length = run.get_section("data").get("sequence_length", 1)
+    length = run.get_section("data").get("sequence_length")
+    if not isinstance(length, int):
+        return []
     charts = []
     for name in run.validation_sets:
         n_buckets = sum(path[:3] == ("evaluation", name, "loss_by_position") for path in run.curves)
@@ -64,7 +67,9 @@ def make_position_charts(run: Run) -> list[Chart | None]:
 def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
     """Return the bits per byte of file compressors on a validation set."""
     table = run.baselines.get(name)
-    return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
+    if not isinstance(table, Mapping):
+        return []
+    return [ReferenceLine(" ".join(path), value) for path, value in iter_numbers(table) if math.isfinite(value)]
 
 
 def get_loss_unit(run: Run) -> str:

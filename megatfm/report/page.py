@@ -136,7 +136,7 @@ def make_resume_command(run: Run) -> str:
 
 def format_subtitle(run: Run) -> str:
     """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
-    parts = (
+    templates = (
         ("model", "family", "{}"),
         ("model", "n_layers", "{} layers"),
         ("model", "d_model", "{} wide"),
@@ -144,7 +144,7 @@ def format_subtitle(run: Run) -> str:
         ("train", "global_batch", "{} per step"),
         ("optimizer", "name", "{}"),
     )
-    values = ((template, run.get_section(section).get(key)) for section, key, template in parts)
+    values = ((template, run.get_section(section).get(key)) for section, key, template in templates)
     return " · ".join(template.format(value) for template, value in values if value is not None)
 
 
@@ -284,9 +284,13 @@ def sample_axes(run: Run) -> list[list[float]]:
         total += seconds / 3600
         hours[step] = total
     steps = sorted(tokens.keys() & hours.keys())
-    chosen = steps[:: max(1, len(steps) // N_AXIS_SAMPLES)]
-    chosen += steps[-1:] if chosen and chosen[-1] != steps[-1] else []
-    return [[0, *chosen], [0, *(tokens[step] for step in chosen)], [0, *(round(hours[s], 6) for s in chosen)]]
+    sampled_steps = steps[:: max(1, len(steps) // N_AXIS_SAMPLES)]
+    sampled_steps += steps[-1:] if sampled_steps and sampled_steps[-1] != steps[-1] else []
+    return [
+        [0, *sampled_steps],
+        [0, *(tokens[step] for step in sampled_steps)],
+        [0, *(round(hours[s], 6) for s in sampled_steps)],
+    ]
 
 
 def format_bytes(count: float) -> str:

@@ -156,37 +156,37 @@ def _make_labels(names: Any, counts: Counts) -> list[str]:
 
 def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence[TextError] = ()) -> ClassResults:
     """Compute scores, confusion matrix and most frequent confusions of a set. labels: names of the classes."""
-    of_label, of_predicted = Counter[int](), Counter[int]()
+    label_totals, predicted_totals = Counter[int](), Counter[int]()
     for (label, predicted), count in counts.items():
-        of_label[label] += count
-        of_predicted[predicted] += count
-    total, count_topk_correct = sum(counts.values()), sum(counts.get((c, c), 0) for c in range(len(labels)))
+        label_totals[label] += count
+        predicted_totals[predicted] += count
+    total, n_correct = sum(counts.values()), sum(counts.get((c, c), 0) for c in range(len(labels)))
     scores = [
         ClassScores(
             class_name,
-            of_label[index],
-            counts.get((index, index), 0) / max(of_predicted[index], 1),
-            counts.get((index, index), 0) / max(of_label[index], 1),
+            label_totals[index],
+            counts.get((index, index), 0) / max(predicted_totals[index], 1),
+            counts.get((index, index), 0) / max(label_totals[index], 1),
         )
         for index, class_name in enumerate(labels)
-        if of_label[index] or of_predicted[index]
+        if label_totals[index] or predicted_totals[index]
     ]
     wrong = sorted(
         ((count, pair) for pair, count in counts.items() if pair[0] != pair[1]),
         key=lambda entry: (-entry[0], entry[1]),
     )
     confusions = [
-        (labels[label], labels[predicted], count, count / of_label[label])
+        (labels[label], labels[predicted], count, count / label_totals[label])
         for count, (label, predicted) in wrong[:MAX_CONFUSIONS]
     ]
     is_small = len(labels) <= MAX_CELLS
     return ClassResults(
         name=name,
-        accuracy=count_topk_correct / total,
+        accuracy=n_correct / total,
         examples=total,
         scores=scores,
-        cells=_make_cells(counts, labels, of_label) if is_small else (),
-        picture="" if is_small else _draw_matrix(counts, len(labels), of_label),
+        cells=_make_cells(counts, labels, label_totals) if is_small else (),
+        picture="" if is_small else _draw_matrix(counts, len(labels), label_totals),
         ticks=() if is_small else _make_ticks(labels),
         confusions=confusions,
         errors=errors,
@@ -265,8 +265,8 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
         label = format_label(row.get(task.get("label", "label")))
         if label == predicted:
             continue
-        parts = (row.get(column) for column in (task.get("text", "text"), task.get("text_pair")) if column)
-        text = " ⏵ ".join(str(part) for part in parts if part is not None)
+        texts = (row.get(column) for column in (task.get("text", "text"), task.get("text_pair")) if column)
+        text = " ⏵ ".join(str(column_text) for column_text in texts if column_text is not None)
         text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
         probability = line.get("probability")
         confidence = float(probability) if isinstance(probability, int | float) else None

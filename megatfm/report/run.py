@@ -195,7 +195,7 @@ class Run:
             samples = record.pop("samples", [])
             if isinstance(samples, list):
                 self.samples += [{**sample, "step": step} for sample in samples if isinstance(sample, Mapping)]
-            for path, value in _iter_numbers(record):
+            for path, value in iter_numbers(record):
                 steps, values = columns.setdefault(path, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
@@ -214,7 +214,7 @@ def make_unique_names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that are distinct."""
     paths = [folder.absolute().parts for folder in folders]
     for length in count(1):
-        names = ["/".join(parts[-length:]) for parts in paths]
+        names = ["/".join(names_on_path[-length:]) for names_on_path in paths]
         if len(set(names)) == len(set(paths)) or length > max(map(len, paths)):
             return names
     raise AssertionError("unreachable: full paths are distinct")
@@ -227,13 +227,13 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _iter_numbers(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+def iter_numbers(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield path and value of each number in nested objects and lists. NaN and infinities are strings in the file."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _iter_numbers(value, (*prefix, key))
+            yield from iter_numbers(value, (*prefix, key))
         elif isinstance(value, list):
-            yield from _iter_numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
+            yield from iter_numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             yield (*prefix, key), _to_float(value)
 

@@ -235,16 +235,20 @@ def compute_time_shares(run: Run) -> list[TimeShare]:
     total = sum(seconds.values())
     if not run.get_curve("step_parts", "passes").steps or not total:
         return []
-    return [TimeShare(name, part, part / total, 1 + i) for i, (name, part) in enumerate(seconds.items()) if part]
+    return [
+        TimeShare(name, part_seconds, part_seconds / total, 1 + i)
+        for i, (name, part_seconds) in enumerate(seconds.items())
+        if part_seconds
+    ]
 
 
 def _compute_step_share(run: Run, *path: str) -> Curve:
     """Return a part of each step's time in percent."""
-    part, steps = run.get_curve(*path), run.get_curve("step_seconds")
+    part_curve, steps = run.get_curve(*path), run.get_curve("step_seconds")
     seconds = dict(zip(steps.steps, steps.values, strict=True))
     percentages = {
         step: 100 * value / seconds[step]
-        for step, value in zip(part.steps, part.values, strict=True)
+        for step, value in zip(part_curve.steps, part_curve.values, strict=True)
         if seconds.get(step)
     }
     return Curve(list(percentages), list(percentages.values()))

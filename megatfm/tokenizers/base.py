@@ -290,8 +290,8 @@ class ReservedTokenEscaper:
     def __call__(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the ids [n] of a text without reserved ones; the same array if it has none."""
         indices = np.flatnonzero(self._is_reserved[ids]).tolist() if self._replacements else []
-        parts, start = [], 0
+        segments, start = [], 0
         for index in indices:
-            parts += [ids[start:index], self._replacements[int(ids[index])]]
+            segments += [ids[start:index], self._replacements[int(ids[index])]]
             start = index + 1
-        return np.concatenate([*parts, ids[start:]]) if parts else ids
+        return np.concatenate([*segments, ids[start:]]) if segments else ids

@@ -60,13 +60,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         n_threads = max(1, min(threads, len(texts)))
-        parts = [texts[thread::n_threads] for thread in range(n_threads)]
+        texts_by_thread = [texts[thread::n_threads] for thread in range(n_threads)]
         try:
             if n_threads == 1:
                 encoded = [self._encode(texts)]
             else:
                 with ThreadPoolExecutor(n_threads) as pool:
-                    encoded = list(pool.map(self._encode, parts))
+                    encoded = list(pool.map(self._encode, texts_by_thread))
         except (TypeError, UnicodeEncodeError):
             check_unicode(texts)
             raise

@@ -5,6 +5,7 @@ These are BERT's vocab.txt, and vocab.json with merges.txt of GPT-2 and RoBERTa.
 
 import codecs
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -116,22 +117,19 @@ def _convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> by
 
     Raises UsageError if the file is no WordPiece vocabulary.
     """
+    options = _read_options(config, name, ("do_lower_case", "strip_accents", "tokenize_chinese_chars"))
     try:
         pieces = vocabulary.decode("utf-8").split("\n")
-        tokenizer_config = json.loads(config) if config else {}
     except ValueError as error:
         raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
-    if not isinstance(tokenizer_config, dict):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
     ids = {piece.rstrip("\r"): index for index, piece in enumerate(pieces) if piece.strip()}
     if missing := [piece for piece in WORDPIECE_SPECIAL if piece not in ids]:
         raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
-    lowercase = tokenizer_config.get("do_lower_case", True)
     tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase,
-        strip_accents=tokenizer_config.get("strip_accents"),
-        handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
+        lowercase=options.get("do_lower_case", True),
+        strip_accents=options.get("strip_accents"),
+        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
@@ -145,9 +143,9 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
 
     config: the tokenizer_config.json beside them. Raises UsageError for other files.
     """
+    prefix_space = _read_options(config, name, ("add_prefix_space",)).get("add_prefix_space", False)
     try:
         ids = json.loads(vocabulary)
-        tokenizer_config = json.loads(config) if config else {}
         lines = [line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")]
         pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
@@ -157,7 +155,6 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
     has_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()
     if not has_bytes or not (is_roberta or END_OF_TEXT in ids):
         raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {CONVERT_HINT}")
-    prefix_space = bool(tokenizer_config.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(ROBERTA_SPECIAL) if is_roberta else [END_OF_TEXT])
@@ -165,6 +162,19 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
         ends = ("</s>", ids["</s>"]), ("<s>", ids["<s>"])
         tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=prefix_space)
     return tokenizer.to_str(pretty=True).encode()
+
+
+def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[str, bool]:
+    """Return the switches that a tokenizer_config.json sets. name: of the file beside it. Raises UsageError."""
+    try:
+        values = json.loads(config) if config else {}
+        options = {key: values[key] for key in keys if values.get(key) is not None}
+    except (ValueError, AttributeError, RecursionError):
+        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
+    for key, value in options.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}: the {CONFIG} beside it has {key} = {value!r:.80}: write true or false")
+    return options
 
 
 def _read_config_for(file: Path) -> bytes | None:
@@ -197,7 +207,7 @@ def _explain_not_found(folder: Path) -> str:
 
 def _read(path: Path) -> bytes:
     if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
-        raise UsageError(f"{path}: no regular file, and so no tokenizer: make one with `megatfm prep`")
+        raise UsageError(f"{path}: is no regular file: give a tokenizer.json, a tokenizer.model or a folder with one")
     try:
         return path.read_bytes()
     except OSError as error:

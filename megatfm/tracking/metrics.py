@@ -181,26 +181,29 @@ def _truncate_after(path: Path, first_step: int, *, has_earlier_steps: bool) -> 
             _log.warning("%s is missing: it will lack the steps up to %d", path, first_step)
         return
     old = path.read_bytes()
-    lines, damaged = [], 0
+    lines, n_damaged, last_step = list[bytes](), 0, 0
     for line in old.splitlines(keepends=True):
-        try:
-            step = int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            damaged += 1
-            continue
-        if not line.endswith(b"\n"):
-            damaged += 1
+        step = _read_step(line)
+        if step is None:
+            n_damaged += 1
         elif first_step and step <= first_step:
             lines.append(line)
-    if damaged:
-        _log.warning("%s: dropped %d damaged line(s)", path, damaged)
-    last = int(json.loads(lines[-1])["step"]) if lines else 0
-    if last < first_step and has_earlier_steps:
-        _log.warning("%s ends at step %d: it will lack the steps up to %d", path, last, first_step)
+            last_step = step
+    if n_damaged:
+        _log.warning("%s: dropped %d damaged line(s)", path, n_damaged)
+    if last_step < first_step and has_earlier_steps:
+        _log.warning("%s ends at step %d: it will lack the steps up to %d", path, last_step, first_step)
     new = b"".join(lines)
-    if new == old:
-        return
-    atomic_write(path, new)
+    if new != old:
+        atomic_write(path, new)
+
+
+def _read_step(line: bytes) -> int | None:
+    """Return the step of a line of metrics.jsonl; None if the line is damaged or has no end."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 @contextmanager

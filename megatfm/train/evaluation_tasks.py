@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -78,7 +79,8 @@ class AnswerLikelihood(Answers):
 class TokenLossRecorder:
     """Records the losses of tokens at this rank's head over the vocabulary."""
 
-    parts: list[TokenLosses] = field(default_factory=list)
+    recorded: list[TokenLosses] = field(default_factory=list)
+    """One entry for each batch."""
     _calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def allocate_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -99,15 +101,14 @@ class TokenLossRecorder:
                 losses_BT = losses_M.view(targets_BT.shape).double()
                 columns = (batch["examples"][counted_BT], batch["words"][counted_BT], losses_BT[counted_BT])
                 examples, words, losses = (column.cpu().numpy() for column in columns)
-                self.parts.append((examples, words, losses))
+                self.recorded.append((examples, words, losses))
         self._calls.clear()
 
     def gather(self) -> dict[int, list[float]]:
         """Return example → losses of its tokens. Tokens that several ranks have computed count once. A collective."""
-        parts_by_rank = object_collectives.all_gather_object(self.parts)
+        recorded_by_rank = object_collectives.all_gather_object(self.recorded)
         examples, words, losses = (
-            np.concatenate(columns)
-            for columns in zip(*(part for parts in parts_by_rank for part in parts), strict=True)
+            np.concatenate(columns) for columns in zip(*chain.from_iterable(recorded_by_rank), strict=True)
         )
         _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
         losses_by_example: dict[int, list[float]] = {}
@@ -132,7 +133,9 @@ class InMemoryRows:
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """See `RowDataset`."""
         padding = self.packed.padding
-        return collate([[(padding, 0) if at is None else (self.packed, at % len(self))] for at in positions])
+        return collate(
+            [[(padding, 0) if position is None else (self.packed, position % len(self))] for position in positions]
+        )
 
     def epoch(self, position: int) -> int:
         """See `RowDataset`."""

@@ -82,9 +82,10 @@ class ResumePoint:
                 )
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
-        if "config" in self.state:
-            state = {**self.state, "config": convert_config(self.state["config"])}
-            object.__setattr__(self, "state", state)
+        config = self.state.get("config")
+        if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
+        object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property
     def step(self) -> int:
@@ -205,13 +206,13 @@ def check_compatible(
     Raises UsageError with the differences if one is in a group outside `allow`. Another optimizer, another type of
     stored weights, and weights that don't fit are always errors.
     """
-    instead = "give the run another name" if same_run else "leave train.branch_from out"
+    way_out = "give the run another name" if same_run else "leave train.branch_from out"
     try:
         reject_renamed_keys(point.state["config"]["model"])
     except ValueError as error:
         raise UsageError(
             f"{point.path}: was saved by a version with another [model] section ({error}): continue with that version, "
-            f"or {instead}, and start from these weights with train.init_from={point.path}"
+            f"or {way_out}, and start from these weights with train.init_from={point.path}"
         ) from None
     saved_values, current_values = _flatten(point.state), _flatten(current)
     for values in (saved_values, current_values):
@@ -221,10 +222,10 @@ def check_compatible(
     old_name, new_name = (values.get("config.optimizer.name") for values in (saved_values, current_values))
     if old_name != new_name:
         raise UsageError(
-            f"{point.path}: holds the state of optimizer.name = {old_name!r}, which {new_name!r} can't use: {instead}, "
+            f"{point.path}: holds the state of optimizer.name = {old_name!r}, which {new_name!r} can't use: {way_out}, "
             f"and start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
-    precision = _describe_precision_change(point, current, instead)
+    precision = _describe_precision_change(point, current, way_out)
     changes_by_group = _group_changes(saved_values, current_values)
     allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
     refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
@@ -232,7 +233,7 @@ def check_compatible(
     if shape_mismatch:
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {'; '.join([*refused_lines, *allowed])}. Its weights "
-            f"don't fit ({shape_mismatch}), and resume.allow can't change that: {instead}"
+            f"don't fit ({shape_mismatch}), and resume.allow can't change that: {way_out}"
         )
     if refused_changes:
         raise UsageError(
@@ -267,7 +268,7 @@ def _group_changes(saved_values: Mapping[str, Any], current_values: Mapping[str,
     return changes_by_group
 
 
-def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], instead: str) -> list[str]:
+def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], way_out: str) -> list[str]:
     """Describe a change of precision for the log. Raises UsageError if weights would have another type."""
     old, new = point.state["precision"], current["precision"]
     if old == new:
@@ -276,7 +277,7 @@ def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], i
         old_dtype, new_dtype = (str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (old, new))
         raise UsageError(
             f"{point.path}: was saved with train.precision = {old!r}, whose weights and optimizer state are "
-            f"{old_dtype}; those of {new!r} are {new_dtype}: continue with train.precision={old}, or {instead}, and "
+            f"{old_dtype}; those of {new!r} are {new_dtype}: continue with train.precision={old}, or {way_out}, and "
             f"start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
     return [f"precision: {old} → {new}"]

@@ -15,6 +15,7 @@ from megatfm.tracking.run_directory import RunDirectory, run_folder
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.evaluation_tasks import open_task_evaluator
 from megatfm.train.profiling import (
@@ -27,7 +28,6 @@ from megatfm.train.profiling import (
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog
 from megatfm.train.signals import StopSignals
-from megatfm.train.startup_checks import adapt_layout, check_progress
 from megatfm.train.trainer import RunContext, Trainer
 
 

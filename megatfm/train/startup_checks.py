@@ -1,19 +1,15 @@
-"""Checks before the first step: disk, memory and communication; whether the layout fits the number of processes; and
-whether restarts make progress.
+"""Checks before the first step: disk, memory and communication.
 
 A fault ends the run with an error that names rank and host. A slow rank is named in the log.
 """
 
 import contextlib
-import json
-import logging
 import os
 import shutil
 import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from math import gcd
 from pathlib import Path
 
 import psutil
@@ -24,19 +20,15 @@ from megatfm.checkpoint import file_io
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.checkpoint.local import KEEP, NodeTopology
 from megatfm.config import Config
-from megatfm.config.root import list_global_batches
-from megatfm.config.section import list_divisors
 from megatfm.engines.interface import MOMENTS, Engine
-from megatfm.errors import MegatfmError, NoProgressError, UsageError
+from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
-from megatfm.object_collectives import all_gather_object, gather_errors, run_on_rank_0_raising
-from megatfm.parallel.mesh import AXES, Mesh, compute_axis_sizes
+from megatfm.object_collectives import all_gather_object, gather_errors
+from megatfm.parallel.mesh import AXES, Mesh
 from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import time_matmul
 from megatfm.train.resilience import join_first
-
-log = logging.getLogger("megatfm")
 
 SLOW_FACTOR = 3.0
 """A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the
@@ -47,7 +39,11 @@ SUM_MARGIN_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
 PROBE_ELEMENTS = 2**16
 """Number of elements in the all-reduce that tests an axis."""
-ATTEMPTS = "attempts.json"
+CGROUP_VERSIONS = (
+    ("", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Version 2 and 1 of control groups: controller, files with limit and usage, and prefix of keys in memory.stat."""
 
 
 def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None) -> list[str]:
@@ -166,14 +162,35 @@ def get_free_memory(device: torch.device) -> int:
     """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free_bytes = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version of control groups
-            free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    own_groups = ""
+    with contextlib.suppress(OSError):  # not on Linux
+        own_groups = Path("/proc/self/cgroup").read_text()
+    limits = list_cgroup_free_bytes(Path("/sys/fs/cgroup"), own_groups)
+    free_bytes = min([int(psutil.virtual_memory().available), *limits])
     return free_bytes // max(1, count_local_ranks(os.environ) or 1)
+
+
+def list_cgroup_free_bytes(folder: Path, own_groups: str) -> list[int]:
+    """Return the bytes that the control groups of this process, of a container or a job, may still allocate.
+
+    Groups without a limit are left out. The page cache counts as free, since the kernel reclaims it: files that were
+    read soon fill the limit with it. own_groups: content of /proc/self/cgroup, lines of number:controllers:path.
+    """
+    entries = [line.split(":", 2) for line in own_groups.splitlines() if line.count(":") >= 2]
+    free_bytes = []
+    for controller, limit_name, usage_name, prefix in CGROUP_VERSIONS:
+        paths = (path for _, controllers, path in entries if controller in controllers.split(","))
+        root = folder / controller
+        group = root / next(paths, "").lstrip("/")
+        for ancestor in (group, *group.parents):
+            if not ancestor.is_relative_to(root):
+                break
+            with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or another version of control groups
+                limit, usage = (int((ancestor / name).read_text()) for name in (limit_name, usage_name))
+                stat = dict(line.split() for line in (ancestor / "memory.stat").read_text().splitlines())
+                page_cache = sum(int(stat.get(f"{prefix}{key}_file", 0)) for key in ("active", "inactive"))
+                free_bytes.append(limit - usage + page_cache)
+    return free_bytes
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
@@ -248,119 +265,3 @@ def raise_together(problems: list[str]) -> None:
 
 def _format_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
-
-
-# ---------------------------------------------------------------------------- the layout fits the processes
-
-
-def adapt_layout(config: Config, world_size: int) -> Config:
-    """Return the config; with `resilience.elastic`, with a layout that fits the number of processes."""
-    if not config.resilience.elastic:
-        return config
-    config, changes = fit_layout(config, world_size)
-    if changes:
-        log.warning("%d processes: %s", world_size, changes)
-    return config
-
-
-def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
-    """Return the config if its layout fits the number of processes; else the nearest one that fits, and its changes.
-
-    Global batches (also those of `data.rampup`) and the axes that split the model (tp, pp, cp) stay as they are. The
-    data axes take the remaining ranks; micro-batch and `ep` shrink if needed. None of this changes the result. Raises
-    UsageError if nothing fits; it names numbers of processes that would.
-    """
-    try:
-        sizes = compute_axis_sizes(config.parallel, world_size)
-    except UsageError:
-        sizes = None
-    data_ranks, batches = world_size // count_ranks_per_model(config), list_global_batches(config)
-    common = gcd(*batches)
-    if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
-        return config, None
-    if world_size % count_ranks_per_model(config) or common % data_ranks:
-        batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
-        raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
-            f"{count_ranks_per_model(config)} ranks per model allow {_list_valid_world_sizes(config, common)} processes"
-        )
-    rows_per_rank = common // data_ranks
-    micro_batch = max(m for m in list_divisors(rows_per_rank) if m <= config.train.micro_batch)
-    replicas = max(
-        r for r in range(1, config.parallel.dp_replicate + 1) if data_ranks % r == config.parallel.dp_replicate % r == 0
-    )
-    changes = {
-        "dp_replicate": replicas,
-        "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "ep": gcd(config.parallel.ep, data_ranks // replicas * count_expert_ranks(config)),
-    }
-    parallel = config.parallel.model_copy(update=changes)
-    train = config.train.model_copy(update={"micro_batch": micro_batch})
-    fitted = config.model_copy(update={"parallel": parallel, "train": train})
-    return fitted, ", ".join(list_layout_changes(config, fitted))
-
-
-def list_layout_changes(requested: Config, fitted: Config) -> list[str]:
-    """Return the differences between the requested and the fitted layout, as `parallel.ep 4 → 2`."""
-    values = [
-        (f"{section}.{key}", value, getattr(getattr(fitted, section), key))
-        for section in ("parallel", "train")
-        for key, value in getattr(requested, section)
-    ]
-    return [f"{key} {old} → {new}" for key, old, new in values if old != new]
-
-
-def count_ranks_per_model(config: Config) -> int:
-    """Return the number of ranks that share one replica of the model."""
-    return config.parallel.tp * config.parallel.pp * config.parallel.cp
-
-
-def count_expert_ranks(config: Config) -> int:
-    """Return the number of ranks, besides dp_shard, over which `ep` may extend."""
-    return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
-
-
-def _list_valid_world_sizes(config: Config, batch: int) -> str:
-    ranks = count_ranks_per_model(config)
-    fitting = [str(ranks * n) for n in list_divisors(batch)]
-    return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"
-
-
-# ----------------------------------------------------------------------------------- restarts gain something
-
-
-def check_progress(
-    run: RunDirectory, step: int, max_failures: int, environment: Mapping[str, str] = os.environ
-) -> None:
-    """Count the restarts of torchrun's elastic agent since the newest checkpoint, that of `step`. A collective.
-
-    Raises NoProgressError on all ranks once there were `max_failures`. Does nothing without torchrun: the job script
-    counts restarts under SLURM.
-    """
-    if environment.get("TORCHELASTIC_RUN_ID") is None:
-        return
-    run_id = environment["TORCHELASTIC_RUN_ID"]
-    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    failures = run_on_rank_0_raising(lambda: _count_restarts_since_checkpoint(run, run_id, restarts, step))
-    if failures >= max_failures:
-        raise NoProgressError(
-            f"{run.folder}: {failures} restarts in a row saved no checkpoint after step {step} "
-            "(resilience.max_failures): logs/ says why they ended"
-        )
-
-
-def _count_restarts_since_checkpoint(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
-    """Return the number of restarts since the agent's first start from this checkpoint; write it to attempts.json."""
-    path = run.folder / ATTEMPTS
-    first = None
-    try:
-        previous = json.loads(path.read_bytes())
-        if (previous["agent"], previous["step"]) == (run_id, step):
-            first = int(previous["restarts"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or not written by megatfm
-        pass
-    # A new agent counts from 0 again, and has the same id if the user gave one.
-    if first is None or first > restarts:
-        run.write(ATTEMPTS, json.dumps({"agent": run_id, "step": step, "restarts": restarts}) + "\n")
-        return 0
-    return restarts - first

@@ -26,17 +26,15 @@ from megatfm.train import resume
 from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
 from megatfm.train.build import build_saver, describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
+from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
 from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
-from megatfm.train.profiling import (
-    StepProfile,
-    memory_bytes,
-)
+from megatfm.train.profiling import StepProfile, memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.train.signals import StopSignals
-from megatfm.train.startup_checks import list_layout_changes, preflight
+from megatfm.train.startup_checks import preflight
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")

@@ -176,6 +176,24 @@ def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[st
     assert message in text
 
 
+OPEN_A_FILE = """
+import os
+from megatfm.cli import main
+try:
+    main(["config", "presets"])
+except SystemExit as left:
+    assert left.code == 0
+os._exit(0 if os.open(os.devnull, os.O_RDONLY) > 2 else 1)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_with_closed_streams_and_no_file_takes_their_numbers(closed: str) -> None:
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, OPEN_A_FILE]
+    completed = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
+    assert (completed.returncode, completed.stderr) == (0, b"")
+
+
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, expected in (("ascii", b"2 x 3 -> ? \xe6"), ("utf-8", "2 × 3 → 数 ".encode() + b"\xe6")):
         output = io.BytesIO()

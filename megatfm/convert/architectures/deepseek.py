@@ -21,6 +21,7 @@ from megatfm.convert.hf_values import (
     activation_to_hf,
     check_implied_values,
     read_mapped,
+    read_n_layers,
     rope_from_hf,
     rope_to_hf,
     write_mapped,
@@ -126,7 +127,7 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
     """Read a config with a given `router` section; DeepSeek-V2 has the same keys."""
     check_implied_values(hf_config, head_dim=hf_config["qk_rope_head_dim"])
     check_implied_values(hf_config, qk_head_dim=hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"])
-    n_layers, heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
+    n_layers, heads = read_n_layers(hf_config), hf_config["num_attention_heads"]
     if hf_config["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope_from_hf(hf_config)

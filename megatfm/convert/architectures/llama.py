@@ -152,9 +152,11 @@ def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list
 
 def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
     """Map a gated feed-forward network."""
-    parts = ("gate", "up", "down")
+    projections = ("gate", "up", "down")
     return [
-        rule for part in parts for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
+        rule
+        for part in projections
+        for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
     ]
 
 

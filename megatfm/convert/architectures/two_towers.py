@@ -82,11 +82,11 @@ def read_towers(
     keys: declarations for vision and text. Raises UsageError if the towers differ in a key that megatfm has once.
     """
     sections: list[Json] = []
-    for name, known in zip(("vision", "text"), keys, strict=True):
+    for name, tower_keys in zip(("vision", "text"), keys, strict=True):
         declared = {
             **COMMON_KEYS,
             "model_type": supported_values(f"{model_type}_{name}_model", model_type),
-            **known,
+            **tower_keys,
         }
         section = hf_config[f"{name}_config"] or {}
         pixels = {key: hf_config[key] for key in PIXEL_KEYS if hf_config[key]} if name == "vision" else {}
@@ -205,10 +205,10 @@ def read_siglip_model(hf_config: Json) -> ModelConfig:
 
 def write_siglip_model(config: ModelConfig) -> Json:
     text, contrastive = get_tower_sections(config, causal=False, loss="sigmoid")
-    written = write_towers(config, text, write_siglip, "siglip")
-    del written["vision_config"]["vision_use_head"]
-    written["text_config"]["projection_size"] = contrastive.width
-    return written
+    hf_config = write_towers(config, text, write_siglip, "siglip")
+    del hf_config["vision_config"]["vision_use_head"]
+    hf_config["text_config"]["projection_size"] = contrastive.width
+    return hf_config
 
 
 def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:

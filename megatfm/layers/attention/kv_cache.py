@@ -24,19 +24,19 @@ class LayerCache:
         self._compressed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(
-        self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None, first: int = 0
+        self, k_BKTH: Tensor, v_BKTH: Tensor, *, n_last: int | None = None, n_first: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values; return those that the new tokens attend to, [B, K, S, H] each.
 
-        keeps: how many of the last tokens the next call sees, besides the `first` ones; None: all tokens.
+        n_last: number of last tokens that the next call sees, besides the first `n_first`; None: all tokens.
         Raises IndexError beyond the capacity.
         """
         end = self.length + k_BKTH.shape[2]
         if end > self.capacity:
             raise IndexError(f"key-value cache is full: {end} tokens, room for {self.capacity}")
-        if keeps is not None:
+        if n_last is not None:
             self.length = end
-            return self._keep_last(k_BKTH, v_BKTH, keeps, first)
+            return self._evict(k_BKTH, v_BKTH, n_last, n_first)
         if self._keys is None or self._values is None:
             self._keys, self._values = (self._allocate(x) for x in (k_BKTH, v_BKTH))
         self._keys[:, :, self.length : end] = k_BKTH
@@ -63,13 +63,13 @@ class LayerCache:
         if self.memory is not None:
             self.memory = self.memory[0][rows], self.memory[1][rows]
 
-    def _keep_last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int, first: int) -> tuple[Tensor, Tensor]:
+    def _evict(self, k_BKTH: Tensor, v_BKTH: Tensor, n_last: int, n_first: int) -> tuple[Tensor, Tensor]:
         if self._keys is not None and self._values is not None:
             k_BKTH, v_BKTH = torch.cat([self._keys, k_BKTH], 2), torch.cat([self._values, v_BKTH], 2)
-        first = min(first, k_BKTH.shape[2])
-        last = max(k_BKTH.shape[2] - keeps, first)
+        n_first = min(n_first, k_BKTH.shape[2])
+        last_start = max(k_BKTH.shape[2] - n_last, n_first)
         # Copies, not views: a view would keep the evicted tokens in memory.
-        self._keys, self._values = (torch.cat([x[:, :, :first], x[:, :, last:]], 2) for x in (k_BKTH, v_BKTH))
+        self._keys, self._values = (torch.cat([x[:, :, :n_first], x[:, :, last_start:]], 2) for x in (k_BKTH, v_BKTH))
         return k_BKTH, v_BKTH
 
     def _allocate(self, x_BKTH: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ def update_cache(
             f"later tokens see all of a prefix, which a key-value cache does not keep under the pattern {pattern!r}: "
             "call the model without a cache, or with model.attention.pattern.name = 'full'"
         )
-    first = sequence.find_initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
-    k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, keeps=None if keep_all else pattern.cache_window, first=first)
-    return k_BKSH, v_BKSH, sequence.after_eviction(k_BKSH.shape[2], first)
+    n_first = sequence.find_initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
+    k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, n_last=None if keep_all else pattern.cache_window, n_first=n_first)
+    return k_BKSH, v_BKSH, sequence.after_eviction(k_BKSH.shape[2], n_first)
 
 
 class KVCache:

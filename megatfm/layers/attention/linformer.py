@@ -119,9 +119,9 @@ class LinformerAttention(HeadProjections):
             # One document after the other: time and memory are linear in tokens for any number of documents.
             outputs = []
             for span in sequence.document_spans():
-                at = _index_span(*span)
-                rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-                document = q_BNTH[at], k_BNTH[at], v_BNTH[at]
+                index = _index_span(*span)
+                rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[index]
+                document = q_BNTH[index], k_BNTH[index], v_BNTH[index]
                 outputs.append(self._attend_documents(projections, *document, rng_keys))
             heads_BNTH = _join_documents(outputs, len(x_BTD))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
@@ -179,23 +179,23 @@ class LinformerAttention(HeadProjections):
         shard: SequenceShard,
     ) -> Tensor:
         """Return [B, N, T, H] for a rank's share of the tokens. Projected keys and values are summed over ranks."""
-        documents, projected = [], []
-        indices = to_host(shard.token_indices)
+        indices_of_documents, projected = [], []
+        token_indices = to_host(shard.token_indices)
         for row, start, end in shard.full_sequence.document_spans():
-            first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
-            at = _index_span(row, first, last)
-            documents.append(at)
+            first, last = torch.searchsorted(token_indices, torch.tensor([start, end])).tolist()
+            index = _index_span(row, first, last)
+            indices_of_documents.append(index)
             positions_T = shard.token_indices[first:last] - start
             keys_values = [
-                project_sequence(x[at], weight[positions_T])
+                project_sequence(x[index], weight[positions_T])
                 for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
             ]
             projected.append(torch.cat(keys_values, -1))
-        summed = self.all_reduce(torch.cat(projected)).split([len(part) for part in projected])
+        summed = self.all_reduce(torch.cat(projected)).split([len(tensor) for tensor in projected])
         outputs = []
-        for at, keys_values in zip(documents, summed, strict=True):
+        for index, keys_values in zip(indices_of_documents, summed, strict=True):
             k, v = keys_values.chunk(2, -1)
-            outputs.append(self._attend(q_BNTH[at], k, v, None if rng_keys_BNT is None else rng_keys_BNT[at]))
+            outputs.append(self._attend(q_BNTH[index], k, v, None if rng_keys_BNT is None else rng_keys_BNT[index]))
         return _join_documents(outputs, len(q_BNTH))
 
 

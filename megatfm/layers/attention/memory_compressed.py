@@ -233,7 +233,7 @@ class CompressedAttention(HeadProjections):
         q_BNTH, k_BNTH, v_BNTH = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         n_new = k_BNTH.shape[2]
         if cache is not None:
-            k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)
+            k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, n_last=self.factor)
         blocks = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, n_new)
         k_BNSH, v_BNSH = self.of_keys(k_BNTH, blocks), self.of_values(v_BNTH, blocks)
         k_BNSH, v_BNSH = self.all_reduce(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)

@@ -119,10 +119,10 @@ def _iter_visible_keys(
 
     Under causal attention these are keys before all queries, and keys that are themselves among the queries.
     """
-    parts = [(begin, first), (first, last)] if causal else [(begin, end)]
+    ranges = [(begin, first), (first, last)] if causal else [(begin, end)]
     if first < last:
         for run in key_runs:
-            for a, b in parts:
+            for a, b in ranges:
                 low, high = max(run.first, a), min(run.end, b)
                 if low < high:
                     yield low, high, low - run.first + run.offset
@@ -134,13 +134,13 @@ def view_tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tenso
     return windows.unfold(-2, size, step).transpose(-1, -2)
 
 
-def add_tiles(total: Tensor, parts: Tensor, first: int, step: int) -> None:
+def add_tiles(total: Tensor, tiles: Tensor, first: int, step: int) -> None:
     """Add tiles [X, n, size, H] to their tokens of [X, T, H], in place; they may overlap."""
-    count, size = parts.shape[1:3]
+    count, size = tiles.shape[1:3]
     width = size if count == 1 else step
     for start in range(0, size, width):
-        part = parts[:, :, start : start + width]
-        view_tiles(total, first + start, part.shape[2], count, step).add_(part)
+        columns = tiles[:, :, start : start + width]
+        view_tiles(total, first + start, columns.shape[2], count, step).add_(columns)
 
 
 def _split_into_chunks(

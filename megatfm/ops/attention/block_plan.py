@@ -82,13 +82,15 @@ def plan_blocks(
             groups.append(BlockGroup(move_to_device(query_blocks, device), move_to_device(key_blocks, device), None))
             continue
         masked_blocks = key_blocks[..., m - p :]
-        for chosen, is_shared in _group_by_offset(query_blocks % grid.rows, masked_blocks, shares_mask[query_blocks]):
-            examined = chosen[:1] if is_shared else chosen
+        for group_indices, is_shared in _group_by_offset(
+            query_blocks % grid.rows, masked_blocks, shares_mask[query_blocks]
+        ):
+            examined = group_indices[:1] if is_shared else group_indices
             group_mask = _make_masks(mask, table, query_blocks[examined], masked_blocks[examined], grid, device)
             groups.append(
                 BlockGroup(
-                    move_to_device(query_blocks[chosen], device),
-                    move_to_device(key_blocks[chosen], device),
+                    move_to_device(query_blocks[group_indices], device),
+                    move_to_device(key_blocks[group_indices], device),
                     group_mask,
                 )
             )

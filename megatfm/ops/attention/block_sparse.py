@@ -201,12 +201,12 @@ def compute_backward(
             keep = _keep_mask(chunk, rng_keys, plan)
             results = tile_backward(chunk_inputs, chunk.score_bias, keep, plan, is_bias_trained=bias_grad is not None)
             if bias_grad is not None and results[3] is not None:
-                part = results[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
-                bias_grad.index_put_(_index_bias(chunk, q.shape[1]), part, accumulate=True)
+                gradient = results[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
+                bias_grad.index_put_(_index_bias(chunk, q.shape[1]), gradient, accumulate=True)
         _scatter_queries(dq, results[0], chunk)
-        for total, part in ((dk, results[1]), (dv, results[2])):
-            part = part.reshape(len(chunk.key_blocks), -1).to(total.dtype)
-            total.view(-1, part.shape[-1]).index_add_(0, chunk.key_blocks, part)
+        for total, gradient in ((dk, results[1]), (dv, results[2])):
+            gradient = gradient.reshape(len(chunk.key_blocks), -1).to(total.dtype)
+            total.view(-1, gradient.shape[-1]).index_add_(0, chunk.key_blocks, gradient)
     return dq, dk, dv
 
 

@@ -59,14 +59,14 @@ class _AttentionByDocument(torch.autograd.Function):
         ctx.documents, ctx.kept_scale = documents, RATE_STEPS / (RATE_STEPS - threshold)
         heads_BNTV, saved = _empty_like(v_BNTV), []
         for row, start, end in documents.spans:
-            part = (row, slice(None), slice(start, end))
-            scores_NLL = q_BNTH[part] @ k_BNTH[part].mT
+            document = (row, slice(None), slice(start, end))
+            scores_NLL = q_BNTH[document] @ k_BNTH[document].mT
             if documents.causal:
                 is_later_LL = torch.ones_like(scores_NLL[0], dtype=torch.bool).triu(1)
                 scores_NLL.masked_fill_(is_later_LL, -torch.inf)
             probabilities_NLL = scores_NLL.softmax(-1)
-            is_kept_NLL = draw_keep_mask(rng_keys_BNT[part], end - start, threshold, start)
-            heads_BNTV[part] = (probabilities_NLL * is_kept_NLL @ v_BNTV[part]).mul_(ctx.kept_scale)
+            is_kept_NLL = draw_keep_mask(rng_keys_BNT[document], end - start, threshold, start)
+            heads_BNTV[document] = (probabilities_NLL * is_kept_NLL @ v_BNTV[document]).mul_(ctx.kept_scale)
             saved += [probabilities_NLL, is_kept_NLL]
         ctx.save_for_backward(q_BNTH, k_BNTH, v_BNTV, heads_BNTV, *saved)
         return heads_BNTV
@@ -79,14 +79,14 @@ class _AttentionByDocument(torch.autograd.Function):
         # The probabilities' gradients, weighted by them, sum to this (Dao et al. 2022, appendix B.4).
         sums_BNT1 = (grad_BNTV * heads_BNTV).sum(-1, keepdim=True)
         for index, (row, start, end) in enumerate(ctx.documents.spans):
-            part = (row, slice(None), slice(start, end))
+            document = (row, slice(None), slice(start, end))
             probabilities_NLL, is_kept_NLL = saved[2 * index : 2 * index + 2]
-            grad_NLV = grad_BNTV[part] * ctx.kept_scale
-            grad_scores_NLL = (grad_NLV @ v_BNTV[part].mT).mul_(is_kept_NLL)
-            grad_scores_NLL.sub_(sums_BNT1[part]).mul_(probabilities_NLL)
-            grads[0][part] = grad_scores_NLL @ k_BNTH[part]
-            grads[1][part] = grad_scores_NLL.mT @ q_BNTH[part]
-            grads[2][part] = (probabilities_NLL * is_kept_NLL).mT @ grad_NLV
+            grad_NLV = grad_BNTV[document] * ctx.kept_scale
+            grad_scores_NLL = (grad_NLV @ v_BNTV[document].mT).mul_(is_kept_NLL)
+            grad_scores_NLL.sub_(sums_BNT1[document]).mul_(probabilities_NLL)
+            grads[0][document] = grad_scores_NLL @ k_BNTH[document]
+            grads[1][document] = grad_scores_NLL.mT @ q_BNTH[document]
+            grads[2][document] = (probabilities_NLL * is_kept_NLL).mT @ grad_NLV
         return *grads, None, None, None
 
 

@@ -285,21 +285,21 @@ def compute_tile_gradients(
                 tile_inputs, added, None, plan, band.causal, is_bias_trained=totals.bias is not None
             )
             if totals.bias is not None and results[3] is not None:
-                part = results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
-                add_tile_gradient(totals.bias, part, length, band.first_query, band.first_key)
+                gradient = results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
+                add_tile_gradient(totals.bias, gradient, length, band.first_query, band.first_key)
         q_grad = _ungroup_heads(results[0], q.shape[1], band)
         target = view_tiles(dq, first, band.queries, count, band.step)
         target.copy_(target + q_grad if band.accumulates else q_grad)
-        for total, part in ((dk, results[1]), (dv, results[2])):
-            part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
-            add_tiles(total, part, start, band.step)
+        for total, gradient in ((dk, results[1]), (dv, results[2])):
+            gradient = gradient.sum(1, keepdim=True, dtype=total.dtype) if band.causal else gradient
+            add_tiles(total, gradient, start, band.step)
 
 
-def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_partial(out: Tensor, lse: Tensor, second_out: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge output and log-sum-exp over two disjoint sets of keys; log-sum-exp is −∞ where no key is seen."""
-    total = torch.logaddexp(lse, other_lse)
+    total = torch.logaddexp(lse, second_lse)
     finite = total.masked_fill(total == -torch.inf, 0)
-    return out * (lse - finite).exp() + other_out * (other_lse - finite).exp(), total
+    return out * (lse - finite).exp() + second_out * (second_lse - finite).exp(), total
 
 
 def _group_by_keys(x: Tensor, band: Band, heads: int) -> Tensor:

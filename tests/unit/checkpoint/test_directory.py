@@ -20,6 +20,7 @@ from megatfm.checkpoint import (
     check_all_bytes,
     file_format,
     file_io,
+    find_checkpoint,
     find_latest,
     find_latest_intact,
     load,
@@ -28,7 +29,7 @@ from megatfm.checkpoint import (
     save,
 )
 from megatfm.checkpoint.directory import list_checkpoints, purge_old_checkpoints
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.workers import Workers
 
 
@@ -328,3 +329,10 @@ def test_a_missing_name(tmp_path: Path, patience: float) -> None:
     file_io.wait_until_visible(tmp_path / "absent", start + patience)
     assert patience <= time.monotonic() - start < patience + 20
     file_io.wait_until_size(tmp_path, 1, start + patience)
+
+
+def test_a_damaged_adapter_is_refused_as_one_without_a_base(tmp_path: Path) -> None:
+    for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+        (tmp_path / "adapter_config.json").write_bytes(content)
+        with pytest.raises(UsageError, match="holds an adapter in PEFT's format, and not its model: join them"):
+            find_checkpoint(tmp_path)

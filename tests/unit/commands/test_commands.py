@@ -189,18 +189,35 @@ class RowsWithoutImages:
         }
 
 
-def test_a_corpus_without_images_is_not_searched_for_ever(
+class RowsOfOneImage(RowsWithoutImages):
+    """Rows of one image of 2 × 2 patches of 16 pixels."""
+
+    def read_rows(self, positions: list[int]) -> dict[str, np.ndarray]:
+        return {
+            "encoder_patches": np.zeros((1, 4, 3 * 16 * 16), np.uint8),
+            "encoder_grid": np.full((1, 4, 4), 2),
+            "encoder_documents": np.zeros((1, 4), int),
+        }
+
+
+def test_images_that_cannot_be_drawn_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A corpus without images is not searched for ever."""
     monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
-    monkeypatch.setattr(corpora, "open_corpora", lambda *_: SimpleNamespace(train=RowsWithoutImages()))
-    manifest = SimpleNamespace(provenance={})
-    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=manifest))
-    sheet = tmp_path / "sheet.png"
-    words = ["data", "show", "corpora/texts", "--config", "vit-b16", "--images", str(sheet)]
-    assert run_command(*words) == 2
-    assert "error: --images: no sample of corpora/texts has an image" in capfd.readouterr().err
-    assert not sheet.exists()
+    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(provenance={})))
+    sheet = tmp_path / "missing" / "sheet.png"
+    for rows, code, message in (
+        (RowsWithoutImages(), 2, "error: --images: no sample of corpora/texts has an image"),
+        (RowsOfOneImage(), 1, f"error: {sheet}: cannot be written (No such file or directory): make room or choose"),
+    ):
+        monkeypatch.setattr(corpora, "open_corpora", lambda *_, rows=rows: SimpleNamespace(train=rows))
+        words = ["data", "show", "corpora/texts", "--config", "vit-b16", "--images", str(sheet)]
+        assert run_command(*words) == code
+        assert message in capfd.readouterr().err
+    sheet.parent.mkdir()
+    assert run_command(*words) == 0
+    assert sheet.is_file()
 
 
 # ------------------------------------------------------------------------------------------- megatfm estimate

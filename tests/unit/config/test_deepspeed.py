@@ -102,6 +102,9 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     read = Config.model_validate(stored)
     with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"):
         make_deepspeed_json(read, "fp32")
+    removed.write_text('{"a": ' * 100_000)
+    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: maximum recursion"):
+        make_deepspeed_json(read, "fp32")
     removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
         make_deepspeed_json(read, "fp32")
@@ -230,6 +233,7 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
             "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
         },
         "compile": {"deepcompile": True},
+        "activation_checkpointing.profile": True,
     }
     assert [
         message.partition(" and ")[0] for message in list_refused_keys(tmp_path, expected, "train.precision=bf16")
@@ -242,6 +246,7 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
         "zero_optimization.stage3_param_persistence_threshold: weights that stay gathered would be a second kind",
         "zero_optimization.zenflow: its updates come late,",
         "compile.deepcompile: its operator is compiled for CUDA alone,",
+        "activation_checkpointing: set train.recompute",
     ]
 
 

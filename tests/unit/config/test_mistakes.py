@@ -55,6 +55,9 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("optimizer.betas=[true, 0.9]", "optimizer: betas = [true, 0.9]: this is a number: write one"),
         ("data.mixture={a={path='x', weight=true}}", "data.mixture: weight = true: this is a number: write one"),
         ("model=7", "model = 7: this is a section; for example model = { d_model = 256, n_layers = 4, attenti"),
+        ("objective.name=[1]", "objective.name = [1]: input should be a valid string"),
+        ("model.latent=5", "model.latent: unknown key (did you mean "),
+        ("model.stages.layers=[]", "model.stages.layers = []: tuple should have at least 1 item"),
         ("objective=7", 'objective = 7: this is a section; for example objective = { name = "causal" }'),
         ("model.attention=", "model.attention: is required; for example model.attention = { n_heads = 4 }"),
         # what others call it
@@ -84,6 +87,9 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("log.profile=5", "log.profile = '5': string should match pattern"),
         ('run_dir=""', "run_dir: an empty path: give a path, or leave the key out"),
+        ("data.train=~nobody-here/corpus", "data.train: ~nobody-here is no user of this machine: write the home"),
+        (f"data.train={'x' * 256}", f"data.train: '{'x' * 79} is no path: a name in it is too long, or has a null"),
+        ('run_dir="a\\u0000b"', "run_dir: 'a\\x00b' is no path: a name in it is too long, or has a null character"),
         ('resume.allow=["all"]', "resume.allow = ['all']: input should be 'data', 'tokenizer', "),
         # the optimizer's name
         (

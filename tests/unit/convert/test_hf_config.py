@@ -14,7 +14,7 @@ import transformers
 import megatfm
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.convert.architectures.sparse_encoders import GLOBAL_TOKENS_KEY as SEEN_BY_ALL
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
 from tests.support.hf_encoders import (
     HF_ENCODERS,
@@ -288,3 +288,11 @@ def test_absent_keys_of_config_json_mean_transformers_defaults(name: str) -> Non
             assert declared.default == written[key], key
         elif key in written and not declared.is_ignored and key not in follows:
             assert written[key] is None, key
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("n_layers", [-1, 0, 16_385, 10**15])
+def test_numbers_of_layers_that_no_model_has_are_refused_at_once(name: str, n_layers: int) -> None:
+    """A list of a kind for each layer would fill the memory, and an empty one has no first."""
+    with pytest.raises(UsageError, match=f"num_hidden_layers = {n_layers} is not between 1 and 16384"):
+        ARCHITECTURES.get(name).parse_config({"num_hidden_layers": n_layers}, name)

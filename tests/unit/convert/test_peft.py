@@ -1,6 +1,7 @@
 """Adapters to PEFT's format and back, against PEFT itself: logits, gradients, files, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
-from megatfm.checkpoint.directory import ADAPTER_CONFIG
+from megatfm.checkpoint.locate import ADAPTER_CONFIG
 from megatfm.convert.convert import convert
 from megatfm.convert.load import load_hf_model
 from megatfm.convert.merge_adapters import merge_adapters
@@ -212,6 +213,10 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     ({"bias": "all"}, "bias = 'all'"),
     ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
+    ({"lora_alpha": 0}, r"give no scale for .*: alpha = 0\.0 is no positive number"),
+    ({"lora_alpha": math.inf}, r"give no scale for .*: alpha = inf is no positive number"),
+    ({"lora_dropout": "much"}, "no adapters of megatfm: lora.dropout: Input should be a valid number"),
+    ({"lora_dropout": 1.5}, "no adapters of megatfm: lora.dropout: Input should be less than or equal to"),
     ({"alpha_pattern": {"(": 8}}, "lora_alpha and alpha_pattern give no scale for .*: missing"),
     ({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
      "its model is in no folder here: give --base BASE; .*hf download meta-llama/Llama-3.2-1B"),
@@ -234,6 +239,15 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, path)
     with pytest.raises((UsageError, MegatfmError), match=r"attn\.wq"):
         from_peft(tmp_path / "adapter", tmp_path / "ours")
+    a_name = name.replace("lora_B", "lora_A")
+    for a, b in (
+        (tensors[a_name][:, :, None, None], tensors[name][:, :, None, None]),  # as of a convolution
+        (tensors[a_name][0], tensors[name]),
+        (tensors[a_name][:0], tensors[name]),
+    ):
+        save_file({**tensors, a_name: a.contiguous(), name: b.contiguous()}, path)
+        with pytest.raises(UsageError, match=r"A \[.* and B \[.* of .*q_proj are not those of a linear layer"):
+            from_peft(tmp_path / "adapter", tmp_path / "ours")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     with pytest.raises(MegatfmError, match="has no lora_B beside it"):
         from_peft(tmp_path / "adapter", tmp_path / "ours")

@@ -1,6 +1,7 @@
 """A dense model becomes a mixture that computes the same, and learns from there."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         upcycle(dense, tmp_path / "again", Upcycling(4, granularity=7))
     with pytest.raises(UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"):
         upcycle(dense, tmp_path / "again", Upcycling(4, top_k=5))
+    for noise in (math.nan, math.inf, -1.0):
+        with pytest.raises(UsageError, match="--noise is a number from 0"):
+            upcycle(dense, tmp_path / "again", Upcycling(4, noise=noise))
     assert not (tmp_path / "again").exists()
     shapes = [
         {name: tuple(p.shape) for name, p in megatfm.load(path).named_parameters()}

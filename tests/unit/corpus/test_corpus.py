@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -240,6 +241,22 @@ def test_text_is_decoded_unchanged(exported_from: Path, tmp_path: Path) -> None:
     assert pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist() == [
         {**record, "fields": None} for record in expected
     ]
+
+
+def test_sources_that_are_no_unicode_are_exported(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "corpus", tokenizer_hash="t", token_dtype="uint16") as writer:
+        fields = {"path": os.fsdecode(b"\xff"), "score": math.nan}
+        writer.add("key", np.frombuffer(b"text", np.uint8).astype(np.uint16), os.fsdecode(b"caf\xe9"), 4, fields=fields)
+        writer.finish({})
+    for name in ("a.jsonl", "a.parquet"):
+        export_corpus(tmp_path / "corpus", tmp_path / name, CODEC)
+    line = (tmp_path / "a.jsonl").read_text(encoding="utf-8")
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "text": "text", "id": "key", "source": "caf\udce9", "fields": {"path": "\udcff", "score": "NaN"},
+    }  # fmt: skip
+    (row,) = pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert row["source"] == r"caf\udce9"
+    assert json.loads(row["fields"]) == {"path": "\udcff", "score": "NaN"}
 
 
 def test_megatron_s_files_are_those_that_datatrove_writes(exported_from: Path, tmp_path: Path) -> None:

@@ -207,6 +207,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     corpus.read_block(0)
 
 
+def test_a_cache_that_cannot_be_written_is_no_trouble_of_the_network(
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused at once: another attempt at the network would not help."""
+    corpus = Corpus.open(memory, cache)
+    partial = corpus.store.path(corpus.manifest.shards[0]).with_name("file") / "partial"
+    partial.parent.write_text("no folder")
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: pytest.fail("tried again"))
+    with pytest.raises(remote.DiskError) as caught:
+        remote.download_rest(memory, corpus.manifest.shards[0].file, partial, 100)
+    assert isinstance(caught.value.cause, NotADirectoryError)
+
+
 def test_an_interrupted_download_is_resumed(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

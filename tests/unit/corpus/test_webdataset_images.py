@@ -244,3 +244,23 @@ def test_a_bit_that_flips_later_is_named(tmp_path: Path) -> None:
     corpus.read_sample(0)
     with pytest.raises(MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"):
         corpus.read_sample(14)
+
+
+class CountedName(str):
+    """A class name that counts its comparisons."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+def test_a_class_is_found_without_comparing_all_names() -> None:
+    names = [CountedName(f"class {number}") for number in range(1000)]
+    rule = LabelRule("txt", names=names)
+    assert rule.apply({"txt": b"class 998", "jpg": b""}) == {"txt": b"class 998", "jpg": b"", "cls": b"998"}
+    assert rule.apply({"txt": b"another", "cls": b"1"}) == {"txt": b"another"}
+    assert CountedName.comparisons < 10

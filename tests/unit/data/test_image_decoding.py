@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,17 @@ def test_bombs_and_other_formats_are_refused() -> None:
         decode(encode_image(noise(), "PNG"), "jpg", 3)
     with pytest.raises(SampleError, match="floating-point"):
         images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
+
+
+def test_images_too_long_to_be_resized_are_refused() -> None:
+    """A line of 60,000 pixels would take 9 GB as an image of 224 rows; one that fits is resized as before."""
+    line = Image.fromarray(np.zeros((1, 60_000, 3), np.uint8))
+    reason = r"has an image of 60000 × 1 pixels, which would be resized to 13440000 × 224: cut it before prep"
+    with pytest.raises(SampleError, match=reason):
+        resize_and_crop(line, 224, 1.0, Image.Resampling.BICUBIC)
+    with pytest.raises(SampleError, match=reason):
+        TRANSFORMS.get("resize")(SimpleNamespace(size=224), Image.Resampling.BICUBIC)(line, ("key",), (224, 224))
+    assert resize_and_crop(line, 32, 1.0, Image.Resampling.NEAREST).size == (32, 32)
 
 
 @pytest.mark.parametrize(("shape", "grown", "corner"), [((30, 50), (26, 16), (6, 1)), ((50, 30), (16, 26), (1, 6))])

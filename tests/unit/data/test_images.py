@@ -13,7 +13,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import read_upright_size
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.contact_sheet import draw_contact_sheet, iter_seen_images
+from megatfm.data.contact_sheet import draw_contact_sheet, iter_captioned_images
 from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
@@ -303,7 +303,7 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     result = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
     rows = result.prepare_rows(rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1)
     batch = rows.read_rows(range(18))
-    pictures = list(iter_seen_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
+    pictures = list(iter_captioned_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
     assert len(pictures) == 69
     labels = batch["labels"][batch["labels"] >= 0]
     weights = batch["label_weights"][batch["labels"] >= 0]
@@ -312,6 +312,8 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
     tokens = np.flatnonzero(batch["documents"][0] == 2)
     np.testing.assert_array_equal(pictures[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
-    sheet = draw_contact_sheet(pictures[:5], columns=2)
+    captions = ["a\nb\r\n\tc\u2028d", "\u732b\u3068\u72ac", "", "W" * 500]
+    captioned = [image._replace(caption=text) for image, text in zip(pictures, captions, strict=False)]
+    sheet = draw_contact_sheet([*captioned, pictures[4]], columns=2)
     assert sheet.size == (2 * 134 + 6, 3 * 152 + 6)
     assert sheet.getpixel((6, 6)) == tuple(pictures[0].pixels[0, 0])

@@ -18,7 +18,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import list_image_extensions, read_upright_size
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.contact_sheet import iter_seen_images
+from megatfm.data.contact_sheet import iter_captioned_images
 from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
@@ -146,7 +146,7 @@ def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
     rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
     count = 0
     for position in range(len(rows)):  # type: ignore[arg-type]
-        for picture in iter_seen_images(rows.read_rows([position]), 4, decode=str, image_token=IMG):
+        for picture in iter_captioned_images(rows.read_rows([position]), 4, decode=str, image_token=IMG):
             number = int(picture.pixels[0, 0, 0]) // 6
             assert str(8 + number % 40) in picture.caption
             assert picture.caption.count(str(IMG)) == PATCHES * n_images_of(number)

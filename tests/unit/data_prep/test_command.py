@@ -317,6 +317,7 @@ def test_every_old_word_is_translated_once() -> None:
     ("[[steps]]\nname = 'where'\nfield = 'n'\nat_least = 1", "steps.at_least is steps.min now, "
      "steps.name = 'where' is 'metadata_filter' now"),
     ("plain_tars = true", r"plain_tars is compress now \(which says the opposite\)"),
+    ("split = 3\n[near_duplicates]\nsimilarity = 0.7", r"near_duplicates.similarity is split.near_duplicates.sim"),
     ("", r"read.on_bad is read.on_error now: write these"),
 ])  # fmt: skip
 def test_a_file_with_old_words_is_refused_with_the_new_ones(text: str, words: str, tmp_path: Path) -> None:

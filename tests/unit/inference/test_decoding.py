@@ -183,7 +183,7 @@ def test_a_window_s_cache_keeps_a_window() -> None:
     assert decoding.cache is not None
     assert decoding.cache.length == max(LENGTHS) + NEW - 1
     near, full = (
-        layer.update(*[torch.zeros(3, 4, 1, 4).double()] * 2, keeps=keeps)[0]
+        layer.update(*[torch.zeros(3, 4, 1, 4).double()] * 2, n_last=keeps)[0]
         for layer, keeps in zip(decoding.cache.layers, (1, None), strict=True)
     )
     assert near.shape[2] == 2

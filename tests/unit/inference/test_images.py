@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.vit import modeling_vit
 
 from megatfm.config import ModelConfig
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import ClassCollector, collect_classes
 from megatfm.inference.pictures import (
@@ -122,6 +122,11 @@ def test_files_and_index(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "pictures.json").read_text())
     assert index["step"] == 3
     assert [entry["file"] for entry in index["galleries"][0]["pictures"]] == ["pictures/a-00.png", "pictures/a-01.png"]
+    (tmp_path / "full").write_text("a file in the place of the run")
+    with pytest.raises(MegatfmError, match=r"full/pictures/a-00\.png: cannot be written \(Not a directory\)"):
+        write_pictures(tmp_path / "full", 3, [Gallery("a", "A", "n", [Picture(panels, "")])])
+    with pytest.raises(MegatfmError, match=r"full/pictures\.json: cannot be written \(Not a directory\)"):
+        write_pictures(tmp_path / "full", 3, [])
     with Image.open(tmp_path / "pictures/a-01.png") as picture:
         assert picture.size == (3 * 23 + 4 + 112, 224)
     with Image.open(io.BytesIO(join_panels(panels[:1]))) as picture:

@@ -110,6 +110,22 @@ def test_predictions_do_not_replace_those_of_the_evaluation(
         assert predict_file(run, str(file), out) is None
 
 
+@pytest.mark.parametrize(
+    "content", [b"{", b"[1]", b'{"sets": 3}', b'{"sets": {"validation": {"threshold": []}}}', b"\xff"]
+)
+def test_a_damaged_threshold_is_one_line_before_anything_is_predicted(
+    content: bytes, tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(run / "config.toml")
+    config = config.with_changes({"task": {"form": "span_extraction", "train": "a.json"}})
+    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: pytest.fail("the file was predicted"))
+    (tmp_path / "new.json").write_text("{}")
+    (tmp_path / "task.json").write_bytes(content)
+    with pytest.raises(MegatfmError, match=r"task\.json: can't be read .*`megatfm finetune .*`$"):
+        predict_file(tmp_path, str(tmp_path / "new.json"))
+
+
 def test_a_perplexity_of_the_harness_beyond_floats_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     package, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
     package.simple_evaluate = lambda **_: math.exp(1000.0)  # type: ignore[attr-defined]

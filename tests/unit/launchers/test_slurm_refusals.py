@@ -13,7 +13,7 @@ from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
 from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.train.corpora import make_batch_schedule
-from megatfm.train.startup_checks import fit_layout
+from megatfm.train.elastic import fit_layout
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, make_job, run_launch
 
 pytestmark = pytest.mark.usefixtures("folder")

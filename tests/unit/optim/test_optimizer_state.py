@@ -114,6 +114,15 @@ def test_chunks_and_shards_are_updated_as_the_full_tensor(monkeypatch: pytest.Mo
     assert not torch.equal(renamed, full), "rounding depends on the parameter's name"
 
 
+def test_a_scalar_is_updated_as_a_vector_of_one() -> None:
+    scalar, vector = torch.tensor(0.5), torch.tensor([0.5])
+    for gradient in (0.3, -0.1):
+        run_steps(scalar, [torch.tensor(gradient)], None, weight_decay=0.1)
+        run_steps(vector, [torch.tensor([gradient])], None, weight_decay=0.1)
+    assert torch.equal(scalar[None], vector)
+    assert scalar != 0.5
+
+
 # ----------------------------------------------------------------------------------- moving average of weights
 
 

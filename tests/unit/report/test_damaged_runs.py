@@ -9,6 +9,7 @@ import pytest
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import write_report
+from megatfm.report.compare import RunComparison
 from tests.support.reported_runs import report_page
 
 
@@ -32,6 +33,7 @@ def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
         ("metrics.jsonl", {"step": 1, "loss": 1.0, "norms": {"layer": {"load": {"x": 1}}}}, "step 1 of 1,000"),
         ("events.jsonl", {"time": 1e300, "event": "stopped"}, "stopped"),
         ("events.jsonl", {"time": math.inf, "event": "stopped"}, "stopped"),
+        ("baselines.json", {"stdlib": {"gzip": "a third", "xz": None, "zstd": 10**400, "bz2": 2.5}}, "bz2: 2.50"),
         ("../../corpora/prep.json", {"steps": [{"step": "read"}]}, "prep.json of train is not shown"),
         ("../../corpora/prep.json", {"steps": [], "notes": 7}, "prep.json of train is not shown"),
     ],
@@ -56,6 +58,15 @@ def test_impossible_values_of_side_files_do_not_stop_the_report(run: Path, name:
 def test_a_config_of_the_wrong_form_does_not_stop_the_report(run: Path, config: str, text: str) -> None:
     (run / "config.toml").write_text(config + "\n")
     assert text in report_page(run).text
+
+
+def test_settings_of_another_type_stop_neither_report_nor_comparison(run: Path) -> None:
+    record = {"step": 1, "mfu": 0.5, "evaluation": {"stdlib": {"loss": 1.0, "loss_by_position": [1.0, 2.0]}}}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "config.toml").write_text('[data]\nsequence_length = "long"\n')
+    (run / "environment.json").write_text('{"peak": ["H100"]}')
+    assert "Held-out loss" in report_page(run).text
+    assert RunComparison.read([run, run]).collect_results().rows[0][-3] == "50 %"
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
 from megatfm.convert import tokenizer_files
@@ -194,6 +195,27 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
     (tmp_path / "vocab.json").write_text(json.dumps({"a</w>": 0, "<|endoftext|>": 1}))
     with pytest.raises(UsageError, match=r"vocab\.json: (neither|not the vocabulary)"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    ("[1]", "is not valid: mend it or remove it"),
+    ("[" * 100_000, "is not valid: mend it or remove it"),
+    ("{", "is not valid: mend it or remove it"),
+    ('{"do_lower_case": "yes", "add_prefix_space": "yes"}', "= 'yes': write true or false"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json"])
+def test_a_damaged_config_beside_an_old_vocabulary_is_one_line(
+    name: str, config: str, reason: str, tmp_path: Path
+) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenize_chinese_chars": null}')
+    assert load(tmp_path / name).encode("a").size == 1
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(UsageError, match=rf"{name}: the tokenizer_config\.json beside it .*{reason}"):
+        load(tmp_path / name)
 
 
 def load_files(place: Path, copy: Path) -> Tokenizer:

@@ -59,7 +59,8 @@ def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
 def test_incomplete_lines_are_dropped_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_steps(RunInfo(tmp_path), 1, 6)
     path = tmp_path / "metrics.jsonl"
-    for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
+    # cut; whole but for its end; a hole; a step that is no number
+    for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40, b'{"step":Infinity}\n'):
         full = path.read_bytes()
         path.write_bytes(full + torn)
         MetricsLog(RunInfo(tmp_path, first_step=6)).close()

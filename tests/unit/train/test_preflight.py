@@ -103,6 +103,35 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Mon
     assert get_free_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
 
 
+def write_group(folder: Path, limit: str, usage: str, prefix: str, values: tuple[str, int]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip((limit, usage), values, strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"{prefix}active_file 300\n{prefix}inactive_file 400\n{prefix}shmem 50\n")
+
+
+@pytest.mark.parametrize(
+    ("own_groups", "root", "limit", "usage", "prefix"),
+    [
+        ("0::/job/step\n", "", "memory.max", "memory.current", ""),
+        ("3:cpu:/other\n9:memory:/job/step\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_a_container_and_a_job_limit_memory_and_their_page_cache_is_free(
+    tmp_path: Path, own_groups: str, root: str, limit: str, usage: str, prefix: str
+) -> None:
+    files = limit, usage, prefix
+    assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == []
+    write_group(tmp_path / root, *files, ("max", 900))
+    assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == []
+    write_group(tmp_path / root, *files, ("1000", 900))
+    assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == [800], "of a container"
+    write_group(tmp_path / root / "job", *files, ("900", 850))
+    write_group(tmp_path / root / "other", *files, ("800", 800))
+    assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == [750, 800], "of a job"
+    assert startup_checks.list_cgroup_free_bytes(tmp_path, "") == [800]
+
+
 def test_the_product_is_timed() -> None:
     assert 0 < utilization.time_matmul(torch.float32, torch.device("cpu")) < 5
     assert startup_checks.SLOW_FACTOR > 1

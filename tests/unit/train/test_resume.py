@@ -278,6 +278,7 @@ def test_a_resume_on_another_machine_is_logged() -> None:
     [
         *[("step", "five"), ("step", None), ("step", -1), ("tokens", 1.5), ("tokens", True)],
         *[("data.position", []), ("precision", 3), ("data.position", 10**30), ("step", 2**63)],
+        *[("config", None), ("config", "gpt"), ("config", {}), ("config.model", [])],
     ],
 )
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:

@@ -21,9 +21,9 @@ from megatfm.engines.interface import Batch
 from megatfm.errors import NO_PROGRESS, MegatfmError, NoProgressError, UsageError
 from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
+from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress, fit_layout, list_layout_changes
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
-from megatfm.train.startup_checks import ATTEMPTS, adapt_layout, check_progress, fit_layout, list_layout_changes
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
