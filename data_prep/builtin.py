@@ -12,8 +12,8 @@ from megatfm.config.prep import ReadConfig
 from megatfm.errors import UsageError
 from megatfm.files import atomic_write
 
-HELD_OUT = 3
-"""One digit in this many is held out: the last ones, which other people wrote."""
+TRAIN_SHARE = (2, 3)
+"""Share of the digits for training, as numerator and denominator: the first ones; other people wrote the last ones."""
 
 
 def with_builtin_folder(config: ReadConfig, scratch: Path) -> ReadConfig:
@@ -39,7 +39,7 @@ def write_digits(folder: Path) -> None:
             "read.folder to a folder of images"
         ) from error
     digits = load_digits()
-    n_train = len(digits.images) * (HELD_OUT - 1) // HELD_OUT
+    n_train = len(digits.images) * TRAIN_SHARE[0] // TRAIN_SHARE[1]
     splits = {
         "train": rng.permutation(n_train, 0, "digits"),
         "validation": np.arange(n_train, len(digits.images)),

@@ -27,7 +27,6 @@ from megatfm.data_prep.execution.executors import (
     supports_flock,
 )
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.data_prep.execution.upload import find_local_folder
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
 
 DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
@@ -54,7 +53,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 raise UsageError("--task and --dask: give one of them")
         elif rank_and_size is None and (rank_and_size := get_mpi_rank(os.environ)):
             is_first = rank_and_size[0] == 1
-            if config.overwrite or not supports_flock(find_local_folder(config)):
+            if config.overwrite or not supports_flock(config.local_folder):
                 world = get_mpi_world(rank_and_size[1])
         with connect_dask_workers(arguments.dask, config) as workers:
             _prepare(config, workers or _make_executor(world, rank_and_size), is_first, task or (1, 1))

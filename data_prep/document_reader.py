@@ -54,20 +54,20 @@ class DocumentReader:
         The file is read twice: a partly bad file must not be used, and a large one must not be held in memory.
         """
         try:
-            parts = sum(1 for _ in read_text(path, self._limit))
+            n_parts = sum(1 for _ in read_text(path, self._limit))
         except (OSError, BadFileError) as error:
             reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             self._inputs.skip_or_refuse(file.path, reason)
             self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
             return
-        self.counts.changed += parts > 1
+        self.counts.changed += n_parts > 1
         try:
-            for part, text in enumerate(read_text(path, self._limit)):
-                if parts == 1:
+            for part, text in zip(range(n_parts), read_text(path, self._limit), strict=True):
+                if n_parts == 1:
                     yield Document(file.name, text)
                 else:
                     yield Document(f"{file.name}#{part}", text, record=file.name)
-        except (OSError, BadFileError) as error:
+        except (OSError, BadFileError, ValueError) as error:  # ValueError: of zip
             raise MegatfmError(
                 f"{file.path}: changed while it was read ({error}): run the same command again"
             ) from None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import zstandard
 
@@ -70,6 +70,30 @@ class Document:
     def top_level(self) -> str:
         """The top-level folder: the first folder of the path, or the file if it lies in none."""
         return self.file.partition("/")[0]
+
+
+class TokenizedDocument(NamedTuple):
+    """A document whose ids lie in a file of its part, as the commit of the part stores it.
+
+    source: as `Document.id`. n_tokens, text_bytes: of its text. member_sizes: extension and bytes of each file beside
+    it. corpus: name of its corpus, if the split has several.
+    """
+
+    source: str
+    n_tokens: int
+    text_bytes: int
+    member_sizes: Sequence[tuple[str, int]] = ()
+    domain: str = ""
+    language: str = ""
+    fields: Mapping[str, Any] = MappingProxyType({})
+    corpus: str = ""
+
+    def to_list(self) -> list[Any]:
+        """Return the fields as JSON, without empty ones at the end."""
+        values = [*self[:6], dict(self.fields), self.corpus]
+        while len(values) > 3 and not values[-1]:
+            values.pop()
+        return values
 
 
 class DocumentWriter:

@@ -55,11 +55,10 @@ class CachedWordEncoder:
         data, word_starts, first_words = self._cut([text.encode() for text in texts])
         if not len(word_starts):
             return [np.empty(0, np.int32) for _ in texts]
-        offsets = pyarrow.py_buffer(np.append(word_starts, len(data)).astype("<i8"))
-        buffers = [None, offsets, pyarrow.py_buffer(data)]
-        words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(word_starts), buffers).dictionary_encode()
+        words = _make_binary_array(data, np.append(word_starts, len(data))).dictionary_encode()
         ids_by_word = self._look_up_words(words.dictionary.to_pylist(), threads)
-        _, ends, ids = pyarrow.array(ids_by_word, pyarrow.large_binary()).take(words.indices).buffers()
+        id_table = _make_binary_array(b"".join(ids_by_word), np.cumsum([0, *map(len, ids_by_word)]))
+        _, ends, ids = id_table.take(words.indices).buffers()
         result = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
         return np.split(result, np.frombuffer(ends, np.int64)[first_words[1:]] // 4)
 
@@ -107,6 +106,12 @@ class CachedWordEncoder:
                 result.append(data[begin:end])
                 begin = end + 4
         return result
+
+
+def _make_binary_array(data: bytes, bounds: NDArray[np.int64]) -> pyarrow.Array:
+    """Return the values that lie between bounds of `data`. `pyarrow.array` of a list would import pandas."""
+    buffers = [None, pyarrow.py_buffer(bounds.astype("<i8")), pyarrow.py_buffer(data)]
+    return pyarrow.Array.from_buffers(pyarrow.large_binary(), len(bounds) - 1, buffers)
 
 
 def _make_boundary_table(pieces: Sequence[str]) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Import token ids and images, which need no cleaning: split by document, written as shards."""
+"""Import documents that need no cleaning, token ids (`IdFiles`) or images: split by document, written as shards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -12,19 +12,13 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.config.prep import SplitConfig
 from megatfm.corpus.files import AtomicFile
-from megatfm.corpus.image_size import PILLOW_FORMATS
-from megatfm.data_prep.documents import StepStats, format_drop_reasons, to_drop_reason
+from megatfm.data_prep.documents import StepStats, TokenizedDocument, format_drop_reasons
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
-from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
-from megatfm.data_prep.labels import ClassLabels
-from megatfm.data_prep.readers import FORMATS
-from megatfm.data_prep.readers.images import ImageRecord, read_image_record, read_tar
-from megatfm.data_prep.readers.record import BadFileError, BadRecord
+from megatfm.data_prep.input_files import InputFile, InputFiles, matches_path
+from megatfm.data_prep.readers.record import BadFileError
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
 from megatfm.data_prep.tokenize import TokenizeStage, get_members_path, get_tokens_path
 from megatfm.errors import MegatfmError, UsageError
@@ -167,10 +161,11 @@ class _IntermediateFiles:
         self._members = AtomicFile(get_members_path(folder, name, part))
 
     def add(self, document: ImportedDocument) -> None:
-        sizes = [[extension, len(data)] for extension, data in document.members.items()]
-        entry = [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
-        # Domain, language and fields are unknown for imported documents.
-        self.documents.append([*entry[:3], sizes, "", "", {}, document.corpus] if document.corpus else entry)
+        sizes = [(extension, len(data)) for extension, data in document.members.items()]
+        tokenized = TokenizedDocument(
+            document.source, len(document.ids), document.text_bytes, sizes, corpus=document.corpus
+        )
+        self.documents.append(tokenized.to_list())
         self._ids.write(document.ids.astype("<i4").tobytes())
         for data in document.members.values():
             self._members.write(data)
@@ -238,117 +233,3 @@ class IdFiles:
         else:
             text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
         return ImportedDocument(f"{file.name}#{index}", ids, text_bytes)
-
-
-TARS = FORMATS["webdataset"]
-
-
-class ImageFiles:
-    """A corpus of images, in parts of about `task_bytes`; a tar is never divided.
-
-    Captions become ids if there is a tokenizer. Files are shuffled by `split.seed`, since a folder has one class and a
-    block should have many. Samples of a tar keep their order.
-    """
-
-    warning = "images were imported as they are: duplicates were not searched for"
-
-    def __init__(
-        self,
-        inputs: InputFiles,
-        tokenizer: Tokenizer | None,
-        task_bytes: int,
-        labels: ClassLabels,
-        split: SplitConfig,
-    ) -> None:
-        self.tokenizer, self._labels, self._split = tokenizer, labels, split
-        self.bytes = sum(file.size for file in inputs.files)
-        self.skipped: list[str] = []
-        self._inputs = inputs
-        self._groups = sorted(_group_files(inputs.files), key=lambda group: _hash_file_name(group[0], split.seed))
-        self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
-        self.parts = len(self._runs)
-
-    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
-        for group in self._groups[slice(*self._runs[part])]:
-            path = group[0].path
-            try:
-                for source, record in self._read_records(group):
-                    labelled = record if isinstance(record, BadRecord) else self._labels.apply(source, record)
-                    if isinstance(labelled, BadRecord):
-                        self._skip(path, f"{source} {labelled.reason}", to_drop_reason(labelled.reason), counts)
-                    else:
-                        yield self._to_document(source, labelled)
-            except BadFileError as error:
-                self._skip(path, str(error), "unreadable_file", counts)
-            advance(sum(file.size for file in group))
-
-    def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | BadRecord]]:
-        config = self._inputs.config
-        with ExitStack() as stack:
-            group_paths = [stack.enter_context(self._inputs.fetch(file)) for file in group]
-            if _is_tar(group[0]):
-                for record in read_tar(group_paths[0], config):
-                    yield f"{group[0].name}#{record.key}", record
-                return
-            paths: dict[str, Path] = {}
-            key = min((_stem(file) for file in group), key=len)
-            for file, path in zip(group, group_paths, strict=True):
-                extension = file.name[len(key) + 1 :].lower()
-                if extension in paths:
-                    yield file.name, BadRecord(file.name, f"has a .{extension} twice")
-                    return
-                paths[extension] = path
-            yield group[0].name, read_image_record(group[0].name, paths, config)
-
-    def _to_document(self, source: str, record: ImageRecord) -> ImportedDocument:
-        corpus = self._choose_corpus(record.members)
-        if self.tokenizer is None or not record.text:
-            return ImportedDocument(source, np.empty(0, np.int32), 0, record.members, corpus)
-        (ids,) = self.tokenizer.encode_batch([record.text], 1)
-        return ImportedDocument(source, ids, len(record.text.encode()), record.members, corpus)
-
-    def _choose_corpus(self, members: Mapping[str, bytes]) -> str:
-        """Return the corpus of an image's class; "" if there is only one corpus."""
-        if self._split.partition_by is None:
-            return ""
-        name, values = self._labels.get_class_name(members), self._split.partition_values
-        return to_folder_name(name) if name and (not values or name in values) else OTHER
-
-    def _skip(self, path: str, reason: str, drop_reason: str, counts: StepStats) -> None:
-        self._inputs.skip_or_refuse(path, reason)
-        self.skipped.append(f"{path}: {reason}")
-        counts.count_input(0)
-        counts.count_dropped(drop_reason, 0, reason)
-
-
-def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
-    """Return tars, and groups of files that are a sample, in the order of the files.
-
-    Files of a sample differ only in their last suffix. Numbered images, `a.0.jpg` and `a.1.jpg`, belong to the `a.txt`
-    or `a.json` beside them, unless they have a file of their own beside them.
-    """
-    suffixes: dict[str, set[str]] = {}
-    for file in files:
-        suffixes.setdefault(_stem(file), set()).add(file.name.rpartition(".")[2].lower())
-    texts = {
-        stem for stem, endings in suffixes.items() if endings & {"txt", "json"} and not endings & PILLOW_FORMATS.keys()
-    }
-    groups: dict[str, list[InputFile]] = {}
-    for file in files:
-        stem = file.name if _is_tar(file) else _stem(file)
-        key, _, number = stem.rpartition(".")
-        is_numbered = key in texts and number.isdecimal() and suffixes[stem] <= PILLOW_FORMATS.keys()
-        groups.setdefault(key if is_numbered else stem, []).append(file)
-    return list(groups.values())
-
-
-def _stem(file: InputFile) -> str:
-    return file.name.rpartition(".")[0]
-
-
-def _hash_file_name(file: InputFile, seed: int) -> bytes:
-    return blake3(f"{seed}:order:{file.name}".encode()).digest(16)
-
-
-def _is_tar(file: InputFile) -> bool:
-    return file.name.lower().endswith(TARS)

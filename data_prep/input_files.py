@@ -143,20 +143,24 @@ class InputFiles:
 
     def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
         """List a remote folder in the order and by the names of `_walk`."""
-        files_by_parts = [(tuple(file.name.split("/")), file) for file in remote.list_files()]
-        self._remote_files = {file.name: file for _, file in files_by_parts}
+        files_by_components = [(tuple(file.name.split("/")), file) for file in remote.list_files()]
+        self._remote_files = {file.name: file for _, file in files_by_components}
         names: dict[tuple[str, ...], set[str]] = {}
-        for parts, _ in files_by_parts:
-            for depth in range(len(parts)):
-                names.setdefault(parts[:depth], set()).add(parts[depth])
+        for components, _ in files_by_components:
+            for depth in range(len(components)):
+                names.setdefault(components[:depth], set()).add(components[depth])
         excluded = {folder: self._list_excluded_patterns(folder_names) for folder, folder_names in names.items()}
         excluded_paths = set[tuple[str, ...]]()
-        for parts, file in sorted(files_by_parts, key=lambda entry: [part.encode() for part in entry[0]]):
+        for components, file in sorted(
+            files_by_components, key=lambda entry: [component.encode() for component in entry[0]]
+        ):
             excluded_depths = (
-                depth + 1 for depth, part in enumerate(parts) if matches_path(part, (".*", *excluded[parts[:depth]]))
+                depth + 1
+                for depth, component in enumerate(components)
+                if matches_path(component, (".*", *excluded[components[:depth]]))
             )
-            if (depth := next(excluded_depths, 0)) or not matches_path(parts[-1], self._include):
-                excluded_paths.add(parts[: depth or len(parts)])
+            if (depth := next(excluded_depths, 0)) or not matches_path(components[-1], self._include):
+                excluded_paths.add(components[: depth or len(components)])
             else:
                 name = file.name.replace("#", "%23")
                 self._remote_files[name] = file

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,7 +12,7 @@ from blake3 import blake3
 from megatfm.config.prep import LabelsConfig
 from megatfm.corpus.webdataset_images import read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
-from megatfm.data_prep.readers.record import BadRecord, get_nested
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import UsageError
 
@@ -49,7 +49,7 @@ class ClassLabels:
         number = self._class_indices.get(name) if self.names else _parse_class_number(name)
         if number is None:
             known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
-            return BadRecord(image.key, f"has the label {name!r}, which is none of {known_labels}")
+            return BadRecord(image.key, f"has a label that is none of {known_labels}: {name!r}")
         members = {extension: data for extension, data in image.members.items() if extension != "cls"}
         first = next(iter(members))
         labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
@@ -127,20 +127,11 @@ def _parse_class_number(name: str) -> int | None:
 
 
 def _read_table(config: LabelsConfig) -> dict[str, str]:
-    """Read the label of each file from a table. Raises UsageError for a table without the columns."""
+    """Read the label of each file from a table. Raises UsageError for a table without the columns, or damaged."""
     path = Path(config.table or "")
     if not path.is_file():
         raise UsageError(f"read.labels.table = {str(path)!r}: no such file")
-    rows: Iterable[tuple[int, Any]]
-    if path.suffix in (".jsonl", ".ndjson"):
-        rows = read_json_lines(path)
-    else:
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"read.labels.table = {str(path)!r}: is not valid UTF-8 ({error})") from error
-        delimiter = "\t" if path.suffix == ".tsv" else ","
-        rows = enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter), 2)
+    rows = read_json_lines(path) if path.suffix in (".jsonl", ".ndjson") else _iter_csv_rows(path, config)
     table: dict[str, str] = {}
     for line, row in rows:
         file, label = (row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key))
@@ -153,3 +144,22 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
         if table.setdefault(file, str(label)) != str(label):
             raise UsageError(f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another")
     return table
+
+
+def _iter_csv_rows(path: Path, config: LabelsConfig) -> Iterator[tuple[int, Any]]:
+    """Yield number and cells of each row of a `.csv` or `.tsv`, the first of which names the columns."""
+    setting = f"read.labels.table = {str(path)!r}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{setting}: is not valid UTF-8 ({error})") from error
+    csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        names = list(rows.fieldnames or ())
+        if repeated := next((key for key in (config.file_key, config.key) if names.count(key) > 1), None):
+            raise UsageError(f"{setting}: has the column {repeated!r} twice: give each its own name")
+        yield from enumerate(rows, 2)
+    except csv.Error as error:
+        raise UsageError(f"{setting}: is damaged after line {rows.line_num} ({error}): mend it") from error

@@ -29,10 +29,10 @@ from megatfm.data_prep.import_external import (
     EMPTY_SPLIT,
     SPLITS,
     IdFiles,
-    ImageFiles,
     ImportSource,
     ImportStage,
 )
+from megatfm.data_prep.import_images import ImageFiles
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage

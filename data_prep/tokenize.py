@@ -1,12 +1,11 @@
 """The tokenizer of a corpus, trained or copied, and the ids of all documents."""
 
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -17,6 +16,7 @@ from megatfm.corpus.files import AtomicFile, write_whole
 from megatfm.data_prep.documents import (
     Document,
     DocumentWriter,
+    TokenizedDocument,
     batch_by_bytes,
     get_part_path,
     read_documents,
@@ -145,20 +145,26 @@ class TokenizeStage:
         with self._stages.reporter.stage(f"tokenize-{name}", split["bytes"]) as advance:
 
             def work(part: int) -> StageResult:
-                token_counts = []
+                tokenized_documents = []
                 file = AtomicFile(get_tokens_path(folder, name, part))
                 documents = read_documents(get_part_path(self._folder, name, part))
                 for batch in batch_by_bytes(documents, BATCH_BYTES):
                     texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
-                        entry: list[Any] = [document.domain, document.language]
-                        if document.fields or self._partition_by:
-                            entry += [dict(document.fields), self._choose_corpus(document)]
-                        token_counts.append([document.id, len(ids), document.text_bytes, [], *entry])
+                        tokenized = TokenizedDocument(
+                            document.id,
+                            len(ids),
+                            document.text_bytes,
+                            domain=document.domain,
+                            language=document.language,
+                            fields=document.fields,
+                            corpus=self._choose_corpus(document),
+                        )
+                        tokenized_documents.append(tokenized.to_list())
                         advance(document.text_bytes)
                 file.commit()
-                return {"documents": token_counts}
+                return {"documents": tokenized_documents}
 
             def tidy() -> None:
                 for part in range(parts):
@@ -176,15 +182,11 @@ class TokenizeStage:
                 tidy=tidy,
             )
 
-    def _read_members(self, path: Path, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
+    def _read_members(self, path: Path, documents: Sequence[TokenizedDocument]) -> Iterator[dict[str, bytes]]:
         """Yield the files beside each document, by extension."""
-        with ExitStack() as stack:
-            file = None
-            for _, _, _, *metadata in documents:
-                sizes = metadata[0] if metadata else []
-                if sizes and file is None:
-                    file = stack.enter_context(open(path, "rb"))
-                yield {extension: file.read(size) for extension, size in sizes} if sizes and file else {}
+        with open(path, "rb") if any(document.member_sizes for document in documents) else io.BytesIO() as file:
+            for document in documents:
+                yield {extension: file.read(size) for extension, size in document.member_sizes}
 
     def write_shards(
         self,
@@ -198,8 +200,9 @@ class TokenizeStage:
         with SplitWriter(self._stages, name, encoder) as writer:
             for part, result in enumerate(parts):
                 ids = np.fromfile(get_tokens_path(folder, name, part), "<i4")
-                members = self._read_members(get_members_path(folder, name, part), result["documents"])
-                writer.add(ids, result["documents"], members)
+                documents = [TokenizedDocument(*entry) for entry in result["documents"]]
+                members = self._read_members(get_members_path(folder, name, part), documents)
+                writer.add(ids, documents, members)
             return writer.finish({**provenance, "split": name})
 
     def _choose_corpus(self, document: Document) -> str:

@@ -12,7 +12,8 @@ from megatfm.files import NewPaths
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job, Kind, Launcher, Resources
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
-from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from megatfm.launchers.slurm import SlurmLauncher
+from megatfm.launchers.slurm_site import Site, load_site
 from megatfm.launchers.validation import find_launch_errors, find_launch_warnings
 from megatfm.registry import check_foreign_plugins
 

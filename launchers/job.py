@@ -114,11 +114,18 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        """Absolute run directory. A preparation uses OUT.jobs, beside the corpus."""
+        """Absolute run directory. A preparation uses OUT.jobs beside the folder in which the corpus is made."""
         if isinstance(self.config, PrepConfig):
-            out = Path(self.config.out).absolute()
-            return out.with_name(f"{out.name}.jobs")
+            folder = self.config.local_folder.absolute()
+            return folder.with_name(f"{folder.name}.jobs")
         return Path(self.config.run_dir or Path("runs") / self.config.name).absolute()
+
+    @property
+    def corpus_url(self) -> dict[str, str]:
+        """URL to which a preparation uploads, as a field of its launch record; empty for other jobs."""
+        if isinstance(self.config, PrepConfig) and self.config.has_remote_out:
+            return {"corpus_url": self.config.out}
+        return {}
 
     @property
     def command(self) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import psutil
 
@@ -68,11 +69,15 @@ class ForegroundLauncher:
 
     def _run_recorded(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:
         """Record this process in the run directory while the job runs, for `megatfm status` and `megatfm cancel`."""
-        launch_record = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
+        launch_record: dict[str, Any] = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
+        launch_record |= job.corpus_url
         started = psutil.Process().create_time()
         write_launch_record(job.run_dir, **launch_record, pid=os.getpid(), started=started)
         try:
-            return self._run_with_restarts(job, attempt, is_new) if job.kind == "train" else attempt(is_new)
+            if job.kind == "train":
+                return self._run_with_restarts(job, attempt, is_new)
+            launch_record["exit_code"] = code = attempt(is_new)
+            return code
         finally:
             write_launch_record(job.run_dir, **launch_record)
 

@@ -46,9 +46,6 @@ from megatfm.launchers.validation import explain_layout_error, find_max_fitting_
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
 """Bytes at the end of a log that are searched for SLURM's messages."""
-MAX_UNCOUNTED_STOPS = 100
-"""Largest number of stops of a task whose finished parts can't be counted: a preparation that writes to a URL keeps
-them in a scratch folder."""
 PROLOG_MARK = f"{PREFIX}attempt"
 # srun's messages name the node and how its tasks ended.
 _TASK_ENDED = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
@@ -186,7 +183,7 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     if isinstance(previous, dict) and (previous.get("job"), previous.get("work")) == (array_job, progress):
         stops += previous["stops"] if isinstance(previous.get("stops"), int) else 0
     atomic_write(stops_file, json.dumps({"job": array_job, "work": progress, "stops": stops}) + "\n")
-    if stops > (MAX_STOPS_WITHOUT_PROGRESS if progress else MAX_UNCOUNTED_STOPS):
+    if stops > MAX_STOPS_WITHOUT_PROGRESS:
         log(
             f"no progress: task {task} was stopped {stops} times in a row, and no task finished a part: give more "
             "--time"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from megatfm.errors import LockedError, MegatfmError, UsageError
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, LockedError, MegatfmError, UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, AttemptLog
 from megatfm.launchers.job import UNKNOWN, Job, JobState
@@ -99,12 +99,12 @@ def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
     """Describe how many tasks of an array run, wait and are over."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
     pending = [row for row in rows if row[0] == "PENDING"]
-    parts = [
+    clauses = [
         f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
         f"{len(pending)} wait ({_explain_pending(job, pending[0][1])})" if pending else "",
         f"{n_over} are over" if (n_over := count - len(rows)) > 0 else "",
     ]
-    return "; ".join(filter(None, parts)) or f"{len(rows)} tasks are ending"
+    return "; ".join(filter(None, clauses)) or f"{len(rows)} tasks are ending"
 
 
 def get_job_state(job: str, tasks: int = 1) -> JobState:
@@ -212,14 +212,18 @@ def get_foreground_state(run: Path) -> JobState:
 
 
 def _read_recorded_end(run: Path) -> JobState | None:
-    """Return the end that the last attempt or the run's last event records."""
+    """Return the end that the last attempt, the run's last event or a preparation's launcher records."""
     attempts = AttemptLog(run).attempts
     if attempts and (last := attempts[-1]).ended is not None:
         return JobState(last.state_name, last.reason, last.ended)
     events = tail_jsonl(run / EVENTS, 1)
     if events and (name := LAST_EVENT_STATES.get(str(events[0].get("event")))):
         return JobState(name, str(events[0].get("detail", "")), get_number(events[0], "time"))
-    return None
+    launch_record = read_launch_record(run)
+    if (code := get_number(launch_record, "exit_code")) is None:
+        return None
+    name = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED"}.get(int(code), "FAILED")
+    return JobState(name, f"exit code {int(code)}", get_number(launch_record, "time"))
 
 
 def cancel_run(run: Path) -> str:

@@ -41,7 +41,8 @@ HEARTBEAT_SECONDS = 30.0
 """Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
 CLOCK_SKEW_SECONDS = 60.0
 """Largest assumed difference between the clocks of two machines."""
-_PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
+_PART = re.compile(r"([a-z0-9_-]+)\.\d{5}\.json")
+"""Commit of a part of a stage, such as `clean.00007.json` or `dedup-0-minhash-sort.00007.json`."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,19 @@ def is_prep_run(run: Path) -> bool:
 
 
 def get_corpus_dir(run: Path) -> Path:
-    """Return the corpus that a preparation writes. Its run directory is beside it, as CORPUS.jobs."""
+    """Return the folder in which a preparation makes its corpus. Its run directory is beside it, as FOLDER.jobs."""
     return run.with_name(run.name.removesuffix(".jobs"))
 
 
 def correct_prep_job_state(run: Path, state: JobState) -> JobState:
-    """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED."""
+    """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED.
+
+    A corpus at a URL leaves no file here; it is finished if the job ended without an error.
+    """
     if (get_corpus_dir(run) / "prep.json").is_file():
         return replace(state, name="DONE") if state.is_over else state
+    if "corpus_url" in read_launch_record(run) and state.name in ("COMPLETED", "DONE"):
+        return replace(state, name="DONE")
     if state.is_over and state.name in ("COMPLETED", "DONE", "GONE"):
         return JobState("FAILED", f"{state.reason}; the corpus is not finished: start the same command again")
     return state

@@ -13,7 +13,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
 from megatfm.launchers.record import find_latest_checkpoint_step, is_finished
-from megatfm.launchers.slurm import FROM_SHELL, Site
+from megatfm.launchers.slurm_site import FROM_SHELL, Site
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
 """Axes of fixed size; dp_shard = -1 takes all remaining ranks."""

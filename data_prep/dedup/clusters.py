@@ -9,7 +9,7 @@
    row's chunk. A chunk's edges are held in memory, and never more are passed down than came in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class Buckets:
                 last = bucket + 1
                 bucket_rows = row_indices[begin : int(ends[bucket])]
                 batch_starts = range(0, len(bucket_rows), self._max_rows)
-                batches = (bucket_rows[at : at + self._max_rows] for at in batch_starts)
+                batches = (bucket_rows[start : start + self._max_rows] for start in batch_starts)
                 yield from self._compare_on_disk(iter([batches]))
             bucket, begin = last, int(ends[last - 1])
 
@@ -269,22 +269,21 @@ class _ClusterSearch:
             edges = np.empty((0, 2), np.int64)
             for packed_edges in self._in_batches(self._iter_chunk_edges(chunk)):
                 edges = spanning_forest(np.concatenate([edges, self._unpack(packed_edges, chunk)]))
-                lower = edges[edges[:, 1] < begin]
+                self._forward_edges(edges[edges[:, 1] < begin], forwarded_paths)
                 edges = edges[edges[:, 1] >= begin]
-                order = np.argsort(lower[:, 1])
-                start = 0
-                for lower_chunk, count in enumerate(self._partitioning.count_by_chunk(lower[order, 1]).tolist()):
-                    if count:
-                        with (
-                            disk_errors_as_megatfm_errors(forwarded_paths[lower_chunk]),
-                            open(forwarded_paths[lower_chunk], "ab") as file,
-                        ):
-                            file.write(self._pack(lower[order[start : start + count]]).tobytes())
-                    start += count
             marks[edges[:, 1] - begin] = 1
             write_keys(self._context.path("marks", chunk), [marks])
             advance(end - begin)
         return {}
+
+    def _forward_edges(self, edges: Edges, paths: Sequence[Path]) -> None:
+        """Append edges to the files of their higher rows' chunks. paths: by chunk."""
+        order, start = np.argsort(edges[:, 1]), 0
+        for path, count in zip(paths, self._partitioning.count_by_chunk(edges[order, 1]).tolist(), strict=True):
+            if count:
+                with disk_errors_as_megatfm_errors(path), open(path, "ab") as file:
+                    file.write(self._pack(edges[order[start : start + count]]).tobytes())
+            start += count
 
     def _iter_chunk_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         """Yield the edges of a chunk's rows to lower ones, and those that were passed down to it."""

@@ -38,25 +38,27 @@ class DedupStage:
     def run(self, basis: StageResult) -> StageResult:
         """Run all passes. Returns the name of the remaining documents, their bytes, and the statistics of each pass.
         After a pass, the documents lie in the folder of the basis."""
-        name, size, counts = "exact_dedup", self._clean["bytes"], []
+        input_name, size, counts = "exact_dedup", self._clean["bytes"], []
         names = list_pass_names(self._stages.config)
         for index, config in enumerate(self._stages.config.dedup):
             method = make_dedup_method(config)
             dedup_pass = DedupPass(self._stages, self._stages.get_folder(basis), names[index], method, self._parts)
-            rows = self._compute_keys(dedup_pass, name, size, basis)
+            rows = self._compute_keys(dedup_pass, input_name, size, basis)
             duplicates = dedup_pass.find(rows, basis)
-            result = self._remove(dedup_pass, name, size, rows, duplicates, basis)
-            name, size = dedup_pass.out, result["bytes"]
+            result = self._remove(dedup_pass, input_name, size, rows, duplicates, basis)
+            input_name, size = dedup_pass.name, result["bytes"]
             counts.append(result["step"])
-        return {"name": name, "bytes": size, "steps": counts}
+        return {"name": input_name, "bytes": size, "steps": counts}
 
-    def _compute_keys(self, dedup_pass: "DedupPass", name: str, size: int, basis: StageResult) -> list[int]:
+    def _compute_keys(self, dedup_pass: "DedupPass", input_name: str, size: int, basis: StageResult) -> list[int]:
         """Compute the keys of all parts. Returns how many rows each part has."""
-        stage = f"{dedup_pass.key}-{dedup_pass.method.key_name}"
+        stage = f"{dedup_pass.name}-{dedup_pass.method.key_name}"
         with self._stages.reporter.stage(stage, size) as advance:
 
             def work(part: int) -> StageResult:
-                documents = track_progress(read_documents(self._get_documents_path(dedup_pass, name, part)), advance)
+                documents = track_progress(
+                    read_documents(self._get_documents_path(dedup_pass, input_name, part)), advance
+                )
                 return {"rows": write_keys(dedup_pass.get_rows_path(part), dedup_pass.method.compute_keys(documents))}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
@@ -68,7 +70,7 @@ class DedupStage:
     def _remove(
         self,
         dedup_pass: "DedupPass",
-        name: str,
+        input_name: str,
         size: int,
         rows: Sequence[int],
         duplicates: StageResult,
@@ -79,9 +81,9 @@ class DedupStage:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(dedup_pass.method.title)
-                documents = read_documents(self._get_documents_path(dedup_pass, name, part))
+                documents = read_documents(self._get_documents_path(dedup_pass, input_name, part))
                 return {
-                    **write_part(dedup_pass.folder, dedup_pass.out, part, filter_part(part, documents, counts)),
+                    **write_part(dedup_pass.folder, dedup_pass.name, part, filter_part(part, documents, counts)),
                     "step": counts.as_json(),
                 }
 
@@ -93,43 +95,45 @@ class DedupStage:
 
             def tidy() -> None:
                 dedup_pass.remove_marks(duplicates)
-                inputs = [self._get_documents_path(dedup_pass, name, part) for part in range(self._parts)]
-                if name == "exact_dedup":
+                inputs = [self._get_documents_path(dedup_pass, input_name, part) for part in range(self._parts)]
+                if input_name == "exact_dedup":
                     self._stages.sweep(self._input, inputs)
                 else:  # an earlier pass of the same settings, whose next one is committed
                     for path in inputs:
                         path.unlink(missing_ok=True)
 
-            return self._stages.run_parts(dedup_pass.out, basis, self._parts, work, join, tidy=tidy)
+            return self._stages.run_parts(dedup_pass.name, basis, self._parts, work, join, tidy=tidy)
 
-    def _get_documents_path(self, dedup_pass: "DedupPass", name: str, part: int) -> Path:
-        return get_part_path(self._input if name == "exact_dedup" else dedup_pass.folder, name, part)
+    def _get_documents_path(self, dedup_pass: "DedupPass", input_name: str, part: int) -> Path:
+        return get_part_path(self._input if input_name == "exact_dedup" else dedup_pass.folder, input_name, part)
 
 
 class DedupPass:
-    """One pass of a method, in `folder`: computes rows, finds duplicates, yields the remaining documents."""
+    """One pass of a method, in `folder`: computes rows, finds duplicates, yields the remaining documents.
 
-    def __init__(self, stages: StageRunner, folder: Path, key: str, method: DedupMethod, parts: int) -> None:
+    name: of the stage that removes duplicates, and of the documents that it leaves; its other stages begin with it.
+    """
+
+    def __init__(self, stages: StageRunner, folder: Path, name: str, method: DedupMethod, parts: int) -> None:
         self._stages, self.folder = stages, folder
-        self.key, self.method, self._parts = key, method, parts
-        self.out = key
+        self.name, self.method, self._parts = name, method, parts
         self._memory_bytes: int = stages.config.dedup_memory_bytes
 
     def get_rows_path(self, part: int) -> Path:
         """Return the path of the rows of a part, which are removed after the search."""
-        return self.folder / f"rows-{self.key}.{part:05d}"
+        return self.folder / f"rows-{self.name}.{part:05d}"
 
     def find(self, counts: Sequence[int], basis: StageResult) -> StageResult:
         """Mark the duplicate rows, unless that is committed. Intermediate files are removed at the end.
 
         The division of the search depends on the memory, so its files lie in a folder for that, which the result names.
         """
-        stage, search_basis = f"{self.key}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
+        stage, search_basis = f"{self.name}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
         if (result := self._stages.load_result(stage, basis)) is not None:
             return result
         search_folder = self._stages.get_folder(search_basis)
         (self.folder / f"{USES}{search_folder.name}").touch()
-        folder = search_folder / f"index-{self.key}"
+        folder = search_folder / f"index-{self.name}"
         folder.mkdir(exist_ok=True)
         rows = KeyTable([self.get_rows_path(part) for part in range(self._parts)], *self.method.row, counts)
         duplicates = self.method.find_duplicates(
@@ -159,7 +163,7 @@ class DedupPass:
             self._stages.folder / duplicates["index"], self._memory_bytes, self._make_part_runner({})
         )
         marks = context.open_marks(int(begins[-1]), duplicates["each"])
-        with self._stages.reporter.stage(self.out, size) as advance:
+        with self._stages.reporter.stage(self.name, size) as advance:
 
             def filter_part(part: int, documents: Iterator[Document], counts: StepStats) -> Iterator[Document]:
                 part_marks = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
@@ -177,7 +181,7 @@ class DedupPass:
             work: Callable[[int, UpdateProgress], StageResult],
             join: Callable[[Iterable[StageResult]], StageResult] = lambda _: {},
         ) -> StageResult:
-            stage = f"{self.key}-{step}"
+            stage = f"{self.name}-{step}"
             with self._stages.reporter.stage(stage, total, "rows") as advance:
                 return self._stages.run_parts(stage, basis, count, lambda part: work(part, advance), join)
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +12,6 @@ from uuid import uuid4
 
 from blake3 import blake3
 
-from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
 from megatfm.errors import UsageError
@@ -23,16 +21,6 @@ IN_PROGRESS_FILE = ".prep-begun.json"
 """Name of the marker that says who is uploading, until the corpus is complete."""
 ID = ".prep-id"
 """Identifies a work folder, on whichever machine."""
-DEFAULT_SCRATCH = Path("~/.cache/megatfm/prep")
-
-
-def find_local_folder(config: PrepConfig) -> Path:
-    """Return the folder in which a corpus is built: `out`, or for a URL a folder below `scratch`."""
-    if "://" not in config.out:
-        return Path(config.out)
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", config.out.rstrip("/"))[-80:]
-    root = Path(config.scratch) if config.scratch else DEFAULT_SCRATCH.expanduser()
-    return root / f"{name}-{blake3(config.out.rstrip('/').encode()).hexdigest(6)}"
 
 
 class RemoteOutput:

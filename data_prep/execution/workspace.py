@@ -25,18 +25,25 @@ from megatfm.data_prep.execution.config_identity import (
     omit_defaults,
 )
 from megatfm.data_prep.execution.executors import SharedSettings
-from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, find_local_folder
+from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
 from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
 
 _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})(\.partial)?")
 
 OTHER = "other"
+MAX_FOLDER_NAME = 200
+"""Characters of the longest name of a corpus's folder."""
 
 
 def to_folder_name(value: str) -> str:
-    """Turn a value into the name of a folder: characters that a path can't have, or would hide, become `%2F`."""
-    name = quote(value, safe=" +,;=@()'")[:200]
+    """Turn a value into the name of a folder: characters that a path can't have, or would hide, become `%2F`.
+
+    A name that would be too long ends in a hash of the value, so that no two values share a folder.
+    """
+    name = quote(value, safe=" +,;=@()'")
+    if len(name) > MAX_FOLDER_NAME:
+        name = f"{name[: MAX_FOLDER_NAME - 17]}~{blake3(value.encode()).hexdigest(8)}"
     return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
@@ -56,15 +63,19 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
             corpus_paths = {out / name for name in list_corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]
             for folder in [*sorted(folders, reverse=True), out / split]:
-                if folder in corpus_paths or not folder.is_dir():
-                    continue
-                for path in folder.iterdir():
-                    if _CORPUS_FILE.fullmatch(path.name) and not path.is_dir():
-                        path.unlink()
-                with suppress(OSError):  # something else is in it
-                    folder.rmdir()
+                if folder not in corpus_paths and folder.is_dir():
+                    _remove_corpus(folder)
         if result["tokenizer"]["kind"] == "none":
             remove_tokenizer(out)
+
+
+def _remove_corpus(folder: Path) -> None:
+    """Remove the files of a corpus, and its folder if no other file is in it."""
+    for path in folder.iterdir():
+        if _CORPUS_FILE.fullmatch(path.name) and not path.is_dir():
+            path.unlink()
+    with suppress(OSError):  # something else is in it
+        folder.rmdir()
 
 
 WORK_DIR = ".work"
@@ -94,10 +105,10 @@ class Workspace:
     """
 
     def __init__(self, config: PrepConfig) -> None:
-        self.out = find_local_folder(config)
+        self.out = config.local_folder
         self.folder = self.out / WORK_DIR
         self._remote = (
-            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if "://" in config.out else None
+            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if config.has_remote_out else None
         )
         self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config

@@ -48,13 +48,13 @@ class C4:
             line = self._clean_sentence(raw_line.strip(), counts)
             if line is None:
                 continue
-            lower = line.lower() if policies or has_script or has_lorem else ""
-            if "lorem ipsum" in lower:
+            lower_line = line.lower() if policies or has_script or has_lorem else ""
+            if "lorem ipsum" in lower_line:
                 return "lorem_ipsum"
-            is_script = "javascript" in lower
+            is_script = "javascript" in lower_line
             if "{" in line and not is_script and self._config.filter_curly_bracket:
                 return "curly_bracket"
-            if is_script or any(phrase in lower for phrase in policies):
+            if is_script or any(phrase in lower_line for phrase in policies):
                 counts.count_event("line_filter_javascript" if is_script else "line_filter_policy")
                 continue
             lines.append(line)
@@ -230,10 +230,10 @@ def count_repeated(units: Sequence[str]) -> tuple[int, int]:
     """Return the number of repeated units, lines or paragraphs, and their characters."""
     if len(units) == len(set(units)):
         return 0, 0
-    seen: set[str] = set()
+    known_units: set[str] = set()
     n_repeated = n_characters = 0
     for unit in units:
-        if unit in seen:
+        if unit in known_units:
             n_repeated, n_characters = n_repeated + 1, n_characters + len(unit)
-        seen.add(unit)
+        known_units.add(unit)
     return n_repeated, n_characters

@@ -91,7 +91,7 @@ def is_card(number: str) -> bool:
     digits = re.sub("[ -]", "", number)
     if not any(len(digits) in lengths and first.match(digits) for first, lengths in _NETWORKS):
         return False
-    doubled = [int(digit) * (1 + at % 2) for at, digit in enumerate(reversed(digits))]
+    doubled = [int(digit) * (1 + place % 2) for place, digit in enumerate(reversed(digits))]
     return sum(digit - 9 * (digit > 9) for digit in doubled) % 10 == 0 and len(set(digits)) > 1
 
 
@@ -264,13 +264,13 @@ class Presidio:
             for result in recognizer.analyze(text, entities, None) or ()
             if result.score >= self._config.min_score and result.entity_type in entities
         ]
-        parts, end_of_last = [], 0
+        segments, end_of_last = [], 0
         for start, end, _, name in sorted(results, key=lambda span: (span[0], -span[1], span[2])):
             if start >= end_of_last:
-                parts += [text[end_of_last:start], f"<{name}>"]
+                segments += [text[end_of_last:start], f"<{name}>"]
                 counts.count_event(name)
                 end_of_last = end
-        return replace(document, text="".join([*parts, text[end_of_last:]])) if parts else document
+        return replace(document, text="".join([*segments, text[end_of_last:]])) if segments else document
 
 
 def _list_pattern_recognizers(language: str) -> list[Any]:

@@ -128,16 +128,16 @@ class _RepeatedNgrams:
 
     def count_repeated_characters(self) -> int:
         """Count the characters of repeated n-grams, without overlap."""
-        seen: set[int] = set()
+        known_codes: set[int] = set()
         length = end = 0
         for position, code in zip(self._positions.tolist(), self._codes.tolist(), strict=True):
             if position < end:
                 continue
-            if code in seen:
+            if code in known_codes:
                 length += self._measure_ngram(position)
                 end = position + self.n
             else:
-                seen.add(code)
+                known_codes.add(code)
         return length
 
     def _keep(self, counts: Integers) -> None:

@@ -1,6 +1,7 @@
 """Select documents by URL, words, metadata, random sample, and overlap with evaluation sets."""
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -78,17 +79,32 @@ def read_list(path: str, remark: str = "") -> list[str]:
 
 def _parse_host(url: str) -> str:
     try:
-        return (urlsplit(url if "//" in url else f"//{url}").hostname or "").rstrip(".")
+        return _decode_host(urlsplit(url if "//" in url else f"//{url}").hostname or "").rstrip(".")
     except ValueError:  # such as a bracket without its other half
         return ""
 
 
 def _normalize_url(url: str) -> str:
-    """Return a URL without scheme and `www.`, in lower case up to the path; a domain has no slash."""
+    """Return a URL without scheme, user, usual port and `www.`, in lower case up to the path; a domain has no slash."""
     bare_url = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
     host, slash, path = bare_url.partition("/")
-    host = host.lower().removeprefix("www.")
+    host = re.sub(r":(?:80|443)?$", "", _decode_host(host.rpartition("@")[2])).removeprefix("www.")
     return f"{host}/{path}" if slash and path else host
+
+
+def _decode_host(host: str) -> str:
+    """Return a host in lower case, with its punycode (RFC 3492) decoded, so that both spellings of a name are equal."""
+    labels = unicodedata.normalize("NFKC", host).lower().replace("\u3002", ".").split(".")
+    return ".".join(map(_decode_label, labels))
+
+
+def _decode_label(label: str) -> str:
+    if not label.startswith("xn--"):
+        return label
+    try:
+        return unicodedata.normalize("NFKC", label[4:].encode("ascii").decode("punycode")).lower()
+    except UnicodeError:  # no punycode
+        return label
 
 
 @STEPS.register("decontaminate")

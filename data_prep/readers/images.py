@@ -6,7 +6,6 @@ changed.
 """
 
 import io
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.image_size import MAX_PIXELS, get_image_format, list_image_extensions
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, find_repeated_key, get_nested, parse_json
 from megatfm.data_prep.readers.webdataset import read_samples
 
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
@@ -76,7 +75,7 @@ def read_image_record(key: str, paths: Mapping[str, Path], config: ReadConfig) -
 
 def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | BadRecord:
     """Return the checked record of an image's files, or the reason why they are unusable."""
-    images = list_image_extensions(members)
+    images, labels = list_image_extensions(members), config.labels
     if fault := _find_number_fault(images):
         return BadRecord(key, fault)
     for image in images:
@@ -87,11 +86,14 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
     try:
         text = members.get("txt", b"").decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadRecord(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
+        return BadRecord(key, f"has a .txt that is not valid UTF-8: byte {error.start}")
     try:
-        metadata = json.loads(members.get("json", b"null"))
+        metadata = parse_json(members.get("json", b"null"))
     except (ValueError, RecursionError):
         return BadRecord(key, "has a .json that is not JSON")
+    read_fields = [*([] if "txt" in members else [config.text_key]), *([labels.key] if labels.by == "json" else [])]
+    if repeated := find_repeated_key(metadata, read_fields):
+        return BadRecord(key, f"has a .json with a key twice: {repeated!r}")
     caption = get_nested(metadata, config.text_key)
     if "txt" not in members and isinstance(caption, str):
         text = caption
@@ -104,13 +106,13 @@ def _find_number_fault(images: Sequence[str]) -> str | None:
     names = " and ".join(f".{image}" for image in images)
     numbers = [image.rpartition(".")[0] for image in images]
     if not images or (len(images) > 1 and "" in numbers):
-        return f"has {names or 'no image'}, not one image, or several with numbers as in .0.jpg and .1.jpg"
+        return f"has not one image, or several with numbers as in .0.jpg and .1.jpg: {names or 'none'}"
     given_numbers = [int(number) for number in numbers if number]
     if unknown := next((image for image in images if image not in EXTENSIONS), None):
-        return f"has a .{unknown}: images of a sample have the numbers 0 to {MAX_IMAGES}, without leading zeros"
+        return f"has an image with another number than 0 to {MAX_IMAGES}, or with leading zeros: .{unknown}"
     if len(set(given_numbers)) < len(given_numbers):
         return f"has two images of one number: {names}"
-    return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None
+    return f"has over {MAX_IMAGES} images: {len(images)}" if len(images) > MAX_IMAGES else None
 
 
 def _find_image_fault(data: bytes, format_: str) -> str | None:
@@ -128,7 +130,7 @@ def _find_image_fault(data: bytes, format_: str) -> str | None:
     except UnidentifiedImageError:  # its message names an object in memory
         return f"is no whole {format_}"
     except Exception as error:  # the library raises many kinds, down to SyntaxError
-        return f"is no whole {format_} ({str(error).partition(chr(10))[0] or type(error).__name__})"
+        return f"is no whole {format_}: {str(error).partition(chr(10))[0] or type(error).__name__}"
     if width * height > MAX_PIXELS:
         return f"claims over {MAX_PIXELS:,} pixels"
     if format_ == "JPEG" and data.find(_END, max(0, data.rfind(_SCAN))) < 0:

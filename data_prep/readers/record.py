@@ -9,7 +9,8 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -223,6 +224,54 @@ def get_nested(record: Any, name: str) -> Any:
     for part in name.split("."):
         record = record.get(part) if isinstance(record, dict) else None
     return record
+
+
+class RepeatedKeyObject(dict[str, Any]):
+    """A JSON object in which a key is there twice, with the last value of each. repeated: these keys."""
+
+    repeated: frozenset[str]
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON; an object in which a key is there twice becomes a RepeatedKeyObject. Raises as `json.loads`."""
+    return json.loads(data, object_pairs_hook=_make_object)
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    result, counts = RepeatedKeyObject(values), Counter(name for name, _ in pairs)
+    result.repeated = frozenset(name for name, count in counts.items() if count > 1)
+    return result
+
+
+def find_repeated_key(record: Any, field_names: Iterable[str]) -> str | None:
+    """Return a key that is there twice in the fields `a.b` of a record that `parse_json` made; None if there is none.
+
+    field_names: the fields that are read, since one value of such a key is lost; "*" for all.
+    """
+    for field_name in field_names:
+        value = record
+        for name in field_name.split(".") if field_name != "*" else ():
+            if isinstance(value, RepeatedKeyObject) and name in value.repeated:
+                return name
+            value = value.get(name) if isinstance(value, dict) else None
+        unread_values = [value]
+        while unread_values:
+            value = unread_values.pop()
+            if isinstance(value, RepeatedKeyObject):
+                return min(value.repeated)
+            if isinstance(value, dict | list):
+                unread_values += value.values() if isinstance(value, dict) else value
+    return None
+
+
+def record_from_json(key: str, record: Any, config: ReadConfig) -> Record | BadRecord:
+    """Return the Record of a value that `parse_json` made, or why it is unusable."""
+    if repeated := find_repeated_key(record, (config.text_key, config.url_key, *config.metadata_keys)):
+        return BadRecord(key, f"has a key twice: {repeated!r}")
+    return record_from_dict(key, record, config)
 
 
 def record_from_dict(

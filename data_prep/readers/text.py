@@ -1,7 +1,6 @@
 """Plain text, JSON lines, JSON arrays and CSV, perhaps compressed; all in strict UTF-8."""
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -12,8 +11,11 @@ from megatfm.data_prep.readers.record import (
     BadFileError,
     BadRecord,
     Record,
+    find_repeated_key,
     open_decompressed,
+    parse_json,
     record_from_dict,
+    record_from_json,
     select_columns,
 )
 from megatfm.errors import MegatfmError
@@ -71,24 +73,27 @@ def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     for number, line in _iter_lines(path):
         key = str(number)
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except UnicodeDecodeError as error:
             yield BadRecord(key, f"is not valid UTF-8: byte {error.start} of its line")
             continue
         except (ValueError, RecursionError):
             yield BadRecord(key, "is not JSON")
             continue
-        yield record_from_dict(key, record, config)
+        yield record_from_json(key, record, config)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and content of each line. Raises MegatfmError for damage."""
+    """Yield the number and content of each line. Raises MegatfmError for damage, and for a key that is there twice."""
     try:
         for number, line in _iter_lines(path):
             try:
-                yield number, json.loads(line)
+                content = parse_json(line)
             except (ValueError, RecursionError):
                 raise BadFileError(f"line {number} is not JSON") from None
+            if repeated := find_repeated_key(content, ("*",)):
+                raise BadFileError(f"line {number} has a key twice: {repeated!r}")
+            yield number, content
     except BadFileError as error:
         raise MegatfmError(f"{path}: {error}: mend it or leave it out") from None
 
@@ -118,13 +123,13 @@ def read_json(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
             f"is an array of over {MAX_RECORD_BYTES:,} bytes: make JSON lines of it (jq -c '.[]' a.json > a.jsonl)"
         )
     try:
-        elements = json.loads(data)
+        elements = parse_json(data)
     except (ValueError, RecursionError):
         raise BadFileError("is not JSON") from None
     if not isinstance(elements, list):
         raise BadFileError("is no array of records")
     for number, element in enumerate(elements, 1):
-        yield record_from_dict(str(number), element, config)
+        yield record_from_json(str(number), element, config)
 
 
 def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
@@ -144,7 +149,8 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    yield BadRecord(str(row), f"has {len(cells)} cells, where the first row has {len(names)}")
+                    counts = f"{len(cells)}, not {len(names)}"
+                    yield BadRecord(str(row), f"has another number of cells than the first row: {counts}")
                 else:
                     yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config)
         except csv.Error as error:

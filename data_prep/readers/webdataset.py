@@ -1,9 +1,7 @@
 """Tars of samples in the format of the webdataset library: `KEY.txt`, or `KEY.json` with a field of text."""
 
-import json
 import tarfile
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +13,9 @@ from megatfm.data_prep.readers.record import (
     BadFileError,
     BadRecord,
     Record,
+    find_repeated_key,
     open_decompressed,
+    parse_json,
     record_from_dict,
     replace_surrogates,
     select_metadata,
@@ -52,7 +52,7 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | BadReco
             if candidate is not None and not isinstance(record, Record):
                 record = candidate
         if isinstance(record, Record) and config.metadata_keys and not record.fields:
-            record = replace(record, fields=_read_metadata(members, config))
+            record = _add_metadata(record, members, config)
         yield record
 
 
@@ -151,21 +151,29 @@ def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | BadR
         text = member.data.decode("utf-8")
         if member.extension in _TEXTS:
             return Record(key, text)
-        record = record_from_dict(key, json.loads(text), config)
+        content = parse_json(text)
     except UnicodeDecodeError as error:
-        return BadRecord(key, f"has a member that is not valid UTF-8 at byte {error.start}: {member.name}")
+        return BadRecord(key, f"has a member that is not valid UTF-8: {member.name}, at byte {error.start}")
     except (ValueError, RecursionError):
         return BadRecord(key, f"has a member that is not JSON: {member.name}")
+    if repeated := find_repeated_key(content, (config.text_key, config.url_key, *config.metadata_keys)):
+        return BadRecord(key, f"has a key twice: {repeated!r}")
+    record = record_from_dict(key, content, config)
     return record if isinstance(record, Record) else None
 
 
-def _read_metadata(members: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:
-    """Return the fields of the .json beside a text."""
+def _add_metadata(record: Record, members: Sequence[TarMember], config: ReadConfig) -> Record | BadRecord:
+    """Return a text's record with the fields of the .json beside it, or the reason why that is unusable."""
     for member in members:
         if member.extension == "json" and member.data is not None:
-            with suppress(ValueError, RecursionError):
-                return select_metadata(json.loads(member.data), config)
-    return {}
+            try:
+                metadata = parse_json(member.data)
+            except (ValueError, RecursionError):
+                return BadRecord(record.key, f"has a member that is not JSON: {member.name}")
+            if repeated := find_repeated_key(metadata, config.metadata_keys):
+                return BadRecord(record.key, f"has a key twice: {repeated!r}")
+            return replace(record, fields=select_metadata(metadata, config))
+    return record
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -1,7 +1,10 @@
 """The config of `megatfm prep`: from a folder of text to a tokenizer and shards."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from blake3 import blake3
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.key_migrations import find_renamed_prep_words
@@ -158,6 +161,9 @@ class TokenizerConfig(Section):
         return self
 
 
+DEFAULT_SCRATCH = Path("~/.cache/megatfm/prep")
+
+
 class PrepConfig(Section):
     """All settings of `megatfm prep`."""
 
@@ -187,6 +193,21 @@ class PrepConfig(Section):
     """Corpus-wide deduplication, in this order, after the steps and the removal of identical texts."""
     split: SplitConfig = SplitConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+
+    @property
+    def has_remote_out(self) -> bool:
+        """Whether the corpus is uploaded to a URL."""
+        return "://" in self.out
+
+    @property
+    def local_folder(self) -> Path:
+        """The folder in which the corpus is made: `out`, or for a URL a folder below `scratch`."""
+        if not self.has_remote_out:
+            return Path(self.out)
+        url = self.out.rstrip("/")
+        name = re.sub(r"[^A-Za-z0-9.-]+", "_", url)[-80:]
+        root = Path(self.scratch) if self.scratch else DEFAULT_SCRATCH.expanduser()
+        return root / f"{name}-{blake3(url.encode()).hexdigest(6)}"
 
     @model_validator(mode="before")
     @classmethod

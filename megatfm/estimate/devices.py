@@ -20,7 +20,10 @@ CALIBRATED_PRECISIONS = ("bf16", "fp32")
 DeviceKind = Literal["cuda", "cpu"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Flops = Mapping[Annotated[str, Field(pattern="^(bf16|fp16|fp8|fp32|fp64)$")], PositiveFloat]
-CHECKED = ConfigDict(extra="forbid")
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+MeasuredMatmuls = Annotated[
+    Sequence[tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]], Field(min_length=1)
+]
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class Device:
     kind: DeviceKind = "cuda"
     attention_backward: PositiveFloat = 0.85
     compiles: bool = True
-    products: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    moves: Sequence[Sequence[float]] = ()
-    operators: Mapping[str, float] = field(default_factory=dict)
+    products: Mapping[str, MeasuredMatmuls] = field(default_factory=dict)
+    moves: Sequence[tuple[PositiveFloat, PositiveFloat]] = ()
+    operators: Mapping[str, PositiveFloat] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> float:
@@ -207,7 +210,7 @@ def _load_tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
     if hardware is None:
         return tables
     try:
-        added = tomllib.loads(hardware.read_text(encoding="utf-8"))
+        added = tomllib.loads(hardware.read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--hardware {hardware}: can't be read: {error}") from None
     if unknown := sorted(set(added) - set(tables)):

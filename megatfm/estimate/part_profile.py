@@ -150,7 +150,7 @@ class PartProfile:
         producers, reads, chain_lengths = self._trace_pointwise_chains()
         materialized = {n for op in self.backward if op.kind != "pointwise" for n in op.reads}
         materialized |= {tensor.number for tensor in self.saved if tensor.is_eager}
-        kept: dict[int, int] = {}
+        saved_by_number: dict[int, int] = {}
         queue = [(tensor.number, tensor.n_bytes) for tensor in self.saved]
         saved_numbers = {number for number, _ in queue}
         visited: set[int] = set()
@@ -163,10 +163,10 @@ class PartProfile:
             is_small = number in saved_numbers and n_bytes <= self.input_bytes // 64
             is_recomputed = producer is not None and producer.kind == "pointwise" and number not in materialized
             if not is_recomputed or is_small or chain_lengths[number] > LONG_CHAIN:
-                kept[number] = n_bytes
+                saved_by_number[number] = n_bytes
                 continue
             queue += [(n, size) for n, size in reads[number].items() if n not in self.weight_numbers]
-        return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
+        return min(sum(saved_by_number.values()), sum(tensor.n_bytes for tensor in self.saved))
 
     def _find_needed(self, written: Collection[int]) -> set[int]:
         """Return those of some results from which the backward pass computes what it reads; a compiled block does not

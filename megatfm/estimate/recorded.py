@@ -52,14 +52,14 @@ def read_recorded(folder: Path) -> Recorded:
     run = Run(folder)
     memory, environment = run.get_curve("memory_bytes"), run.environment
     finite = [(n_bytes, step) for n_bytes, step in zip(memory.values, memory.steps, strict=True) if n_bytes < math.inf]
-    peak, at = max(finite, default=(0, 0))
+    peak, peak_step = max(finite, default=(0, 0))
     snapshots = sorted((folder / SNAPSHOT_DIR).glob("rank-*.pickle"))
     return Recorded(
         gpu=str(environment.get("gpu", "")),
         processes=parse_count(environment.get("processes")) or 1,
         machines=parse_count(environment.get("machines")) or 1,
         peak=int(peak),
-        peak_step=int(at),
+        peak_step=int(peak_step),
         step_seconds=_compute_median(run, "step_seconds"),
         tokens_per_second=_compute_median(run, "tokens_per_second"),
         failures=sorted(set(_find_failures(folder))),

@@ -75,7 +75,7 @@ def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
     if not device.moves:
         rate = device.memory_bandwidth * device.memory_efficiency
         return max(operator.moved_bytes / rate, device.launch_seconds)
-    sizes, seconds = (np.log([row[column] for row in device.moves]) for column in (0, 1))
+    sizes, seconds = (np.log([row[column] for row in sorted(device.moves)]) for column in (0, 1))
     within = np.interp(math.log(max(operator.moved_bytes, 1)), sizes, seconds)
     beyond = max(1.0, operator.moved_bytes / math.exp(sizes[-1]))
     name = operator.name.removesuffix("_backward").removesuffix("_")
@@ -110,7 +110,9 @@ def estimate_matmul_seconds(device: Device, operator: Operator, fp8: bool = Fals
     peak = device.peak(precision) * device.matmul_efficiency
     computed = math.inf
     for divisor, share in SMALLER_TILES:
-        rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
+        rows, columns = (size // divisor for size in device.tile)
+        if not rows or not columns:
+            break
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         at_once = device.multiprocessors * divisor**2
         wave = at_once * rows * columns * 2 * k / (peak * share)

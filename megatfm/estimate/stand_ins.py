@@ -99,8 +99,8 @@ def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, uni
         tokens_by_rank = compute_token_indices(length, ranks, is_zigzag, unit)
         needed_by_rank = [core.find_reachable_keys(row, tokens) for tokens in tokens_by_rank]
         counts = [
-            sum(int(torch.isin(own, needed).sum()) for r, needed in enumerate(needed_by_rank) if r != rank)
-            for rank, own in enumerate(tokens_by_rank)
+            sum(int(torch.isin(local_tokens, needed).sum()) for r, needed in enumerate(needed_by_rank) if r != rank)
+            for rank, local_tokens in enumerate(tokens_by_rank)
         ]
     return max(counts)
 
@@ -276,8 +276,8 @@ def exchange_tokens(experts: Experts, reached_share: float, on_complete: Callabl
     install_exchange(experts, 2, dist.new_group([0]), reached_share)
 
     def watch(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BTD, weights_BTK, *others = inputs
-        return *_GradientsComplete.apply(on_complete, x_BTD, weights_BTK), *others
+        x_BTD, weights_BTK, *routing = inputs
+        return *_GradientsComplete.apply(on_complete, x_BTD, weights_BTK), *routing
 
     experts.register_forward_pre_hook(watch)
 

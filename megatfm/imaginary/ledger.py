@@ -65,7 +65,9 @@ class Ledger:
         """Return the live bytes that a layer owns, without gathered weights."""
         owned = ((n_bytes, owner.split(" ", 2)) for n_bytes, owner, _ in self._live.values())
         return sum(
-            n_bytes for n_bytes, (_, of, line) in owned if of == layer and not line.startswith(("engines/", GATHERING))
+            n_bytes
+            for n_bytes, (_, owning_layer, line) in owned
+            if owning_layer == layer and not line.startswith(("engines/", GATHERING))
         )
 
     def at_peak(self) -> dict[str, int]:

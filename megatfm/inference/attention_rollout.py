@@ -31,10 +31,10 @@ def record_attention(model: Any) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
 
     def record(core: DotProductAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        q_BNTH, k_BKTH, v_BKTH, *others = args
+        q_BNTH, k_BKTH, v_BKTH, *arguments = args
         identity = torch.eye(v_BKTH.shape[-2], dtype=v_BKTH.dtype, device=v_BKTH.device)
         values = identity.expand(*v_BKTH.shape[:2], -1, -1).contiguous()
-        weights_BNTT = core.forward(q_BNTH, k_BKTH, values, *others, **options)
+        weights_BNTT = core.forward(q_BNTH, k_BKTH, values, *arguments, **options)
         maps.append(weights_BNTT.to(torch.promote_types(weights_BNTT.dtype, torch.float32)).mean(1))
 
     hooks = [core.register_forward_pre_hook(record, with_kwargs=True) for core in cores]

@@ -134,22 +134,22 @@ def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list
     Raises UsageError for a sentinel that the tokenizer lacks.
     """
     sentinels = loaded.tokenizer.sentinels
-    parts = SENTINEL_PATTERN.split(text)
-    if len(parts) == 1 and sentinel == "auto" and not loaded.knows_objective:
+    segments = SENTINEL_PATTERN.split(text)
+    if len(segments) == 1 and sentinel == "auto" and not loaded.knows_objective:
         log.warning(
             "the prompt is read as it is, for the objective of a converted model is not known: put <extra_0> where "
             "text is to be filled in, or give --sentinel always (never: without this line)"
         )
-    elif len(parts) == 1 and sentinel != "never":
-        parts += ["0", ""]
+    elif len(segments) == 1 and sentinel != "never":
+        segments += ["0", ""]
     ids: list[int] = []
-    for index, part in enumerate(parts):
+    for index, segment in enumerate(segments):
         if index % 2 == 0:
-            ids += loaded.tokenizer.encode(part).tolist() if part else []
-        elif int(part) < len(sentinels):
-            ids.append(sentinels[int(part)])
+            ids += loaded.tokenizer.encode(segment).tolist() if segment else []
+        elif int(segment) < len(sentinels):
+            ids.append(sentinels[int(segment)])
         else:
-            raise UsageError(f"<extra_{part}>: the tokenizer has {len(sentinels)} sentinels, from 0 on")
+            raise UsageError(f"<extra_{segment}>: the tokenizer has {len(sentinels)} sentinels, from 0 on")
     return ids
 
 

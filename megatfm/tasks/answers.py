@@ -230,23 +230,23 @@ def format_trained(
 ) -> str:
     """Return an example's text, with trained tokens in green, or between ⟦ and ⟧."""
     opening, closing = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
-    parts, position = [], 0
+    texts, position = [], 0
     for begin, end in [*trained, (len(tokens), len(tokens))]:
-        parts.append(_spell_tokens(tokens[position:begin], tokenizer))
+        texts.append(_spell_tokens(tokens[position:begin], tokenizer))
         if begin < end:
-            parts.append(f"{opening}{_spell_tokens(tokens[begin:end], tokenizer)}{closing}")
+            texts.append(f"{opening}{_spell_tokens(tokens[begin:end], tokenizer)}{closing}")
         position = end
-    return "".join(parts)
+    return "".join(texts)
 
 
 def _spell_tokens(tokens: NDArray[Any], tokenizer: Tokenizer) -> str:
     """Return the text of tokens. Special tokens, which decoding drops, are spelled by their names."""
-    reserved, parts, run = tokenizer.special.reserved, list[str](), list[int]()
+    reserved, texts, run = tokenizer.special.reserved, list[str](), list[int]()
     for token in [*tokens.tolist(), None]:
         if token is None or token in reserved:
-            parts += [tokenizer.decode(run)] if run else []
+            texts += [tokenizer.decode(run)] if run else []
             run = []
-            parts += [] if token is None else [tokenizer.id_to_piece(token)]
+            texts += [] if token is None else [tokenizer.id_to_piece(token)]
         else:
             run.append(token)
-    return "".join(parts)
+    return "".join(texts)

@@ -85,9 +85,7 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = fields
-                if repeated := [name for name in columns if columns.count(name) > 1]:
-                    problem = f"names column {repeated[0]!r} twice" if repeated[0] else "has columns without a name"
-                    raise UsageError(f"{path}, line 1: {problem}: give each its own name, or take one out")
+                _check_column_names(f"{path}, line 1", columns)
                 continue
             if len(fields) != len(columns):
                 remedy = "quote a field with ',' in it"
@@ -100,6 +98,13 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
             yield dict(zip(columns, fields, strict=True))
     except csv.Error as error:
         raise UsageError(f"{path}, line {reader.line_num}: {error}: mend the line") from None
+
+
+def _check_column_names(place: str, names: Sequence[str]) -> None:
+    """Raise UsageError for a name that is there twice: a row would have the last of its values alone."""
+    if repeated := [name for name in names if names.count(name) > 1]:
+        problem = f"names column {repeated[0]!r} twice" if repeated[0] else "has columns without a name"
+        raise UsageError(f"{place}: {problem}: give each its own name, or take one out")
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -200,7 +205,9 @@ def _read_dataset_folder(path: Path) -> list[Row]:
     for file in arrow:
         try:
             with pyarrow.memory_map(str(file)) as source:
-                rows += pyarrow.ipc.open_stream(source).read_all().to_pylist()
+                table = pyarrow.ipc.open_stream(source).read_all()
+                _check_column_names(str(file), table.column_names)
+                rows += table.to_pylist()
         except pyarrow.ArrowInvalid as error:
             raise UsageError(f"{file}: can't be read as Arrow's stream: {error}: save the dataset again") from None
     return rows

@@ -119,7 +119,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: st
 
 def time_matmul(dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of a matmul of a small model's size: the best of several."""
-    left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
+    left, right = (torch.ones(512, 512, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(8):
         start = time.perf_counter()

@@ -130,8 +130,9 @@ def _resolve_layout(parallel: ParallelConfig) -> ParallelConfig:
     """Return the layout with automatic split points and without dp_shard = −1; UsageError for too many ranks."""
     if parallel.dp_shard == -1:
         min_dp_shard = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
-        ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
-        parallel = parallel.model_copy(update={"dp_shard": -(-min_dp_shard // ep_multiple) * ep_multiple})
+        # Each rank of dp_shard adds −expert_mesh_size ranks (dp_shard is −1 here); `ep` divides all of them.
+        multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
+        parallel = parallel.model_copy(update={"dp_shard": -(-min_dp_shard // multiple) * multiple})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
         raise UsageError(
@@ -176,9 +177,8 @@ def _shrink_model(model: ModelConfig, *, head_ranks: int, shards: int, stages: i
         changes[f"attention.pattern.{key}"] = size
     if (generator := model.generator) is not None:
         n_heads = min(generator.n_heads, 2 * head_ranks)
-        ep_multiple = generator.d_model // generator.n_heads
         changes["generator"] = {
-            "d_model": n_heads * min(ep_multiple, HEAD_DIM),
+            "d_model": n_heads * min(generator.d_model // generator.n_heads, HEAD_DIM),
             "n_heads": n_heads,
             "d_ff": _shrink_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),

@@ -65,10 +65,7 @@ REAL = {
     "packed rows of 256": (WIDE, 256),
     # Rows of 64 beyond a multiple of 128, where a fused backward pass of torch is known to have given NaN on H100s.
     "packed rows of 1,088": (WIDE, 1088),
-    "a window in rows of 1,088": (
-        WIDE.with_changes({"attention.pattern": {"name": "window", "width": 200}}),
-        1088,
-    ),
+    "a window in rows of 1,088": (WIDE.with_changes({"attention.pattern": {"name": "window", "width": 200}}), 1088),
     "a soft cap in rows of 1,088": (WIDE.with_changes({"attention.softcap": 20.0}), 1088),
     "dropped probabilities in rows of 256": (WIDE.with_changes({"attention.dropout": 0.1}), 256),
     "ALiBi in rows of 256": (WIDE.with_changes({"position": {"name": "alibi"}}), 256),

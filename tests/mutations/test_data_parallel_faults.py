@@ -155,10 +155,7 @@ def gradients_differ(layout: str) -> bool:
 
 def two_steps_differ(layout: str) -> bool:
     """The norms, and the gradients at the weights after one step."""
-    engine, reference = (
-        build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW),
-        one_device(UNTIED_MODEL),
-    )
+    engine, reference = (build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW), one_device(UNTIED_MODEL))
     plain = torch.optim.AdamW(
         [
             {"params": [p for p in reference.parameters() if p.dim() == 2]},

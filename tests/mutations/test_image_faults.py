@@ -78,9 +78,7 @@ def gradients_of_looked_up_tokens_stay_on_their_rank(patch: Patch) -> None:
 
 def masked_patches_keep_their_embedding(patch: Patch) -> None:
     patch.setattr(
-        embedding.VisiblePatches,
-        "forward",
-        lambda self, sequence: torch.ones_like(sequence.masked)[..., None],
+        embedding.VisiblePatches, "forward", lambda self, sequence: torch.ones_like(sequence.masked)[..., None]
     )
 
 

@@ -45,9 +45,7 @@ def forget_the_other_channels_gradient(patch: Patch) -> None:
 
 def read_gradients_before_they_come(patch: Patch) -> None:
     patch.setattr(
-        collectives._Start,
-        "backward",
-        staticmethod(lambda ctx, _: (torch.zeros_like(ctx.exchange.wait()), None)),
+        collectives._Start, "backward", staticmethod(lambda ctx, _: (torch.zeros_like(ctx.exchange.wait()), None))
     )
 
 
@@ -55,9 +53,7 @@ def forget_what_is_below_shared_ones(patch: Patch) -> None:
     """Their tokens get no gradient from shared experts."""
     share = MoE._add_shared_experts
     patch.setattr(
-        MoE,
-        "_add_shared_experts",
-        lambda self, result, x, sequence: share(self, result, x.detach(), sequence),
+        MoE, "_add_shared_experts", lambda self, result, x, sequence: share(self, result, x.detach(), sequence)
     )
 
 

@@ -80,9 +80,7 @@ def sum_partial_sums_twice(patch: Patch) -> None:
 
     patch.setattr(collectives._ReduceFromGroup, "forward", staticmethod(forward))
     patch_backward(
-        patch,
-        collectives._ReduceFromGroup,
-        lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None),
+        patch, collectives._ReduceFromGroup, lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None)
     )
 
 

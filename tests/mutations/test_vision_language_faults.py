@@ -15,12 +15,7 @@ from tests.support.batches import PassThroughObjective
 from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
-from tests.support.parity import (
-    build_engine,
-    model_gradient_errors,
-    one_device_reference,
-    uneven_microbatches,
-)
+from tests.support.parity import build_engine, model_gradient_errors, one_device_reference, uneven_microbatches
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch

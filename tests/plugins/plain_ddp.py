@@ -8,12 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.base import init_weights, make_optimizers, materialize
-from megatfm.engines.gradients import (
-    GlobalNorm,
-    LayerStatistics,
-    all_reduce_partial_gradients,
-    clip_gradients,
-)
+from megatfm.engines.gradients import GlobalNorm, LayerStatistics, all_reduce_partial_gradients, clip_gradients
 from megatfm.engines.interface import MOMENTS, PRECISIONS, MemoryNeeds
 from megatfm.engines.losses import LossAccumulator, to_device
 from megatfm.engines.registry import ENGINES

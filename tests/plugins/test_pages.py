@@ -70,9 +70,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(OBJECTIVES, "_parts", dict(OBJECTIVES._parts))
     options = ["model.vocab_size=96", "model.n_layers=1", "data.sequence_length=32"]
     config = load_section(
-        Config,
-        "quickstart",
-        [*options, 'plugins=["fill_in"]', "objective.name=fill_in", "objective.rate=0.9"],
+        Config, "quickstart", [*options, 'plugins=["fill_in"]', "objective.name=fill_in", "objective.rate=0.9"]
     )
     try:
         import_plugins(config.plugins)

@@ -120,11 +120,7 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
 
     for name in ("train", "held-out"):
         written["write"](tmp_path / name, [rotated(int(n)) for n in random.integers(3, 60, 80)])
-    data = {
-        "train": str(tmp_path / "train"),
-        "sequence_length": 64,
-        "validation": {"held": str(tmp_path / "held-out")},
-    }
+    data = {"train": str(tmp_path / "train"), "sequence_length": 64, "validation": {"held": str(tmp_path / "held-out")}}
     config = values("vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []})
     config["run_dir"] = str(tmp_path / "run")
     assert workers.run(train_with_plugins, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [
@@ -148,16 +144,10 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
         for n, text in enumerate(texts):
             out.add(f"{n:04d}", tokenizer.encode(text), "made", len(text), {"cls": b"%d" % (n % 5)})
         out.finish({})
-    data = {
-        "train": str(tmp_path / "topics"),
-        "tokenizer": str(tmp_path / "tokenizer.model"),
-        "sequence_length": 64,
-    }
+    data = {"train": str(tmp_path / "topics"), "tokenizer": str(tmp_path / "tokenizer.model"), "sequence_length": 64}
     common = {"data": data, "log": {"sinks": []}, "parallel": {"dp_shard": 2}}
     before = values(
-        "labels",
-        **common,
-        train={"steps": 2, "micro_batch": 4, "init_from": None, "init_include": [], "freeze": []},
+        "labels", **common, train={"steps": 2, "micro_batch": 4, "init_from": None, "init_include": [], "freeze": []}
     )
     del before["model"]["lm_head"], before["model"]["extra_heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}

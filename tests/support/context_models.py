@@ -193,11 +193,7 @@ CHOSEN_LAYOUTS: dict[tuple[str, int], tuple[str, ...]] = {
 FOUR_RANKS_ONLY = ("latent, patterns, rows of 11 tokens", "alibi, patterns, rows of 11 tokens")
 CONTEXT_MODELS_BY_RANKS = {
     2: tuple(name for name in CONTEXT_MODELS if name not in FOUR_RANKS_ONLY),
-    3: (
-        "llama, rows of 11 tokens",
-        "patterns of decoders, rows of 11 tokens",
-        "soft experts, rows of 11 tokens",
-    ),
+    3: ("llama, rows of 11 tokens", "patterns of decoders, rows of 11 tokens", "soft experts, rows of 11 tokens"),
     4: (
         "llama",
         *PATTERN_NAMES,

@@ -17,8 +17,7 @@ DEEPSEEK_V3_ROUTER = {
 }  # fmt: skip
 EXPERT_MODELS = {
     "top-k": ModelConfig.from_dotted(
-        **SPARSE,
-        **{"layer_type.sparse.ffn": {**MOE_OPTIONS, "router": {"name": "top_k", **LOSS_COEFFICIENTS}}},
+        **SPARSE, **{"layer_type.sparse.ffn": {**MOE_OPTIONS, "router": {"name": "top_k", **LOSS_COEFFICIENTS}}}
     ),
     "by batch": ModelConfig.from_dotted(
         **SPARSE,

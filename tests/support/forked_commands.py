@@ -57,12 +57,7 @@ class ForkedCommand:
         self.output_path = output
         output.write_bytes(b"")
         context = start_fork_server()
-        place = (
-            str(cwd or Path.cwd()),
-            dict(os.environ if environment is None else environment),
-            str(output),
-            python,
-        )
+        place = (str(cwd or Path.cwd()), dict(os.environ if environment is None else environment), str(output), python)
         self.process: ForkServerProcess = context.Process(
             target=_run_process, args=(program, list(map(str, words)), *place)
         )

@@ -45,7 +45,8 @@ class TraceServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         outputs = [self._folder / name for name in ("stdout", "stderr")]
-        print(json.dumps([*map(str, outputs), *command[3:]]), file=self._process.stdin, flush=True)
+        words = [*map(str, outputs), os.environ.get("PYTHONPATH", ""), *command[3:]]
+        print(json.dumps(words), file=self._process.stdin, flush=True)
         code = int(self._process.stdout.readline())
         return subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
 
@@ -55,7 +56,7 @@ class TraceServer:
             self._process.communicate()  # it ends with its input
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trace_server() -> Iterator[TraceServer]:
     with tempfile.TemporaryDirectory(prefix="megatfm-traces-") as folder:
         server = TraceServer(Path(folder))
@@ -99,9 +100,10 @@ def check_gpu(*gpu: Any) -> None:
     assert gpu == GPU
 
 
-def run_forked_trace(output: str, errors: str, *words: str) -> NoReturn:
+def run_forked_trace(output: str, errors: str, python_path: str, *words: str) -> NoReturn:
     """Trace as `python -m megatfm.imaginary words` does, into two files."""
     code = 1
+    sys.path[:0] = filter(None, python_path.split(os.pathsep))
     try:
         for number, path in enumerate((output, errors), 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

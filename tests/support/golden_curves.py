@@ -196,10 +196,7 @@ SMALL_MOE = {
     "train.steps": MOE_STEPS, "train.global_batch": 32,
 }  # fmt: skip
 MOE_BIAS = f"{MOE_PRESET}-deepseek-v3"
-MOE_ROUTERS = {
-    MOE_PRESET: {},
-    MOE_BIAS: {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
-}
+MOE_ROUTERS = {MOE_PRESET: {}, MOE_BIAS: {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'}}
 
 
 def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:

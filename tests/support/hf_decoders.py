@@ -54,10 +54,7 @@ HF_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", MOE_OPTIONS),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**MOE_OPTIONS, "head_dim": 6, "moe_intermediate_size": 12}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", DEEPSEEK_V3_OPTIONS),
-    "olmoe": (
-        "OlmoeForCausalLM",
-        {**LLAMA_OPTIONS, "num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 2},
-    ),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA_OPTIONS, "num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 2}),
     "deepseek-v2": ("DeepseekV2ForCausalLM", DEEPSEEK_V2_OPTIONS),
     "gpt-oss": ("GptOssForCausalLM", {**MOE_OPTIONS, "head_dim": 4, "sliding_window": 4}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA_OPTIONS),

@@ -107,11 +107,7 @@ def build_model(options: dict[str, Any] | None = None) -> nn.Module:
 
 
 def build_hf_model(
-    config: ModelConfig,
-    size: int | tuple[int, int],
-    seed: int = 0,
-    kind: str = "ForImageClassification",
-    **others: Any,
+    config: ModelConfig, size: int | tuple[int, int], seed: int = 0, kind: str = "ForImageClassification", **others: Any
 ) -> Any:
     """A model of transformers in float64 for images of one size, every parameter perturbed."""
     assert config.stages is not None

@@ -13,7 +13,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
-from megatfm.launchers.slurm import Site
+from megatfm.launchers.slurm_site import Site
 
 
 def run_launch(*words: str, config: str = "quickstart") -> int:

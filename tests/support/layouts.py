@@ -208,6 +208,12 @@ def list_traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, 
     return actual
 
 
+def count_sent_bytes(config: Config, world_size: int) -> dict[tuple[str, str], int]:
+    """(axis, collective) → bytes that this rank sends in a step on one document per row."""
+    flows = _step(config, draw_batch(config, "one"), world_size).flows
+    return {(flow.axis, flow.collective): flow.sent_bytes for flow in flows}
+
+
 @dataclass(frozen=True)
 class RankTime:
     """One rank's time, in a simulated step: from its first pass to its last, and how long it computes."""

@@ -168,13 +168,7 @@ ROUTER_LOSSES = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.1, "z_loss_coef": 
 
 def moe_config(**ffn: Any) -> ModelConfig:
     """A model of one block; ffn: options beside the usual ones."""
-    ffn = {
-        "name": "moe",
-        "d_ff": F_,
-        "n_experts": E,
-        "top_k": 3,
-        "router": {"name": "top_k", **ROUTER_LOSSES},
-    } | ffn
+    ffn = {"name": "moe", "d_ff": F_, "n_experts": E, "top_k": 3, "router": {"name": "top_k", **ROUTER_LOSSES}} | ffn
     return ModelConfig.from_dotted({"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn})
 
 

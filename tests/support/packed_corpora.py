@@ -165,10 +165,11 @@ def replace_shard(folder: Path, data: bytes) -> None:
     edit_manifest(folder, lambda manifest: manifest["shards"][1].update(facts))
 
 
-def edit_index_bytes(index: ShardIndex, change: Change) -> bytes:
-    """Bytes of an index after a change of its frames and samples."""
+def edit_index_bytes(index: ShardIndex, *changes: Change) -> bytes:
+    """Bytes of an index after changes of its frames and samples."""
     frames, samples = index.frames.copy(), index.samples.copy()
-    change(frames, samples)
+    for change in changes:
+        change(frames, samples)
     return ShardIndex(frames, samples).encode()
 
 

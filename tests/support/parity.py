@@ -140,9 +140,7 @@ def backward_on_one_device(config: ModelConfig, model: nn.Module, batch: dict[st
 
 
 def one_device_reference(
-    config: ModelConfig,
-    batch: dict[str, Tensor],
-    objective_class: type[PassThroughObjective] = PassThroughObjective,
+    config: ModelConfig, batch: dict[str, Tensor], objective_class: type[PassThroughObjective] = PassThroughObjective
 ) -> tuple[nn.Module, PassThroughObjective, float]:
     """One device: the model with its gradients, the objective and the loss."""
     model = build(config).double().train()

@@ -24,11 +24,7 @@ PATTERN_MODELS = {
         "attention.pattern": {"name": "window", "width": 5},
         "attention.softcap": 2.0,
     },
-    "sinks": {
-        **DROPOUT_DECODER,
-        "attention.pattern": {"name": "window", "width": 5},
-        "attention.sinks": True,
-    },
+    "sinks": {**DROPOUT_DECODER, "attention.pattern": {"name": "window", "width": 5}, "attention.sinks": True},
     "window of an encoder": {**DROPOUT_ENCODER, "attention.pattern": {"name": "window", "width": 4}},
     "alternating": {
         **DROPOUT_DECODER,
@@ -36,17 +32,11 @@ PATTERN_MODELS = {
         "layer_type.near.attention.pattern": {"name": "window", "width": 3},
         "layer_type.all.position.name": "none",
     },
-    "first tokens": {
-        **DROPOUT_DECODER,
-        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1},
-    },
+    "first tokens": {**DROPOUT_DECODER, "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1}},
     "dilated": {**DROPOUT_DECODER, "attention.pattern": {"name": "window", "width": 2, "dilation": 2}},
     "chunked": {**DROPOUT_DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
     "strided": {**DROPOUT_DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
-    "bigbird": {
-        **DROPOUT_ENCODER,
-        "attention.pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1},
-    },
+    "bigbird": {**DROPOUT_ENCODER, "attention.pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1}},
     "bigbird of a decoder": {
         **DROPOUT_DECODER,
         "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},

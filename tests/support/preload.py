@@ -10,13 +10,17 @@ import importlib
 import os
 
 MODULES = [
-    "numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
-    "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
+    "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
+    "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
+    "megatfm.engines.native.engine", "megatfm.inference.samples", "megatfm.describe.description",
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
     MODULES += [
         "scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert",
         "torch._inductor.compile_fx",  # DeepSpeed's optimizers import it, too
+        # What commands import when they run.
+        "megatfm.commands.from_model", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
+        "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code

@@ -49,10 +49,7 @@ class WeighingObjective:
 
 def count_held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     """Bytes that this rank holds, by kind; in bfloat16, after one step."""
-    engine, objective = (
-        build_engine(UNTIED_MODEL, parallel, PLAIN_ADAMW, precision="bf16"),
-        WeighingObjective(),
-    )
+    engine, objective = (build_engine(UNTIED_MODEL, parallel, PLAIN_ADAMW, precision="bf16"), WeighingObjective())
     batch = global_batch(seed=1)
     engine.forward_backward(microbatches(engine, batch), objective)
     engine.step(1e-2, clip=1.0)

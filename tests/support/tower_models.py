@@ -51,10 +51,7 @@ def tower_batch(name: str) -> dict[str, Tensor]:
     side = make_batch(images, SIDE, n_special, rows, row_length=IMAGE_LENGTH)
     batch = {f"encoder_{field}": values for field, values in side.items()}
     shape = (TOWER_ROWS, TEXT_LENGTH)
-    batch |= {
-        "tokens": torch.zeros(shape, dtype=torch.int64),
-        "positions": torch.zeros(shape, dtype=torch.int64),
-    }
+    batch |= {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.zeros(shape, dtype=torch.int64)}
     batch["documents"] = torch.full(shape, -1)
     for row, pairs in enumerate(rows):
         begin = 0

@@ -133,10 +133,7 @@ def clean_state(call: Call) -> Iterator[None]:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     torch.manual_seed(0)
     try:
-        with (
-            warnings.catch_warnings(),
-            fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext(),
-        ):
+        with warnings.catch_warnings(), fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext():
             warnings.simplefilter("error")
             yield
     finally:

@@ -17,13 +17,16 @@ from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.inference import evaluate
+from tests.support.forked_commands import ForkedCommand
 from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = """
-import asyncio, io, os, signal, socket, sys, threading
+import asyncio, io, os, signal, socket, sys, threading, warnings
+
+warnings.simplefilter("error")
 
 def refuse():
     raise AssertionError("a fork in a process with threads and, in a notebook, open sockets")
@@ -59,12 +62,10 @@ assert not dist.is_initialized()
 
 
 def test_a_notebook_trains_twice_and_resumes(file: Path, tmp_path: Path) -> None:
-    program = NOTEBOOK.format(file=str(file), folder=tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    completed = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
+    program = tmp_path / "notebook.py"
+    program.write_text(NOTEBOOK.format(file=str(file), folder=tmp_path))
+    notebook = ForkedCommand([], tmp_path / "output", program=str(program))
+    assert notebook.wait() == 0, notebook.output
 
 
 def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

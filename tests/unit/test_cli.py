@@ -45,12 +45,16 @@ def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int)
 def test_models_and_runs_are_imported_without_the_compiler_and_training_without_deepspeed() -> None:
     """A second of CPU that sampling, evaluating and converting don't need; a library that few have."""
     code = (
-        "import sys, megatfm.train.run, megatfm.inference\n"
+        "import sys; from megatfm.optim.parameters import OPTIMIZERS; print(*OPTIMIZERS.names())\n"
+        "import megatfm.train.run, megatfm.inference\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "import megatfm.engines.registry, megatfm.engines.native.engine\n"
         "assert 'deepspeed' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    optimizers = ["adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "soap"]
+    assert run.stdout.split() == optimizers, "whatever is imported first, all are registered"
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
 
 
 def test_the_site_file_loads(tmp_path: Path) -> None:
-    site = importlib.import_module("megatfm.launchers.slurm")
+    site = importlib.import_module("megatfm.launchers.slurm_site")
     (text,) = (text for _, title, text in list_code_blocks("toml") if title == "slurm/site.toml")
     path = tmp_path / "site.toml"
     path.write_text(text)

@@ -1,7 +1,6 @@
 """Modules open to all: small files whole or not at all, keyed random numbers, parts by name."""
 
 import errno
-import multiprocessing
 import os
 import secrets
 import stat
@@ -24,7 +23,7 @@ from megatfm.objectives import OBJECTIVES
 from megatfm.optim.lr_schedules import SCHEDULES
 from megatfm.optim.parameters import OPTIMIZERS
 from megatfm.registry import Registry, did_you_mean, import_plugins
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -97,8 +96,7 @@ def write_often(path: Path, letter: str) -> None:
 
 
 def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = start_fork_server()
     writers = [context.Process(target=write_often, args=(tmp_path / "a", letter)) for letter in "xyz"]
     for writer in writers:
         writer.start()

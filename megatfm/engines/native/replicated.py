@@ -34,7 +34,8 @@ class Bucket:
     """Tensors that are packed into one buffer, so that one collective transfers all of them.
 
     shapes: name → shape. Each of `ranks` keeps ⌈rows / ranks⌉ rows of a tensor, the last ones fewer or none. The buffer
-    is [ranks, width]; its row r holds the shard of rank r, padded with zeros.
+    is [ranks, width]; its row r holds the shard of rank r, padded with zeros. Full shards of a tensor are copied at
+    once: a copy for each rank would launch thousands of kernels.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -51,13 +52,16 @@ class Bucket:
         """Return a buffer with whole tensors, zeros for missing ones. like: has the buffer's dtype and device."""
         buffer = like.new_empty(self.ranks, self.width)
         for name, start, size in self._columns:
+            shards = buffer[:, start : start + size]
             if name not in tensors:
-                buffer[:, start : start + size] = 0
+                shards[:] = 0
                 continue
-            rows = tensors[name].reshape(self.shapes[name][0], -1)
-            for rank in range(self.ranks):
-                first, count = self.shard_rows(name, rank)
-                _fill(buffer[rank, start : start + size], rows[first : first + count])
+            values = tensors[name].reshape(-1)
+            n_full = values.numel() // max(1, size)
+            shards[:n_full] = values[: n_full * size].view(n_full, size)
+            if n_full < self.ranks:
+                _fill(shards[n_full], values[n_full * size :])
+                shards[n_full + 1 :] = 0
         return buffer
 
     def pack_shard(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
@@ -70,11 +74,12 @@ class Bucket:
     def unpack(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy the buffer into whole tensors, in place."""
         for name, start, size in self._columns:
-            rows = tensors[name].view(self.shapes[name][0], -1)
-            for rank in range(self.ranks):
-                first, count = self.shard_rows(name, rank)
-                part = rows[first : first + count]
-                part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
+            shards, values = buffer[:, start : start + size], tensors[name].view(-1)
+            n_full = values.numel() // max(1, size)
+            values[: n_full * size].view(n_full, size).copy_(shards[:n_full])
+            if n_full < self.ranks:
+                remainder = values[n_full * size :]
+                remainder.copy_(shards[n_full, : remainder.numel()])
 
     def unpack_shard(self, row: Tensor, rank: int) -> dict[str, Tensor]:
         """Return views of the rows that a rank keeps in its row [width] of the buffer."""

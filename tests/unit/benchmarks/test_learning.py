@@ -81,8 +81,7 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "length", "only"),
-    [("listops", 128, ["longformer"]), ("recall", 512, ["window", "linformer"])],
+    ("task", "length", "only"), [("listops", 128, ["longformer"]), ("recall", 512, ["window", "linformer"])]
 )
 def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
     words = [task, "--sizes", length, "3", "2", "--out", tmp_path, "--only", *only]

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ HOST = socket.gethostname()
 
 
 @contextmanager
-def held_up(release: threading.Event, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[None]:
+def delay_writes(release: threading.Event) -> Iterator[None]:
     """Files are written only once the event is set."""
     genuine = file_format.write_safetensors
 
@@ -51,12 +51,12 @@ def held_up(release: threading.Event, monkeypatch: pytest.MonkeyPatch | None = N
         file_format.write_safetensors = genuine
 
 
-def steps(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in list_checkpoints(folder)]
 
 
-def tensors(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
-    """Sharded, replicated and whole tensors whose every value is their step."""
+def make_tensors(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
+    """Sharded, replicated and full tensors whose every value is their step."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
         "rows": ShardedTensor(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0)),
@@ -67,14 +67,25 @@ def tensors(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
     }
 
 
+def change_tensors(tensors: Mapping[str, ShardedTensor | torch.Tensor]) -> None:
+    for tensor in tensors.values():
+        ShardedTensor.from_tensor(tensor).tensor.add_(100)
+
+
+def check_values(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Assert that every value of a checkpoint is its step; returns the tensors."""
+    stored = read_tensors(folder / f"step-{step:08d}")
+    assert all(bool((tensor == step).all()) for tensor in stored.values())
+    return stored
+
+
 def change_after_save(folder: Path) -> None:
-    weights = tensors(1)
+    weights = make_tensors(1)
     state = {"step": 1, "list": [1]}
     release = threading.Event()
-    with held_up(release), Saver(folder) as saving:
+    with delay_writes(release), Saver(folder) as saving:
         saving.save(1, weights, state)
-        for tensor in weights.values():
-            ShardedTensor.from_tensor(tensor).tensor.add_(100)
+        change_tensors(weights)
         state["list"].append(2)  # type: ignore[attr-defined]
         assert saving.step_in_progress == 1
         assert find_latest(folder) is None
@@ -91,14 +102,13 @@ def test_changes_after_a_save_returned_are_not_in_it(workers: Workers, tmp_path:
     path = tmp_path / "step-00000001"
     check_all_bytes(path)
     assert read_state(path) == {"step": 1, "list": [1]}
-    read = read_tensors(path)
-    assert read["rows"].shape == (3 * world, 4)
-    assert read["half"].dtype == torch.bfloat16
-    assert all(bool((tensor == 1).all()) for tensor in read.values())
+    stored = check_values(tmp_path, 1)
+    assert stored["rows"].shape == (3 * world, 4)
+    assert stored["half"].dtype == torch.bfloat16
 
 
 def test_a_save_returns_before_its_copy_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, weights = threading.Event(), tensors(1)
+    release, weights = threading.Event(), make_tensors(1)
     with Saver(tmp_path) as saving:
         copy = saving._staging.copy
         monkeypatch.setattr(saving._staging, "copy", lambda pieces: release.wait(30) and copy(pieces))
@@ -106,46 +116,43 @@ def test_a_save_returns_before_its_copy_where_asked_for(tmp_path: Path, monkeypa
         threading.Timer(0.1, release.set).start()
         saving.wait_for_staging()
         assert release.is_set()
-        for tensor in weights.values():
-            ShardedTensor.from_tensor(tensor).tensor.add_(100)
+        change_tensors(weights)
         saving.wait_for_save()
         saving.wait_for_staging()
-    read = read_tensors(tmp_path / "step-00000001")
-    assert all(bool((tensor == 1).all()) for tensor in read.values())
+    check_values(tmp_path, 1)
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The thread of each part that is copied; the background's first waits for all others, if there are any."""
-    actual: list[str] = []
-    total, copy, all_others = 2 * 100, staging._copy, threading.Event()
+    """The thread that copies each of 200 parts; the background's first copy waits until all have begun."""
+    threads: list[str] = []
+    copy, have_begun = staging._copy, threading.Event()
 
-    def note(*part: Any) -> None:
-        actual.append(threading.current_thread().name)
-        if actual[-1] == "megatfm-save" and actual.count("megatfm-save") == 1:
-            assert all_others.wait(30)
+    def record(*part: Any) -> None:
+        threads.append(threading.current_thread().name)
+        if threads[-1] == "megatfm-save" and threads.count("megatfm-save") == 1:
+            assert have_begun.wait(30)
         copy(*part)
-        if len(actual) >= total:
-            all_others.set()
+        if len(threads) >= 200:
+            have_begun.set()
 
     monkeypatch.setattr(staging, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(staging, "_copy", note)
-    return actual
+    monkeypatch.setattr(staging, "_copy", record)
+    return threads
 
 
-def halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
+def make_halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
     return {name: torch.full((1000,), float(step)) for name in "ab"}
 
 
 def test_a_thread_that_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str]) -> None:
-    weights = halves(1)
+    weights = make_halves(1)
     with Saver(tmp_path) as saving:
         saving.save(1, weights, {})
         assert len(copied) == 200, "each part once"
         assert copied.count("megatfm-save") == 1
-        for tensor in weights.values():
-            ShardedTensor.from_tensor(tensor).tensor.add_(100)
-    assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
+        change_tensors(weights)
+    check_values(tmp_path, 1)
 
 
 def test_an_interrupted_helper_leaves_nothing_uncopied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,42 +169,41 @@ def test_an_interrupted_helper_leaves_nothing_uncopied(tmp_path: Path, monkeypat
     monkeypatch.setattr(staging, "CHUNK_BYTES", 40)
     monkeypatch.setattr(staging, "_copy", interrupt)
     with Saver(tmp_path) as saving:
-        saving.save(1, halves(1), {}, wait_for_staging=False)
+        saving.save(1, make_halves(1), {}, wait_for_staging=False)
         with pytest.raises(KeyboardInterrupt):
             saving.wait_for_staging()
         saving.wait_for_save()
-    assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
+    check_values(tmp_path, 1)
 
 
 def test_the_copy_is_one_buffer_used_again(tmp_path: Path) -> None:
     with Saver(tmp_path) as saving:
-        saving.save(1, tensors(1), {})
-        first = saving._staging._buffer.data_ptr()
-        size = len(saving._staging._buffer)
+        saving.save(1, make_tensors(1), {})
+        address, size = saving._staging._buffer.data_ptr(), len(saving._staging._buffer)
         for step in (2, 3):
-            saving.save(step, tensors(step), {})
-            assert saving._staging._buffer.data_ptr() == first
-    assert size <= sum(ShardedTensor.from_tensor(tensor).tensor.nbytes + 64 for tensor in tensors(1).values())
-    for path in list_checkpoints(tmp_path):
-        assert all(bool((tensor == int(path.name[5:])).all()) for tensor in read_tensors(path).values())
+            saving.save(step, make_tensors(step), {})
+            assert saving._staging._buffer.data_ptr() == address
+    assert size <= sum(ShardedTensor.from_tensor(tensor).tensor.nbytes + 64 for tensor in make_tensors(1).values())
+    for step in list_steps(tmp_path):
+        check_values(tmp_path, step)
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     release = threading.Event()
-    with held_up(release), Saver(tmp_path) as saving:
-        saving.save(1, tensors(1), {})
+    with delay_writes(release), Saver(tmp_path) as saving:
+        saving.save(1, make_tensors(1), {})
         threading.Timer(0.2, release.set).start()
-        saving.save(2, tensors(2), {})
+        saving.save(2, make_tensors(2), {})
         assert release.is_set()
-        assert steps(tmp_path)[0] == 1
-    assert steps(tmp_path) == [1, 2]
+        assert list_steps(tmp_path)[0] == 1
+    assert list_steps(tmp_path) == [1, 2]
     assert "step 2  waits for the checkpoint of step 1 to be written" in caplog.text
     assert "step 1  saved step-00000001" in caplog.text
 
 
-def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
-    """Fail the second save on one rank; returns what is said, and what is there after a third."""
+def fill_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
+    """Fail the second save on one rank; returns its outcome, and the checkpoints after a third save."""
     genuine = os.write
 
     def refuse(*args: Any) -> int:
@@ -206,25 +212,25 @@ def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
         return genuine(*args)
 
     with Saver(folder, mode=mode) as saving:
-        saving.save(1, tensors(1), {})
+        saving.save(1, make_tensors(1), {})
         saving.wait_for_save()
         os.write = refuse
         try:
-            saving.save(2, tensors(2), {})
+            saving.save(2, make_tensors(2), {})
             saving.wait_for_save()
             output = "saved"
         except MegatfmError as error:
             output = str(error)
         finally:
             os.write = genuine
-        saving.save(3, tensors(3), {})
+        saving.save(3, make_tensors(3), {})
     return output, [path.name for path in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tmp_path: Path, mode: str) -> None:
-    (output, saved), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
-    assert output == other
+    (output, saved), (second_output, _) = workers.run(fill_disk, 2, tmp_path, 1, mode)
+    assert output == second_output
     named = r"rank 1 on \S+: cannot write .*/rank-00001-000\.safetensors: No space left on device"
     assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", output)
     assert f"rank 1 on {HOST}" in output
@@ -235,7 +241,7 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tm
 def save_changed_boxes_on_one_rank(folder: Path) -> None:
     with Saver(folder) as saving:
         for step in (1, 2):
-            weights = tensors(step)
+            weights = make_tensors(step)
             if step == 2 and dist.get_rank() == 1:
                 weights["more"] = torch.full((2,), step)
             saving.save(step, weights, {})
@@ -244,17 +250,15 @@ def save_changed_boxes_on_one_rank(folder: Path) -> None:
 def test_boxes_that_change_on_one_rank_are_shared_out_anew(workers: Workers, tmp_path: Path) -> None:
     workers.run(save_changed_boxes_on_one_rank, 2, tmp_path)
     assert "more" not in read_tensors(tmp_path / "step-00000001")
-    read = read_tensors(tmp_path / "step-00000002")
-    assert "more" in read
-    assert all(bool((tensor == 2).all()) for tensor in read.values())
+    assert "more" in check_values(tmp_path, 2)
 
 
 def train_while_saving(folder: Path) -> list[float]:
     """Collectives of the default group, in another order in time on each rank than those of the save."""
     release, totals = threading.Event(), []
-    with held_up(release), Saver(folder) as saving:
+    with delay_writes(release), Saver(folder) as saving:
         for step in (1, 2, 3):
-            saving.save(step, tensors(step), {})
+            saving.save(step, make_tensors(step), {})
             if dist.get_rank() == step % 2:
                 release.set()
             for _ in range(30):
@@ -270,7 +274,7 @@ def train_while_saving(folder: Path) -> list[float]:
 def test_a_save_does_not_mix_with_training_s_collectives(workers: Workers, tmp_path: Path) -> None:
     expected = [1.0 + 2 * step for step in (1, 2, 3) for _ in range(30)]
     assert workers.run(train_while_saving, 2, tmp_path) == [expected] * 2
-    assert steps(tmp_path) == [1, 2, 3]
+    assert list_steps(tmp_path) == [1, 2, 3]
 
 
 def test_an_error_elsewhere_lets_a_running_save_finish(
@@ -278,15 +282,15 @@ def test_an_error_elsewhere_lets_a_running_save_finish(
 ) -> None:
     def save_and_fail(saving: Saver, step: int) -> None:
         with saving:
-            saving.save(step, tensors(step), {})
+            saving.save(step, make_tensors(step), {})
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         save_and_fail(Saver(tmp_path), 1)
-    assert steps(tmp_path) == [1]
+    assert list_steps(tmp_path) == [1]
     monkeypatch.setattr(saver, "ABORT_WAIT_SECONDS", 0.05)
     release = threading.Event()
-    with held_up(release):
+    with delay_writes(release):
         saving = Saver(tmp_path)
         with pytest.raises(ZeroDivisionError):
             save_and_fail(saving, 2)
@@ -297,22 +301,14 @@ def test_an_error_elsewhere_lets_a_running_save_finish(
         thread.join()
 
 
-def flips(genuine: Callable[..., Any]) -> Callable[..., Any]:
-    """A disk that takes one bit for another."""
-
-    def write(fd: int, data: memoryview) -> int:
-        return int(genuine(fd, bytes([data[0] ^ 1]) + bytes(data[1:])))
-
-    return write
-
-
-def test_a_disk_that_garbles_is_found_by_reading_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_bits_of_a_disk_are_found_by_reading_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Saver(tmp_path, verify_after_write=True, keep=1) as saving:
-        saving.save(1, tensors(1), {})
+        saving.save(1, make_tensors(1), {})
         assert saving.wait_for_save() == saving.verified
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", flips(os.write))
-            saving.save(2, tensors(2), {})
+            write = os.write
+            patch.setattr(os, "write", lambda fd, data: write(fd, bytes([data[0] ^ 1]) + bytes(data[1:])))
+            saving.save(2, make_tensors(2), {})
             named = r"step 2 not saved: cannot|step 2 not saved: .*rank-00000-000\.safetensors is damaged"
             with pytest.raises(MegatfmError, match=named):
                 saving.wait_for_save()
@@ -322,25 +318,25 @@ def test_a_disk_that_garbles_is_found_by_reading_back(tmp_path: Path, monkeypatc
 def test_the_last_verified_one_and_every_nth_are_kept(tmp_path: Path) -> None:
     with Saver(tmp_path, keep=1, keep_every=4) as saving:
         for step in range(1, 7):
-            saving.save(step, tensors(step), {})
+            saving.save(step, make_tensors(step), {})
             saving.wait_for_save()
             if step == 3:
                 saving.verified = tmp_path / "step-00000003"
-        assert steps(tmp_path) == [3, 4, 6]
+        assert list_steps(tmp_path) == [3, 4, 6]
     with Saver(tmp_path, keep=2, verify_after_write=True) as saving:
         for step in (7, 8):
-            saving.save(step, tensors(step), {})
+            saving.save(step, make_tensors(step), {})
             saving.wait_for_save()
-    assert steps(tmp_path) == [7, 8]
+    assert list_steps(tmp_path) == [7, 8]
 
 
-def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_memory_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise MemoryError
 
     with Saver(tmp_path) as saving:
         monkeypatch.setattr("megatfm.checkpoint.staging.np.empty", refuse)
-        saving.save(1, tensors(1), {})
+        saving.save(1, make_tensors(1), {})
         with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
             saving.wait_for_save()
     assert not tmp_path.joinpath("step-00000001").exists()
@@ -350,12 +346,12 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MegatfmError("can't list checkpoints: Input/output error")
 
     caplog.set_level(logging.WARNING, "megatfm")  # whatever level a test before it has set
-    monkeypatch.setattr(saver, "purge_old_checkpoints", fails)
+    monkeypatch.setattr(saver, "purge_old_checkpoints", fail)
     with Saver(tmp_path, keep=1) as saver_of_one:
-        saver_of_one.save(3, tensors(3), {})
-    assert steps(tmp_path) == [3]
+        saver_of_one.save(3, make_tensors(3), {})
+    assert list_steps(tmp_path) == [3]
     assert caplog.messages == ["old checkpoints could not be removed: can't list checkpoints: Input/output error"]

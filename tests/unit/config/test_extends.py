@@ -32,70 +32,49 @@ def differences(first: Any, second: Any, path: str = "") -> dict[str, Any]:
 
 
 def test_keys_that_a_file_leaves_out_are_the_preset_s(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "mine.toml",
-        'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n',
-    )
+    text = 'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n'
+    path = write(tmp_path / "mine.toml", text)
     changed = differences(load_config("gpt2").model_dump(mode="json"), load_config(path).model_dump(mode="json"))
     assert changed == {"name": "mine", "model.attention.dropout": 0.5, "optimizer.betas": [0.5, 0.6]}
 
 
 def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path: Path) -> None:
-    base = write(
-        file.parent / "base.toml", f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n'
-    )
-    path = write(
-        tmp_path / "mine.toml", f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n'
-    )
-    config = load_config(path)
+    text = f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n'
+    base = write(file.parent / "base.toml", text)
+    text = f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n'
+    config = load_config(write(tmp_path / "mine.toml", text))
     assert (config.plugins, config.log.sinks) == ([], ["console"])
     assert config.data.validation == {"mine": "s3://b/v"}
 
 
-@pytest.mark.parametrize(
-    ("base", "changes", "expected"),
-    [  # of two variants: what both know stays, what only the old one knows goes
-        (
-            '[optimizer]\nname = "adamw"\nlr = 7e-3\neps = 1e-7\nweight_decay = 0.3\n',
-            '[optimizer]\nname = "adafactor"\n',
-            {"name": "adafactor", "lr": 7e-3, "weight_decay": 0.3},
-        ),
-        (  # to a plugin's and from one
-            '[optimizer]\nname = "theirs"\nlr = 7e-3\nwobble = 2\n',
-            '[optimizer]\nname = "adamw"\n',
-            {"name": "adamw", "lr": 7e-3},
-        ),
-        (
-            '[optimizer]\nname = "theirs"\nlr = 7e-3\nwobble = 2\n',
-            '[optimizer]\nname = "ours"\nwidth = 3\n',
-            {"name": "ours", "lr": 7e-3, "width": 3},
-        ),
-        (  # the default's name counts as well, and the same name changes nothing
-            "[optimizer]\nname = 'muon'\nlr = 7e-3\nmatrix_lr = 0.5\n",
-            '[optimizer]\nname = "muon"\nlr = 8e-3\n',
-            {"name": "muon", "lr": 8e-3, "matrix_lr": 0.5},
-        ),
-    ],
-)
+ADAMW = 'name = "adamw"\nlr = 7e-3\neps = 1e-7\nweight_decay = 0.3\n'
+PLUGIN = 'name = "theirs"\nlr = 7e-3\nwobble = 2\n'
+
+
+@pytest.mark.parametrize(("base", "changes", "expected"), [
+    # What both variants know stays, what only the old one knows goes.
+    (ADAMW, 'name = "adafactor"\n', {"name": "adafactor", "lr": 7e-3, "weight_decay": 0.3}),
+    # To a plugin's variant and from one.
+    (PLUGIN, 'name = "adamw"\n', {"name": "adamw", "lr": 7e-3}),
+    (PLUGIN, 'name = "ours"\nwidth = 3\n', {"name": "ours", "lr": 7e-3, "width": 3}),
+    # The default's name counts as well, and the same name changes nothing.
+    ("name = 'muon'\nlr = 7e-3\nmatrix_lr = 0.5\n", 'name = "muon"\nlr = 8e-3\n',
+     {"name": "muon", "lr": 8e-3, "matrix_lr": 0.5}),
+])  # fmt: skip
 def test_another_name_leaves_the_keys_of_the_old_variant_behind(
     tmp_path: Path, base: str, changes: str, expected: dict[str, Any]
 ) -> None:
     before, _, after = find_config("quickstart")[0].read_text().partition("[optimizer]")
     after = after.partition("[lr_schedule]")[2]
     plugins = 'plugins = ["json"]\n'  # else an unknown name is refused
-    below = write(tmp_path / "base.toml", f"{plugins}{before}{base}[lr_schedule]{after}")
-    path = write(tmp_path / "mine.toml", f'extends = "base.toml"\n{changes}')
-    load_config(below)
-    dumped = load_config(path).optimizer.model_dump(exclude_unset=True)
-    assert dumped == expected
+    load_config(write(tmp_path / "base.toml", f"{plugins}{before}[optimizer]\n{base}[lr_schedule]{after}"))
+    path = write(tmp_path / "mine.toml", f'extends = "base.toml"\n[optimizer]\n{changes}')
+    assert load_config(path).optimizer.model_dump(exclude_unset=True) == expected
 
 
 def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "mine.toml",
-        'extends = "quickstart-moe"\n[model.ffn]\nname = "dense"\n[model.position]\nname = "alibi"\n',
-    )
-    dumped = load_config(path).model.model_dump()
+    text = 'extends = "quickstart-moe"\n[model.ffn]\nname = "dense"\n[model.position]\nname = "alibi"\n'
+    dumped = load_config(write(tmp_path / "mine.toml", text)).model.model_dump()
     assert dumped["ffn"]["name"] == "dense"
     assert "router" not in dumped["ffn"]
     assert dumped["ffn"]["d_ff"] == load_config("quickstart-moe").model.ffn.d_ff
@@ -146,15 +125,13 @@ def test_a_source_of_a_mixture_keeps_its_other_keys(file: Path, tmp_path: Path) 
 
 def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
     """A key whose default is none, a section, a name of a free table; at any depth of bases, and set again above."""
-    base = write(
-        file.parent / "base.toml",
+    text = (
         f'extends = "{file.name}"\n[data]\ncache_dir = "cache"\nvalidation = {{ a = "a", b = "b" }}\n'
-        "[evaluate]\nevery = 7\nmax_rows = 5\n[model.mup]\nbase_width = 64\n",
+        "[evaluate]\nevery = 7\nmax_rows = 5\n[model.mup]\nbase_width = 64\n"
     )
-    middle = write(
-        tmp_path / "middle.toml",
-        f'extends = "{base}"\nwithout = ["data.cache_dir", "data.validation.a", "evaluate", "model.mup"]\n',
-    )
+    base = write(file.parent / "base.toml", text)
+    text = f'extends = "{base}"\nwithout = ["data.cache_dir", "data.validation.a", "evaluate", "model.mup"]\n'
+    middle = write(tmp_path / "middle.toml", text)
     path = write(tmp_path / "mine.toml", f'extends = "{middle}"\n[evaluate]\nmax_rows = 3\n')
     assert (load_config(base).data.cache_dir or "").endswith("cache")
     assert load_config(base).model.mup is not None
@@ -222,9 +199,8 @@ def test_a_preset_s_vocabulary_goes_with_its_tokenizer(tmp_path: Path) -> None:
 
 def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write(
-        tmp_path / "a" / "mine.toml", 'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n'
-    )
+    text = 'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n'
+    path = write(tmp_path / "a" / "mine.toml", text)
     config = load_section(PrepConfig, path)
     assert (config.out, config.read.builtin) == (str(path.parent / "made"), "python-stdlib")
     assert config.tokenizer.vocab_size == 300
@@ -266,9 +242,8 @@ def test_a_folder_named_as_a_preset_does_not_hide_it(tmp_path: Path) -> None:
 
 
 def test_extends_is_no_override() -> None:
-    with pytest.raises(
-        UsageError, match="'extends=gpt2': `extends` stands in a config file; here, give gpt2 as CONFIG"
-    ):
+    reason = "'extends=gpt2': `extends` stands in a config file; here, give gpt2 as CONFIG"
+    with pytest.raises(UsageError, match=reason):
         load_config("quickstart", ["extends=gpt2"])
 
 

@@ -31,7 +31,7 @@ XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "tr
 DEBERTA = {"family": "encoder", "attention.name": "deberta", "position.name": "deberta"}
 
 
-def refused(options: dict[str, Any]) -> tuple[str, str]:
+def find_refusal(options: dict[str, Any]) -> tuple[str, str]:
     """Return the key and the message of a refusal."""
     with pytest.raises(ValidationError) as caught:
         ModelConfig.from_dotted(SMALL | options)
@@ -39,35 +39,26 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
     return ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({**LATENT, "attention.qk_norm": True}, "attention.qk_norm"),
-        ({**LATENT, "attention.n_kv_heads": 1}, "attention.n_kv_heads"),
-        ({"attention.kv_lora_rank": 4}, "attention.kv_lora_rank"),
-        ({**DEBERTA, "attention.softcap": 2.0}, "attention.softcap"),
-        ({"position.offset": 2}, "position.offset"),
-        ({"position.name": "alibi", "position.theta": 5e5}, "position.theta"),
-        ({"position.name": "none", "position.scaling": {"name": "linear", "factor": 2}}, "position.scaling"),
-        ({"position.name": "shaw", "position.buckets": 8}, "position.buckets"),
-        ({"position.max_distance": 8}, "position.max_distance"),
-        ({"init.name": "t5", "init.std": 0.02}, "init.std"),
-        ({**XLNET, "attention.bias": True}, "attention.bias"),
-    ],
-)
-def test_an_option_that_its_part_has_not(options: dict[str, Any], key: str) -> None:
-    assert refused(options) == (key, "Extra inputs are not permitted")
+EXTRA = "Extra inputs are not permitted"
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"attention.name": "mla", "attention.qk_rope_head_dim": 2}, "attention.kv_lora_rank"),
-        ({"position.name": "learned"}, "position.max_positions"),
-    ],
-)
-def test_required_options_of_a_part_are_asked_for(options: dict[str, Any], key: str) -> None:
-    assert refused(options) == (key, "Field required")
+@pytest.mark.parametrize(("options", "key", "message"), [
+    ({**LATENT, "attention.qk_norm": True}, "attention.qk_norm", EXTRA),
+    ({**LATENT, "attention.n_kv_heads": 1}, "attention.n_kv_heads", EXTRA),
+    ({"attention.kv_lora_rank": 4}, "attention.kv_lora_rank", EXTRA),
+    ({**DEBERTA, "attention.softcap": 2.0}, "attention.softcap", EXTRA),
+    ({"position.offset": 2}, "position.offset", EXTRA),
+    ({"position.name": "alibi", "position.theta": 5e5}, "position.theta", EXTRA),
+    ({"position.name": "none", "position.scaling": {"name": "linear", "factor": 2}}, "position.scaling", EXTRA),
+    ({"position.name": "shaw", "position.buckets": 8}, "position.buckets", EXTRA),
+    ({"position.max_distance": 8}, "position.max_distance", EXTRA),
+    ({"init.name": "t5", "init.std": 0.02}, "init.std", EXTRA),
+    ({**XLNET, "attention.bias": True}, "attention.bias", EXTRA),
+    ({"attention.name": "mla", "attention.qk_rope_head_dim": 2}, "attention.kv_lora_rank", "Field required"),
+    ({"position.name": "learned"}, "position.max_positions", "Field required"),
+])  # fmt: skip
+def test_unknown_and_missing_options_of_a_part_are_refused(options: dict[str, Any], key: str, message: str) -> None:
+    assert find_refusal(options) == (key, message)
 
 
 @pytest.mark.parametrize(("options", "way_out"), [
@@ -100,8 +91,8 @@ def test_required_options_of_a_part_are_asked_for(options: dict[str, Any], key: 
     ({"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
      "beta_fast = 0.5 is below beta_slow = 1"),
 ])  # fmt: skip
-def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) -> None:
-    assert way_out in refused(options)[1]
+def test_parts_that_do_not_go_together_are_refused_with_a_way_out(options: dict[str, Any], way_out: str) -> None:
+    assert way_out in find_refusal(options)[1]
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
@@ -110,11 +101,9 @@ def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> No
     causal, distances = family == "decoder", torch.arange(0, 300)
     for n_buckets in (2, 4, 5, 7, 32):
         for farthest in range(1, 40):
-            options = {
-                **T5, "family": family, "position.buckets": n_buckets, "position.max_distance": farthest,
-            }  # fmt: skip
+            sizes = {"position.buckets": n_buckets, "position.max_distance": farthest}
             try:
-                ModelConfig.from_dotted(SMALL | options)
+                ModelConfig.from_dotted({**SMALL, **T5, "family": family, **sizes})
             except ValidationError:
                 continue
             actual = relative_position_bucket(-distances, n_buckets, farthest, causal=causal)
@@ -130,7 +119,7 @@ def test_a_plugin_s_section_passes_through() -> None:
 
 
 @pytest.mark.parametrize(("part", "near"), [("attention", "gqaa"), ("norm", "rms_nrom"), ("position", "ropes")])
-def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
+def test_an_unknown_name_without_a_plugin_is_refused(part: str, near: str) -> None:
     with pytest.raises(UsageError, match=rf"model\.{part}\.name = '{near}': unknown \(did you mean .* plugins$"):
         load_config("quickstart", [f"model.{part}.name={near}"])
 
@@ -161,10 +150,9 @@ def test_a_changed_copy_is_checked_and_keeps_what_a_new_variant_has() -> None:
 
 
 def test_dotted_keys_and_tables_meet() -> None:
-    tables = Config.from_dotted(
-        load_config("quickstart").model_dump(), **{"model.attention": {"n_heads": 4}, "model.attention.bias": True}
-    )
-    assert (tables.model.attention.n_heads, tables.model.attention.bias) == (4, True)
+    changes = {"model.attention": {"n_heads": 4}, "model.attention.bias": True}
+    attention = Config.from_dotted(load_config("quickstart").model_dump(), **changes).model.attention
+    assert (attention.n_heads, attention.bias) == (4, True)
 
 
 @pytest.mark.parametrize(("preset", "overrides", "message"), [
@@ -208,10 +196,8 @@ def test_kinds_are_a_cycle_over_depth() -> None:
 
 
 def test_a_kind_may_take_another_variant_of_a_part() -> None:
-    config = ModelConfig.from_dotted(
-        {**FIVE_LAYERS, "layer_types": ["none", "own"], "layer_type.none.position.name": "none",
-         "layer_type.own": {}},
-    )  # fmt: skip
+    kinds = {"layer_types": ["none", "rope"], "layer_type.none.position.name": "none", "layer_type.rope": {}}
+    config = ModelConfig.from_dotted(FIVE_LAYERS | kinds)
     assert [config.layer_config(depth).position.name for depth in range(3)] == ["none", "rope", "none"]
 
 

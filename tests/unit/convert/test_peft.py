@@ -1,5 +1,6 @@
 """Adapters to PEFT's format and back, against PEFT itself: logits, gradients, files, and what is refused."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -53,9 +54,10 @@ TARGET_PARAMETERS = {
     "deepseek-v3, inputs of experts": ["gate_up_proj"],
 }
 """Model → its parameters of experts that are adapted, too."""
+assert_close = functools.partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5)
 
 
-def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any:
+def save_adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any:
     """A PEFT model whose adapters are not 0, saved with its base."""
     import peft
 
@@ -73,48 +75,50 @@ def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any
     return adapted
 
 
+def import_adapter(folder: Path, **options: Any) -> Any:
+    """The saved adapter, converted and opened with its base."""
+    from_peft(folder / "adapter", folder / "megatfm")
+    return load_model(folder / "megatfm", **options)
+
+
+def export_adapter(peft_model: Any, folder: Path) -> Any:
+    """PEFT's model of the converted adapter."""
+    to_peft(folder / "megatfm", folder / "back")
+    base = type(peft_model.get_base_model()).from_pretrained(folder / "base")
+    return type(peft_model).from_pretrained(base, folder / "back").eval()
+
+
 def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
     """Logits of some tokens."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    is_encoder = "MaskedLM" in type(inner).__name__ or (
-        getattr(inner, "encoder", None) and not hasattr(inner, "decoder")
-    )
-    if is_encoder:
+    has_encoder_alone = getattr(inner, "encoder", None) and not hasattr(inner, "decoder")
+    if has_encoder_alone or "MaskedLM" in type(inner).__name__:
         return get_vocabulary_logits(inner(ENCODER_TOKENS))
     return decoder_logits(inner, is_megatfm=is_megatfm)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) -> None:
-    draw, targets = MODELS[name]
-    peft_model = adapter(draw(), tmp_path, targets, target_parameters=TARGET_PARAMETERS.get(name))
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    expected = logits(peft_model).detach()
-    lora_model = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(lora_model, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
-    assert {n for n, p in lora_model.named_parameters() if p.requires_grad} == {
-        n for n, _ in lora_model.named_parameters() if is_factor(n)
-    }
+def test_an_adapter_of_peft_survives_conversion_there_and_back(name: str, tmp_path: Path) -> None:
+    build, targets = MODELS[name]
+    peft_model = save_adapter(build(), tmp_path, targets, target_parameters=TARGET_PARAMETERS.get(name))
+    lora_model = import_adapter(tmp_path)
+    expected = logits(peft_model)
+    assert_close(logits(lora_model, is_megatfm=True), expected)
+    assert all(parameter.requires_grad == is_factor(n) for n, parameter in lora_model.named_parameters())
+    assert_close(logits(export_adapter(peft_model, tmp_path)), expected)
 
-    to_peft(tmp_path / "ours", tmp_path / "back")
-    base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    converted = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
-    torch.testing.assert_close(logits(converted).detach(), expected, rtol=2e-4, atol=2e-5)
-
-    convert(tmp_path / "ours", tmp_path / "merged", "hf")
-    torch.testing.assert_close(
-        logits(load_hf_model(tmp_path / "merged"), is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5
-    )
-    merge_adapters(tmp_path / "ours", tmp_path / "plain")
+    convert(tmp_path / "megatfm", tmp_path / "merged", "hf")
+    assert_close(logits(load_hf_model(tmp_path / "merged"), is_megatfm=True), expected)
+    merge_adapters(tmp_path / "megatfm", tmp_path / "plain")
     plain = load_model(tmp_path / "plain")
     assert not any(is_factor(n) for n, _ in plain.named_parameters())
-    torch.testing.assert_close(logits(plain, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
+    assert_close(logits(plain, is_megatfm=True), expected)
 
 
 def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
-    adapter(build_hf_llama(), tmp_path, ["q_proj", "v_proj"], lora_dropout=0.1)
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    to_peft(tmp_path / "ours", tmp_path / "back")
+    save_adapter(build_hf_llama(), tmp_path, ["q_proj", "v_proj"], lora_dropout=0.1)
+    from_peft(tmp_path / "adapter", tmp_path / "megatfm")
+    to_peft(tmp_path / "megatfm", tmp_path / "back")
     before, after = (load_file(tmp_path / folder / ADAPTER_WEIGHTS) for folder in ("adapter", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -126,34 +130,30 @@ def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
     with cast_to_float64(torch.float64, modeling_llama, modeling_rope_utils):
-        peft_model = adapter(build_hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
+        peft_model = save_adapter(build_hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
         torch.tanh(logits(peft_model)).square().sum().backward()
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    lora_model = load_model(tmp_path / "ours", dtype="float64")
+    lora_model = import_adapter(tmp_path, dtype="float64")
     torch.tanh(logits(lora_model, is_megatfm=True)).square().sum().backward()
     names = {"attn.wq": "self_attn.q_proj", "attn.wo": "self_attn.o_proj", "ffn.w_up": "mlp.up_proj"}
     expected = {name: p.grad for name, p in peft_model.named_parameters() if p.grad is not None}
     assert len(expected) == 12
     for layer in range(2):
-        for our_name, their_name in names.items():
-            for first, second in (("a", "A"), ("b", "B")):
-                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{first}.weight").grad
-                expected_gradient = expected[
-                    f"base_model.model.model.layers.{layer}.{their_name}.lora_{second}.default.weight"
-                ]
-                torch.testing.assert_close(actual, expected_gradient, rtol=1e-9, atol=1e-12)
+        for name, peft_name in names.items():
+            for factor in "ab":
+                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{name}.lora.{factor}.weight").grad
+                key = f"base_model.model.model.layers.{layer}.{peft_name}.lora_{factor.upper()}.default.weight"
+                torch.testing.assert_close(actual, expected[key], rtol=1e-9, atol=1e-12)
     assert all(p.grad is None for n, p in lora_model.named_parameters() if ".lora." not in n)
 
 
 def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
-    """A of both halves of `gate_up_proj` is one in PEFT, so its gradient is the sum of ours."""
+    """A of both halves of `gate_up_proj` is one in PEFT, so its gradient is the sum of the halves'."""
     with cast_to_float64(torch.float64, modeling_mixtral, modeling_rope_utils):
         model = build_hf_decoder("mixtral").double()
         model.config._experts_implementation = "eager"  # others have no float64
-        peft_model = adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
+        peft_model = save_adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
         torch.tanh(logits(peft_model)).square().sum().backward()
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    lora_model = load_model(tmp_path / "ours", dtype="float64")
+    lora_model = import_adapter(tmp_path, dtype="float64")
     torch.tanh(logits(lora_model, is_megatfm=True)).square().sum().backward()
     named = dict(lora_model.named_parameters())
     grads = {name: p.grad for name, p in peft_model.named_parameters() if p.grad is not None}
@@ -171,41 +171,35 @@ def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
 
 
 def test_experts_of_older_files_are_refused(tmp_path: Path) -> None:
-    adapter(build_hf_decoder("mixtral"), tmp_path, [], target_parameters=["down_proj"])
+    save_adapter(build_hf_decoder("mixtral"), tmp_path, [], target_parameters=["down_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG
     written = json.loads(path.read_text())
     for version in ("0.18.1", None):
         path.write_text(json.dumps({**written, "peft_version": version}))
         with pytest.raises(UsageError, match=r"written by a PEFT before 0\.19\.0"):
-            from_peft(tmp_path / "adapter", tmp_path / "ours")
+            import_adapter(tmp_path)
     path.write_text(json.dumps(written))
     tensors = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, tmp_path / "adapter" / ADAPTER_WEIGHTS)
     with pytest.raises(MegatfmError, match=r"mlp\.experts\.down_proj are not those of 5 experts"):
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
+        import_adapter(tmp_path)
 
 
-def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
-    peft_model = adapter(
+def test_ranks_and_scales_by_matrix_are_read(tmp_path: Path) -> None:
+    peft_model = save_adapter(
         build_hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
         use_rslora=True,
     )  # fmt: skip
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    lora_model = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(lora_model, is_megatfm=True), logits(peft_model), rtol=2e-4, atol=2e-5)
+    assert_close(logits(import_adapter(tmp_path), is_megatfm=True), logits(peft_model))
 
 
-def test_other_weights_that_are_trained(tmp_path: Path) -> None:
-    peft_model = adapter(build_hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
-    from_peft(tmp_path / "adapter", tmp_path / "ours")
-    lora_model = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(lora_model, is_megatfm=True), logits(peft_model), rtol=2e-4, atol=2e-5)
+def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
+    peft_model = save_adapter(build_hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    lora_model = import_adapter(tmp_path)
+    assert_close(logits(lora_model, is_megatfm=True), logits(peft_model))
     assert lora_model.get_parameter("head.weight").requires_grad
-    to_peft(tmp_path / "ours", tmp_path / "back")
-    base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    converted = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
-    torch.testing.assert_close(logits(converted), logits(peft_model), rtol=2e-4, atol=2e-5)
+    assert_close(logits(export_adapter(peft_model, tmp_path)), logits(peft_model))
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -223,21 +217,22 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     ({"base_model_name_or_path": None}, "its model is in no folder here: .*doesn't name"),
 ])  # fmt: skip
 def test_adapters_that_megatfm_lacks_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    adapter(build_hf_llama(), tmp_path, ["q_proj"])
+    save_adapter(build_hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UsageError, match=reason):
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+        import_adapter(tmp_path)
+    assert not (tmp_path / "megatfm").exists()
 
 
 def test_files_that_lie_are_refused(tmp_path: Path) -> None:
-    adapter(build_hf_llama(), tmp_path, ["q_proj"])
+    save_adapter(build_hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_WEIGHTS
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, path)
     with pytest.raises((UsageError, MegatfmError), match=r"attn\.wq"):
+<<<<<<< HEAD
         from_peft(tmp_path / "adapter", tmp_path / "ours")
     a_name = name.replace("lora_B", "lora_A")
     for a, b in (
@@ -248,9 +243,14 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
         save_file({**tensors, a_name: a.contiguous(), name: b.contiguous()}, path)
         with pytest.raises(UsageError, match=r"A \[.* and B \[.* of .*q_proj are not those of a linear layer"):
             from_peft(tmp_path / "adapter", tmp_path / "ours")
+||||||| 844f5d2b
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
+=======
+        import_adapter(tmp_path)
+>>>>>>> testlines
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     with pytest.raises(MegatfmError, match="has no lora_B beside it"):
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
+        import_adapter(tmp_path)
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(MegatfmError, match="can't read it"):
-        from_peft(tmp_path / "adapter", tmp_path / "ours")
+        import_adapter(tmp_path)

@@ -1,12 +1,14 @@
 """Damage and malice are named, in one line, before they do harm."""
 
 import errno
+import functools
 import json
 import os
 import resource
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,10 +47,9 @@ def test_too_many_open_files_are_no_damage(folder: Path) -> None:
     assert "delete" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("number", "advice"),
-    [(errno.EIO, "try again later"), (errno.EACCES, "the right to read"), (errno.ENXIO, "restore it")],
-)  # fmt: skip
+@pytest.mark.parametrize(("number", "advice"), [
+    (errno.EIO, "try again later"), (errno.EACCES, "the right to read"), (errno.ENXIO, "restore it"),
+])  # fmt: skip
 def test_read_errors_come_with_advice(folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError(number, os.strerror(number))
@@ -60,27 +61,20 @@ def test_read_errors_come_with_advice(folder: Path, number: int, advice: str, mo
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
 def test_missing_cut_and_linked_files_are_named_at_opening(folder: Path, tmp_path: Path, name: str) -> None:
-    path = folder / name
+    path, elsewhere = folder / name, tmp_path / "elsewhere"
     data = path.read_bytes()
-
-    def refused(reason: str) -> None:
+    elsewhere.write_bytes(data)
+    for damage, reason in (
+        (lambda: path.write_bytes(data[:-1]), f"has {len(data) - 1} bytes, its manifest says {len(data)}"),
+        (lambda: path.write_bytes(data + b"x"), f"has {len(data) + 1} bytes"),
+        (lambda: None, "No such file"),
+        (lambda: os.mkfifo(path), "special file"),
+        (lambda: path.symlink_to(elsewhere), "is a link"),
+        (lambda: path.mkdir(), "special file"),
+    ):
+        path.unlink(missing_ok=True)
+        damage()
         assert_refused(lambda: Corpus.open(folder), name, reason, "restore it")
-
-    path.write_bytes(data[:-1])
-    refused(f"has {len(data) - 1} bytes, its manifest says {len(data)}")
-    path.write_bytes(data + b"x")
-    refused(f"has {len(data) + 1} bytes")
-    path.unlink()
-    refused("No such file")
-    os.mkfifo(path)
-    refused("special file")
-    path.unlink()
-    (tmp_path / "elsewhere").write_bytes(data)
-    path.symlink_to(tmp_path / "elsewhere")
-    refused("is a link")
-    path.unlink()
-    path.mkdir()
-    refused("special file")
 
 
 def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpus, tmp_path: Path) -> None:
@@ -91,7 +85,7 @@ def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpu
 
 
 def test_packed_frames_are_checked_against_the_index(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
+    """Keys, sources, lengths, bytes and places are changed in a frame whose checksum is right."""
     corpus = Corpus.open(packed)
     block = corpus.shard_blocks(1)[0]
     frame, first = zstandard.decompress(corpus.read_frame(block)), int(corpus.blocks[block])
@@ -156,38 +150,33 @@ def test_no_flipped_bit_passes_the_check(folder: Path, name: str) -> None:
 
 
 def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
-    """Whole frames, each with a right checksum, but not the ones that the index describes."""
+    """Each frame has a right checksum, but is not the one that the index describes."""
     corpus = Corpus.open(folder)
     start, end = corpus.indexes[1].offsets[1:3]
     frame = corpus.read_frame(corpus.shard_blocks(0)[1])
     data = (folder / SHARD).read_bytes()
-    swapped = data[:start] + frame + data[end:]
-    replace_shard(folder, swapped)
-
-    def other_frame(frames: np.ndarray, samples: np.ndarray) -> None:
-        frames["compressed"][1] = len(frame)
-
-    def other_size(frames: np.ndarray, samples: np.ndarray) -> None:
-        other_frame(frames, samples)
-        frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
-
+    replace_shard(folder, data[:start] + frame + data[end:])
     bad = corpus.shard_blocks(1)[1]
-    replace_index(folder, edit_index_bytes(corpus.indexes.complete(1), other_frame))
-    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "the index says")
-    replace_index(folder, edit_index_bytes(corpus.indexes.complete(1), other_size))
-    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "no array")
+    length = put("frames.compressed", {1: len(frame)})
+    size = put("frames.uncompressed", {1: corpus.indexes[0].frames["uncompressed"][1]})
+    for changes, reason in (([length], "the index says"), ([length, size], "no array")):
+        replace_index(folder, edit_index_bytes(corpus.indexes.complete(1), *changes))
+        assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", reason)
 
 
-def put(column: str, changes: Mapping[int, int], *, adds: bool = True) -> Change:
-    """Return a change of an index: what is added to places of a column, such as `samples.offset`, or put there."""
+def put(column: str, values: Mapping[int, Any], *, adds: bool = False) -> Change:
+    """A change of an index: puts values into rows of a column such as `samples.offset`, or adds them."""
     table, _, field = column.partition(".")
 
     def change(frames: np.ndarray, samples: np.ndarray) -> None:
-        values = {"frames": frames, "samples": samples}[table][field]
-        for place, value in changes.items():
-            values[place] = adds * int(values[place]) + value
+        array = {"frames": frames, "samples": samples}[table][field]
+        for row, value in values.items():
+            array[row] = int(array[row]) + value if adds else value
 
     return change
+
+
+add = functools.partial(put, adds=True)
 
 
 def merge_frames(frames: np.ndarray, samples: np.ndarray) -> None:
@@ -196,21 +185,21 @@ def merge_frames(frames: np.ndarray, samples: np.ndarray) -> None:
 
 
 IMPOSSIBLE = {
-    "a sample outside": put("samples.offset", {3: 2**31}, adds=False),
-    "a sample before all": put("samples.offset", {0: 5}, adds=False),
-    "an odd offset": put("samples.offset", {3: 1}),
-    "an absurd frame": put("frames.uncompressed", {1: MAX_FRAME_BYTES + 1}, adds=False),
-    "too small a frame": put("frames.uncompressed", {1: 4}, adds=False),
+    "a sample outside": put("samples.offset", {3: 2**31}),
+    "a sample before all": put("samples.offset", {0: 5}),
+    "an odd offset": add("samples.offset", {3: 1}),
+    "an absurd frame": put("frames.uncompressed", {1: MAX_FRAME_BYTES + 1}),
+    "too small a frame": put("frames.uncompressed", {1: 4}),
     "an empty frame": merge_frames,
-    "fewer samples": put("frames.samples", {2: -1}),
+    "fewer samples": add("frames.samples", {2: -1}),
 }
 DISAGREEING = {
-    "a moved sample": put("samples.offset", {3: 2}),
-    "longer and shorter samples": put("samples.tokens", {3: 1, 4: -1}),
-    "other text bytes": put("samples.text_bytes", {3: 1, 4: -1}),
-    "a longer and a shorter frame": put("frames.compressed", {1: 1, 2: -1}),
-    "regrouped samples": put("frames.samples", {1: 1, 2: -1}),
-    "another key": lambda frames, samples: samples["key"].__setitem__(3, b"../../"),
+    "a moved sample": add("samples.offset", {3: 2}),
+    "longer and shorter samples": add("samples.tokens", {3: 1, 4: -1}),
+    "other text bytes": add("samples.text_bytes", {3: 1, 4: -1}),
+    "a longer and a shorter frame": add("frames.compressed", {1: 1, 2: -1}),
+    "regrouped samples": add("frames.samples", {1: 1, 2: -1}),
+    "another key": put("samples.key", {3: b"../../"}),
 }
 
 
@@ -227,11 +216,8 @@ def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: C
 
 
 def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
-    def doubled(frames: np.ndarray, samples: np.ndarray) -> None:
-        samples["offset"][1] = samples["offset"][0]
-
     folder = write([np.full(100, i, np.uint16) for i in range(300)])
-    edit_index(folder, doubled)
+    edit_index(folder, lambda _, samples: samples["offset"].__setitem__(1, samples["offset"][0]))
     second = len(Corpus.open(folder).indexes[0].samples) + 1
     assert_refused(lambda: check_corpus(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
 
@@ -246,11 +232,8 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     content = zstandard.decompress((tmp_path / SHARD).read_bytes())
     data = zstandard.compress(content.replace(b"dc.", b"cd."))  # the sums of headers stay right
     replace_shard(tmp_path, data)
-
-    def same_key(frames: np.ndarray, samples: np.ndarray) -> None:
-        samples["key"][1], frames["compressed"][0] = samples["key"][0], len(data)
-
-    replace_index(tmp_path, edit_index_bytes(index, same_key))
+    changes = put("samples.key", {1: b"cd"}), put("frames.compressed", {0: len(data)})
+    replace_index(tmp_path, edit_index_bytes(index, *changes))
     assert_refused(lambda: check_corpus(tmp_path), SHARD, "sample 'cd' is there twice")
 
 
@@ -273,11 +256,8 @@ def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
     plain = zstandard.decompress(data[: index.offsets[1]]) + b"more".ljust(512, b"\0")
     frame = zstandard.compress(plain)
     replace_shard(folder, frame + data[index.offsets[1] :])
-
-    def longer_frame(frames: np.ndarray, samples: np.ndarray) -> None:
-        frames["compressed"][0], frames["uncompressed"][0] = len(frame), len(plain)
-
-    replace_index(folder, edit_index_bytes(index, longer_frame))
+    changes = put("frames.compressed", {0: len(frame)}), put("frames.uncompressed", {0: len(plain)})
+    replace_index(folder, edit_index_bytes(index, *changes))
     assert_refused(lambda: check_corpus(folder), SHARD, "frame 0", "unknown data")
 
 
@@ -295,18 +275,10 @@ def test_an_index_that_is_none_is_named(folder: Path, content: bytes) -> None:
     assert_refused(lambda: Corpus.open(folder), INDEX)
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [
-        {"frames": 10**15},
-        {"samples": 10**15},
-        {"samples": -7},
-        {"key_width": 10**12},
-        {"key_width": 0},
-        {"frames": 1e999},
-        {"frames": None},
-    ],
-)
+@pytest.mark.parametrize("counts", [
+    {"frames": 10**15}, {"frames": 1e999}, {"frames": None}, {"samples": 10**15}, {"samples": -7},
+    {"key_width": 10**12}, {"key_width": 0},
+])  # fmt: skip
 def test_absurd_counts_in_an_index_are_named(folder: Path, counts: Json) -> None:
     content = zstandard.decompress((folder / INDEX).read_bytes())
     line, _, arrays = content.partition(b"\n")
@@ -319,32 +291,29 @@ def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) 
     assert_refused(lambda: Corpus.open(folder), INDEX, "absurd")
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda m: m["shards"][1].update(file="../shard-000001.tar.zst"), "shards.1.file"),
-        (lambda m: m["shards"][1].update(file="/etc/passwd"), "shards.1.file"),
-        (lambda m: m["shards"][1].update(file="shard-000001.tar.zst\n"), "shards.1.file"),
-        (lambda m: m["shards"][1].update(file="pipe:rm"), "shards.1.file"),
-        (lambda m: m["shards"][1]["index"].update(file="../shard-000001.index.zst"), "shards.1.index.file"),
-        (lambda m: m["shards"][1].update(file=m["shards"][0]["file"]), "listed twice"),
-        (lambda m: m["shards"][1].update(bytes=10**15), "its manifest says 1000000000000000"),
-        (lambda m: m["shards"][1].update(bytes=10**30), "shards.1.bytes"),
-        (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
-        (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
-        (lambda m: m["shards"][1].update(samples=0, tokens=0, text_bytes=0), "shards.1.samples"),
-        (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
-        (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
-        (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),
-        (lambda m: m.update(schema_version=2), "schema_version 2, and this megatfm reads 1: update it"),
-        (lambda m: m.update(schema_version="2"), "schema_version: Input should be 1"),
-        (lambda m: m.update(token_dtype="object"), "token_dtype"),
-        (lambda m: m.update(unknown=1), "unknown"),
-        (lambda m: m.update(shards=[]), "shards"),
-        (lambda m: m.pop("tokenizer_hash"), "tokenizer_hash"),
-        (lambda m: m.clear(), "token_dtype"),
-    ],
-)
+@pytest.mark.parametrize(("change", "word"), [
+    (lambda m: m["shards"][1].update(file="../shard-000001.tar.zst"), "shards.1.file"),
+    (lambda m: m["shards"][1].update(file="/etc/passwd"), "shards.1.file"),
+    (lambda m: m["shards"][1].update(file="shard-000001.tar.zst\n"), "shards.1.file"),
+    (lambda m: m["shards"][1].update(file="pipe:rm"), "shards.1.file"),
+    (lambda m: m["shards"][1]["index"].update(file="../shard-000001.index.zst"), "shards.1.index.file"),
+    (lambda m: m["shards"][1].update(file=m["shards"][0]["file"]), "listed twice"),
+    (lambda m: m["shards"][1].update(bytes=10**15), "its manifest says 1000000000000000"),
+    (lambda m: m["shards"][1].update(bytes=10**30), "shards.1.bytes"),
+    (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
+    (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
+    (lambda m: m["shards"][1].update(samples=0, tokens=0, text_bytes=0), "shards.1.samples"),
+    (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
+    (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
+    (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),
+    (lambda m: m.update(schema_version=2), "schema_version 2, and this megatfm reads 1: update it"),
+    (lambda m: m.update(schema_version="2"), "schema_version: Input should be 1"),
+    (lambda m: m.update(token_dtype="object"), "token_dtype"),
+    (lambda m: m.update(unknown=1), "unknown"),
+    (lambda m: m.update(shards=[]), "shards"),
+    (lambda m: m.pop("tokenizer_hash"), "tokenizer_hash"),
+    (lambda m: m.clear(), "token_dtype"),
+])  # fmt: skip
 def test_hostile_manifests_are_named(folder: Path, change: Callable[[Json], object], word: str) -> None:
     edit_manifest(folder, change)
     assert_refused(lambda: Corpus.open(folder), word)
@@ -368,10 +337,7 @@ def test_a_manifest_that_is_no_plain_file_is_named(folder: Path, tmp_path: Path)
 
 def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_manifest(folder, lambda m: m["shards"][1].update(file="../corpus/shard-000001.tar.zst"))
-    opened = []
-    real = os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *remaining, **options: opened.append(path) or real(path, *remaining, **options)
-    )
+    opened, os_open = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **kw: opened.append(path) or os_open(path, *args, **kw))
     assert_refused(lambda: Corpus.open(folder), "shards.1.file")
     assert opened == [folder / "manifest.json"]

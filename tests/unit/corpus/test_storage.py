@@ -4,7 +4,6 @@ import functools
 import http.server
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, use_s3
-from tests.support.workers import PRELOAD
+from tests.support.workers import start_fork_server
 
 
 def count_cached_bytes(cache: ShardCacheConfig) -> int:
@@ -284,8 +283,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_is_harmless(folder: Path,
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Counting, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_fork_server()
         out, alone, start = context.Queue(), context.Barrier(1), context.Barrier(3)
         victim = context.Process(target=read_all, args=(url, cache, alone, out))
         victim.start()

@@ -33,10 +33,7 @@ def test_jpegs_have_pillow_s_pixels(
     assert images.simplejpeg is not None  # of the extra vision
     if not has_simplejpeg:
         monkeypatch.setattr(images, "simplejpeg", None)
-    for data in (
-        encode_image(noise(), "JPEG", **options),
-        encode_image(noise(channels=1), "JPEG", **options),
-    ):
+    for data in (encode_image(noise(), "JPEG", **options), encode_image(noise(channels=1), "JPEG", **options)):
         with Image.open(io.BytesIO(data)) as image:
             expected = np.asarray(image.convert("RGB" if channels == 3 else "L"))
         np.testing.assert_array_equal(np.asarray(decode(data, "jpg", channels)), expected)

@@ -18,6 +18,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
 from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.execution.workspace import to_folder_name
 from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.record import Record
@@ -96,6 +97,15 @@ def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Pa
     assert "partition_by" not in plain.result["config"]["split"]
     assert not any(fields_of(tmp_path / "plain" / "train").values())
     assert plain.result["train"]["tokens"] == summary.result["train"]["tokens"]
+
+
+def test_no_two_values_share_a_folder() -> None:
+    """Names of scripts other than Latin are long once they are quoted: nine characters for one."""
+    values = ["書" * 40 + end for end in ("", "一", "二")] + ["a" * 300, "a" * 200, "a" * 201]
+    names = [to_folder_name(value) for value in values]
+    assert len({*names}) == len(values)
+    assert all(len(name) <= 200 for name in names)
+    assert to_folder_name("a" * 200) == "a" * 200
 
 
 def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import Document, DocumentWriter, read_documents
 from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.readers.text import read_text
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import write_file
 
@@ -262,3 +264,21 @@ def save(path: Path, documents: list[Document]) -> None:
         for document in documents:
             writer.add(document)
         writer.commit()
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_a_text_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are counted first; two documents of one name, or parts of two versions, would be in the corpus."""
+    path = write_file(tmp_path / "in" / "a.txt", b"x" * size)
+    inputs = InputFiles(ReadConfig(folder=str(path.parent)))
+
+    def read_and_grow(path: Path, limit: int) -> Iterator[str]:
+        yield from read_text(path, limit)
+        with open(path, "ab") as file:
+            file.write(b"y" * 3000)
+
+    monkeypatch.setattr("megatfm.data_prep.document_reader.read_text", read_and_grow)
+    with pytest.raises(MegatfmError, match=r"a\.txt: changed while it was read"):
+        list(DocumentReader(inputs, 1024).iter_documents(lambda _: None))

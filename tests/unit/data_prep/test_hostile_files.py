@@ -18,12 +18,16 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.config.prep import ReadConfig
+from megatfm.config.prep import LabelsConfig, ReadConfig
 from megatfm.data_prep.document_reader import DocumentReader
+from megatfm.data_prep.documents import to_drop_reason
 from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import get_reader
+from megatfm.data_prep.readers.images import ImageRecord, make_record
 from megatfm.data_prep.readers.record import BadFileError, BadRecord, open_decompressed
 from megatfm.errors import MegatfmError
+from tests.support.images import encode_noise
 from tests.support.prep_files import warc_record, write_file
 from tests.support.text_files import FILES, formatted, read_documents, tar, warc
 
@@ -60,7 +64,7 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     assert {one.key: one.reason for one in result if isinstance(one, BadRecord)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
-        "c": "has a member that is not valid UTF-8 at byte 0: c.txt",
+        "c": "has a member that is not valid UTF-8: c.txt, at byte 0",
         "d": "has no .txt and no .json with a field 'text'",
         "e": "has a member that is not JSON: e.json",
     }
@@ -244,3 +248,37 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         is_between = end in ends or (suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0"))
         with contextlib.nullcontext() if is_between else pytest.raises(BadFileError), open_decompressed(path) as file:
             assert b"".join(lines).startswith(file.read())
+
+
+def test_a_drop_reason_has_no_part_that_differs_from_record_to_record(tmp_path: Path) -> None:
+    """Each reason is a row of the report, and a corpus may have millions of bad records."""
+    config = ReadConfig(folder=str(tmp_path))
+    png, jpg = encode_noise(), encode_noise(format_="JPEG")
+    images: list[dict[str, bytes]] = [
+        *({"jpg": jpg, "txt": b"x" * n + b"\xff"} for n in (3, 5)),
+        *({"png": png[:-n]} for n in (20, 30, 100)),
+        *({f"{n}.jpg": jpg for n in range(count)} for count in (66, 67)),
+        *({"txt": b"", **dict.fromkeys(names, jpg)} for names in (("jpg", "jpeg"), ("jpg", "0.jpg"))),
+    ]
+    bad: list[object] = [make_record("a", members, config) for members in images]
+    labels = ClassLabels(LabelsConfig(by="txt", classes=str(write_file(tmp_path / "classes", b"a"))), ["a.jpg"])
+    bad += [labels.apply("a", ImageRecord("a", {"jpg": jpg, "txt": text}, "")) for text in (b"x", b"y")]
+    path = write_file(tmp_path / "a.csv", b"text,n\na\na,1,2\n")
+    bad += [one for one in get_reader("csv")(path, config) if isinstance(one, BadRecord)]
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, size in (("a.txt", 1), ("b.txt", 2)):
+            member = tarfile.TarInfo(name)
+            member.size = size
+            archive.addfile(member, io.BytesIO(b"x\xff"[-size:]))
+    bad += get_reader("webdataset")(tmp_path / "a.tar", config)
+    reasons = [to_drop_reason(one.reason) for one in bad if isinstance(one, BadRecord)]
+    assert len(reasons) == 15
+    assert {reason: reasons.count(reason) for reason in reasons} == {
+        "txt_that_is_not_valid_utf_8": 2,
+        "png_that_is_no_whole_png": 3,
+        "image_with_another_number_than_0_to_64_or_with_leading_zeros": 2,
+        "not_one_image_or_several_with_numbers_as_in_0_jpg_and_1_jpg": 2,
+        "label_that_is_none_of_the_1_of_read_labels_classes": 2,
+        "another_number_of_cells_than_the_first_row": 2,
+        "member_that_is_not_valid_utf_8": 2,
+    }

@@ -254,8 +254,8 @@ def flipped(data: bytes) -> bytes:
 
 BAD = {
     "a bomb": ({"png": header_bomb()}, "claims over 67,108,864 pixels"),
-    "no image": ({"txt": b"only words"}, "no image, not one image"),
-    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "and .* not one image"),
+    "no image": ({"txt": b"only words"}, "not one image, .*: none"),
+    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "not one image, .* and "),
     "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is no whole JPEG"),
     "garbage": ({"jpg": b"\xff\xd8" + b"x" * 300}, "a .jpg that is no whole JPEG"),
     "empty": ({"png": b""}, "a .png that is no whole PNG"),
@@ -264,7 +264,7 @@ BAD = {
     "a JPEG cut off": ({"jpg": image(1)[:-40]}, "cut off: a JPEG without its end"),
     "a class in words": ({"jpg": image(1), "cls": b"cat"}, "no number of a class"),
     "broken JSON": ({"jpg": image(1), "json": b"{"}, "a .json that is not JSON"),
-    "a caption in Latin-1": ({"jpg": image(1), "txt": b"caf\xe9"}, "not valid UTF-8 at byte 3"),
+    "a caption in Latin-1": ({"jpg": image(1), "txt": b"caf\xe9"}, "not valid UTF-8: byte 3"),
 }
 
 

@@ -152,7 +152,7 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
 def test_tables_of_cells_say_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     for data, reason in (
-        (b"text,n\na,1\nb\n", "record 2 has 1 cells, where the first row has 2"),
+        (b"text,n\na,1\nb\n", "record 2 has another number of cells than the first row: 1, not 2"),
         (b"body,n\na,1\n", r"record 1 has no field 'text': its fields are body, n"),
         (b'text\n"a\n', r"is damaged after row 0 \(unexpected end of data\)"),
         (b"text\na\n\xff\n", "is not valid UTF-8: byte 0 of line 3"),
@@ -263,3 +263,30 @@ def test_wikitext_loses_its_markup() -> None:
     assert "item & more" in actual
     for removed in ("cite", "thumb", "caption", "Infobox", "a cell", "Category", "[[", "{{", "'''"):
         assert removed not in actual
+
+
+def test_a_key_of_json_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """A dictionary would have the last value alone. Keys that nobody asks for may repeat, as columns may."""
+    fine, at_top = '{"text": "a", "n": 1, "n": 2}', '{"text": "x", "text": "y"}'
+    inside = '{"text": "a", "m": {"at": 1, "at": 2}}'
+    (tmp_path / "in").mkdir()
+    write_file(tmp_path / "in" / "a.jsonl", f"{fine}\n{at_top}\n{inside}\n".encode())
+    write_file(tmp_path / "in" / "b.json", f"[{fine}, {at_top}, {inside}]".encode())
+    with tarfile.open(tmp_path / "in" / "c.tar", "w") as archive:
+        for name, text in (
+            ("1.json", fine),
+            ("2.json", at_top),
+            ("3.json", inside),
+            ("4.json", inside),
+            ("4.txt", "a"),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    for name, n_records in (("a.jsonl", 3), ("b.json", 3), ("c.tar", 4)):
+        with pytest.raises(MegatfmError, match=rf"{name}: record 2 has a key twice: 'text'"):
+            read_documents(tmp_path / "in" / name, include=[name])
+        for keys, expected in (((), 1), (("m",), n_records - 1), (("m.at",), n_records - 1), (("*",), n_records)):
+            result, read = read_documents(tmp_path / "in", include=[name], on_error="skip", metadata_keys=keys)
+            assert read.counts.dropped["key_twice"].documents == expected, (name, keys)
+            assert len(result) == n_records - expected

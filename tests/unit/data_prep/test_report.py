@@ -16,10 +16,12 @@ from rich.console import Console
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import MAX_VALUES
+from megatfm.data_prep.documents import TokenizedDocument
 from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.progress import Reporter
 from megatfm.data_prep.report.page import format_count, format_file_size, make_bars, render_report
-from megatfm.data_prep.shards import SplitStatistics
+from megatfm.data_prep.split_statistics import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.prep_files import write_file
 
@@ -48,12 +50,22 @@ def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
     config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False)
     statistics = SplitStatistics(write_tokenizer(tmp_path, make_tokenizer_files(config, ["some text " * 50])))
     lengths = zip("aabbb", (1, 2, 4, 5, 8), strict=True)
-    documents = [(f"{name}/{tokens}", tokens, 10 * tokens) for name, tokens in lengths]
+    documents = [TokenizedDocument(f"{name}/{tokens}", tokens, 10 * tokens) for name, tokens in lengths]
     statistics.add(np.zeros(20, np.int32), documents)
     facts = statistics.as_json()
     assert facts["lengths"] == [[1, 1], [2, 1], [4, 1], [8, 2]]
     assert facts["sources"] == [["b", 3, 170, 17], ["a", 2, 30, 3]]
     assert facts["vocabulary"]["used"] == 1
+
+
+def test_fields_are_counted_up_to_a_number() -> None:
+    """Records of a hostile file may each have a field of their own (`read.metadata_keys = ["*"]`)."""
+    statistics, no_ids = SplitStatistics(None), np.empty(0, np.int32)
+    for n in range(MAX_VALUES + 10):
+        statistics.add(no_ids, [TokenizedDocument("a", 0, 1, fields={f"field {n}": "x", "field 0": "x"})])
+    fields = statistics.as_json()["fields"]
+    assert len(fields) == MAX_VALUES
+    assert fields["field 0"] == [["x", MAX_VALUES + 10, MAX_VALUES + 10, 0]]
 
 
 def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:

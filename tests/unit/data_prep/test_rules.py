@@ -197,6 +197,26 @@ def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
         assert apply_step(build_step("url_filter", file=str(path)), "text", url)[1] == why, url
 
 
+def test_url_filter_knows_both_spellings_of_a_domain(tmp_path: Path) -> None:
+    """Lists and crawls have names of other scripts as such or in punycode; a user or the usual port hides none."""
+    path = tmp_path / "urls.txt"
+    path.write_text("xn--bcher-kva.de\nпример.рф\nfaß.de/bad\nplain.org/bad\n", encoding="utf-8")
+    for url, why in {
+        "http://bücher.de/": "domain",
+        "http://www.BÜCHER.de/": "domain",
+        "http://bu\u0308cher.de/": "domain",
+        "http://xn--bcher-kva.de/": "domain",
+        "http://a.xn--e1afmkfd.xn--p1ai/": "domain",
+        "http://пример。рф/": "domain",
+        "http://xn--fa-hia.de/bad/page": "url",
+        "http://fass.de/bad": "",
+        "http://xn--\u00fc.de/": "",
+        "http://me:secret@plain.org:80/bad": "url",
+        "http://plain.org:8080/bad": "",
+    }.items():
+        assert apply_step(build_step("url_filter", file=str(path)), "text", url)[1] == why, url
+
+
 def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")

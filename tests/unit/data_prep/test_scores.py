@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from megatfm.config.prep import PrepConfig
-from megatfm.config.section import Section
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.execution.config_identity import identify_config
-from megatfm.data_prep.filters.base import make_filter
+from megatfm.data_prep.filters.base import CountingFilter, make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, hash_features
 from megatfm.errors import UsageError
 from megatfm.inference.text import open_text_model
@@ -36,29 +35,33 @@ SPAM = [
 ]  # fmt: skip
 
 
-def texts(words: list[str], count: int, seed: int) -> list[str]:
-    pick = random.Random(seed)
-    return [" ".join(pick.choices([*words, "the", "now", "best"], k=40)) for _ in range(count)]
+def draw_texts(words: list[str], count: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices([*words, "the", "now", "best"], k=40)) for _ in range(count)]
 
 
-def section(**values: Any) -> Section:
-    config = PrepConfig.model_validate({"out": "x", "read": {"builtin": "python-stdlib"}, "steps": [values]})
-    return config.steps[0]
+def make_config(*steps: dict[str, Any]) -> PrepConfig:
+    return PrepConfig.model_validate({"out": "x", "read": {"builtin": "python-stdlib"}, "steps": steps})
 
 
-def apply(text: str, **values: Any) -> Document | str:
-    return make_filter(section(**values))._filter.apply(Document("x", text), StepStats(""))
+def make_step(**step: Any) -> CountingFilter:
+    return make_filter(make_config(step).steps[0])
 
 
-def kept(text: str, **values: Any) -> Document:
-    document = apply(text, **values)
+def apply(text: str, **step: Any) -> Document | str:
+    """The document that a step keeps, or its reason to drop it."""
+    return make_step(**step)._filter.apply(Document("x", text), StepStats(""))
+
+
+def apply_and_keep(text: str, **step: Any) -> Document:
+    document = apply(text, **step)
     assert isinstance(document, Document)
     return document
 
 
 @pytest.fixture(scope="module")
 def weights() -> LinearClassifier:
-    selected = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
+    selected = draw_texts(PROSE, 60, 0) + draw_texts(SPAM, 60, 1)
     return LinearClassifier.fit(selected, [True] * 60 + [False] * 60, bits=12)
 
 
@@ -66,33 +69,33 @@ def weights() -> LinearClassifier:
 def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"w{suffix}"
     weights.save(path)
-    good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
+    good, bad = draw_texts(PROSE, 20, 2), draw_texts(SPAM, 20, 3)
     how = {"name": "linear_classifier", "file": str(path), "min_score": 0.5, "save_as": "quality"}
     for text in good:
         (places,) = hash_features([text], weights.ngrams, len(weights.weight))
         by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
-        assert kept(text, **how).fields["quality"] == pytest.approx(by_hand, abs=1e-6)
+        assert apply_and_keep(text, **how).fields["quality"] == pytest.approx(by_hand, abs=1e-6)
     assert {apply(text, **how) for text in bad} == {"probability_below_min_score"}
-    assert {apply(text, **{**how, "min_score": 0.0, "max_score": 0.5}) for text in good} == {
-        "probability_above_max_score"
-    }
+    reasons = {apply(text, **{**how, "min_score": 0.0, "max_score": 0.5}) for text in good}
+    assert reasons == {"probability_above_max_score"}
     (tmp_path / "bad.npz").write_bytes(b"no")
     with pytest.raises(UsageError, match=r"bad\.npz: can't be read as weights"):
         apply("x", **{**how, "file": str(tmp_path / "bad.npz")})
 
 
 def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
-    alone = [hash_features([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
-    for one, batched in zip(alone, hash_features(["One, two three.", "", "two"], 3, 2**20), strict=True):
-        np.testing.assert_array_equal(one, batched)
-    assert [len(item) for item in alone] == [3 + 2 + 1, 0, 1]
-    assert alone[2][0] in alone[0][:3]
-    assert len(set(alone[0].tolist())) == 6
+    texts = ["One, two three.", "", "two"]
+    features = [hash_features([text], 3, 2**20)[0] for text in texts]
+    for expected, batched in zip(features, hash_features(texts, 3, 2**20), strict=True):
+        np.testing.assert_array_equal(batched, expected)
+    assert [len(item) for item in features] == [3 + 2 + 1, 0, 1]
+    assert features[2][0] in features[0][:3]
+    assert len(set(features[0].tolist())) == 6
 
 
 def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
-    """Against autograd: the gradient of the loss that is said to be least."""
-    selected, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
+    """There the loss's gradient by autograd is 0."""
+    selected, labels = draw_texts(PROSE, 60, 0) + draw_texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
     w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
     b = torch.tensor(weights.bias, dtype=torch.float64, requires_grad=True)
     logits = torch.stack([w[torch.tensor(feature)].mean() + b for feature in hash_features(selected, 2, 2**12)])
@@ -101,13 +104,17 @@ def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
     assert max(float(w.grad.abs().max()), float(b.grad.abs())) < 2e-4
 
 
-def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    run = write_trained_run(
-        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(padded_decoder(), torch.float32)
-    )
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run of a small decoder."""
+    model = random_model(padded_decoder(), torch.float32)
+    return write_trained_run(tmp_path / "run", request.getfixturevalue("tokenizer_model"), model)
+
+
+def test_perplexity_under_a_run(run: Path) -> None:
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
-    actual = kept(text, **how)
+    actual = apply_and_keep(text, **how)
     model = open_text_model(run)
     ids = [model.tokenizer.bos, *model.tokenizer.encode_batch([text], 1)[0][:30]]
     row, total = model.config.data.sequence_length, 0.0
@@ -121,28 +128,17 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
     assert apply(text, **how, min_score=1e6) == "perplexity_below_min_score"
 
 
-@pytest.mark.parametrize(
-    ("logit", "limits", "result", "event"),
-    [
-        (math.nan, {}, "perplexity_not_a_number", None),
-        (math.nan, {"max_score": 9.0}, "perplexity_not_a_number", None),
-        (-1000.0, {}, "Infinity", "infinite"),  # e^1000 is more than a float holds
-        (-1000.0, {"max_score": 1e300}, "perplexity_above_max_score", "infinite"),
-    ],
-)
+@pytest.mark.parametrize(("logit", "limits", "result", "event"), [
+    (math.nan, {}, "perplexity_not_a_number", None),
+    (math.nan, {"max_score": 9.0}, "perplexity_not_a_number", None),
+    (-1000.0, {}, "Infinity", "infinite"),  # e^1000 is more than a float holds
+    (-1000.0, {"max_score": 1e300}, "perplexity_above_max_score", "infinite"),
+])  # fmt: skip
 def test_perplexity_that_is_no_number(
-    logit: float,
-    limits: dict[str, float],
-    result: str,
-    event: str | None,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    logit: float, limits: dict[str, float], result: str, event: str | None, run: Path
 ) -> None:
-    """NaN is a reason to drop a document, and infinity is infinity, stored as a text: JSON has no word for it."""
-    run = write_trained_run(
-        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(padded_decoder(), torch.float32)
-    )
-    step = make_filter(section(name="perplexity", run=str(run), save_as="perplexity", **limits))
+    """A document of NaN is dropped; infinity is stored as a text, since JSON has no word for it."""
+    step = make_step(name="perplexity", run=str(run), save_as="perplexity", **limits)
     logits = torch.full((600, 600), logit)
     logits[:, 599] = 0.0  # an id that the text lacks
     step._filter._model = lambda ids: SimpleNamespace(logits=logits[None, : ids.shape[1]])
@@ -157,7 +153,7 @@ def test_scores_of_classifiers_that_are_no_numbers(weights: LinearClassifier, tm
     replace(weights, bias=math.nan).save(tmp_path / "c.npz")
     assert apply("x", name="linear_classifier", file=str(tmp_path / "c.npz")) == "probability_not_a_number"
     write_classifier(tmp_path / "one", 1)
-    step = make_filter(section(name="classifier", folder=str(tmp_path / "one"), save_as="q"))
+    step = make_step(name="classifier", folder=str(tmp_path / "one"), save_as="q")
     for score, result in ((math.nan, "score_not_a_number"), (math.inf, "Infinity"), (-math.inf, "-Infinity")):
         torch.nn.init.constant_(step._filter._model.classifier.bias, score)
         document = step._filter.apply(Document("x", "the house"), StepStats(""))
@@ -169,11 +165,8 @@ def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
     import tokenizers
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(
-            {word: i for i, word in enumerate(["[UNK]", *dict.fromkeys(PROSE + SPAM)])}, "[UNK]"
-        )
-    )
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", *dict.fromkeys(PROSE + SPAM)])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
     torch.manual_seed(seed)
@@ -186,7 +179,7 @@ def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
 def test_no_code_of_a_classifier_is_run(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anybody asked whether it may be: the answer that waits here would let it."""
+    """Nobody is asked whether it may run: the answer that waits here would allow it."""
     write_classifier(tmp_path, 2)
     ran = tmp_path / "ran"
     (tmp_path / "mine.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
@@ -211,9 +204,7 @@ def test_no_code_of_a_classifier_is_run(
 
 
 def test_keys_of_a_plugins_step_are_its_own() -> None:
-    step = {
-        "name": "mine", "word_tokenizer": "space", "file": "no such file", "run": "r", "files": ["a"], "folder": "f",
-    }  # fmt: skip
+    step = {"name": "mine", "word_tokenizer": "space", "file": "no", "run": "r", "files": ["a"], "folder": "f"}
     values = {"out": "x", "read": {"builtin": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
     assert identify_config(PrepConfig.model_validate(values))["steps"] == [step]
 
@@ -222,7 +213,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     """Against transformers' own pipeline, which truncates, tokenizes and normalizes by itself."""
     from transformers import pipeline
 
-    selected = texts(PROSE, 4, 8) + texts(SPAM, 4, 9)
+    selected = draw_texts(PROSE, 4, 8) + draw_texts(SPAM, 4, 9)
     for outputs, label in ((3, "LABEL_2"), (1, None)):
         folder = tmp_path / str(outputs)
         write_classifier(folder, outputs)
@@ -234,26 +225,25 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
             applies = "none" if label is None else "softmax"
             (output,) = judge([text], truncation=True, max_length=30, function_to_apply=applies)
             scores.append(next(item["score"] for item in output if label in (None, item["label"])))
-            assert kept(text, **how).fields["q"] == pytest.approx(scores[-1], abs=2e-6)
+            assert apply_and_keep(text, **how).fields["q"] == pytest.approx(scores[-1], abs=2e-6)
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
         is_kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
         assert is_kept == [score > middle for score in scores]
         assert sum(is_kept) == 4
-    with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
-        apply("x", name="classifier", folder=str(tmp_path / "3"), label="x")
-    with pytest.raises(UsageError, match="has a single output, a number without a label: leave label out"):
-        apply("x", name="classifier", folder=str(tmp_path / "1"), label="LABEL_0")
-    with pytest.raises(UsageError, match=r"has no config\.json: folder is that of a model"):
-        apply("x", name="classifier", folder=str(tmp_path))
-    values: dict[str, Any] = {"out": "x", "read": {"builtin": "python-stdlib"}}
-    same, other = (
-        identify_config(PrepConfig.model_validate({**values, "steps": [{"name": "classifier", "folder": folder}]}))
-        for folder in (str(tmp_path / "1"), str(tmp_path / "3"))
+    for folder, options, message in (
+        (tmp_path / "3", {"label": "x"}, "has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"),
+        (tmp_path / "1", {"label": "LABEL_0"}, "has a single output, a number without a label: leave label out"),
+        (tmp_path, {}, r"has no config\.json: folder is that of a model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            apply("x", name="classifier", folder=str(folder), **options)
+    first, second = (
+        identify_config(make_config({"name": "classifier", "folder": str(tmp_path / name)}))["steps"] for name in "13"
     )
-    assert same["steps"] != other["steps"]
-    assert set(same["steps"][0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert first != second
+    assert set(first[0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
@@ -269,13 +259,13 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
 def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
     fasttext = pytest.importorskip("fasttext")
     kinds = (("hq", PROSE), ("lq", SPAM))
-    lines = [f"__label__{label} {text}" for label, words in kinds for text in texts(words, 99, 4)]
+    lines = [f"__label__{label} {text}" for label, words in kinds for text in draw_texts(words, 99, 4)]
     (tmp_path / "train.txt").write_text("\n".join(lines))
     model = fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=30, dim=8, thread=1, verbose=0)
     model.save_model(str(tmp_path / "m.bin"))
     how = {"name": "fasttext", "file": str(tmp_path / "m.bin"), "label": "__label__hq"}
-    good, bad = texts(PROSE, 1, 5)[0], texts(SPAM, 1, 6)[0]
-    actual = kept(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
+    good, bad = draw_texts(PROSE, 1, 5)[0], draw_texts(SPAM, 1, 6)[0]
+    actual = apply_and_keep(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
     by_label = {label: p for p, label in model.f.predict(f"{good}\n", -1, 0.0, "strict")}
     assert actual.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
     assert apply(bad, **how, min_score=0.5) == "probability_below_min_score"
@@ -304,15 +294,15 @@ def test_words_by_spacy_are_datatrove_s() -> None:
     from megatfm.data_prep.filters.heuristics import _SpacyWords
 
     reference, spacy_words = SpaCyTokenizer("en"), _SpacyWords("en")
-    for text in (*texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):
+    for text in (*draw_texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):
         assert spacy_words(text) == reference.word_tokenize(text)
 
 
 def test_presidio_replaces_entities() -> None:
     pytest.importorskip("presidio_analyzer")
-    kept("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
+    apply_and_keep("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
     text = "IBAN DE89 3704 0044 0532 0130 00."
-    assert kept(text, name="presidio", entities=["IBAN_CODE"]).text == "IBAN <IBAN_CODE>."
+    assert apply_and_keep(text, name="presidio", entities=["IBAN_CODE"]).text == "IBAN <IBAN_CODE>."
     with pytest.raises(UsageError, match="no recogniser of 'en' finds 'PERSON' by its form; there are: "):
         apply("x", name="presidio", entities=["PERSON"])
 
@@ -365,5 +355,5 @@ FALSE = {
 def test_keys_cards_and_accounts(kind: str) -> None:
     text, expected = TRUE[kind] if kind in TRUE else (FALSE[kind], FALSE[kind])
     for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
-        assert kept(f"{before}{text}{after}", name="pii", phone="").text == f"{before}{expected}{after}"
-    assert kept(text, name="pii", secret="", card="", iban="", phone="").text == text
+        assert apply_and_keep(f"{before}{text}{after}", name="pii", phone="").text == f"{before}{expected}{after}"
+    assert apply_and_keep(text, name="pii", secret="", card="", iban="", phone="").text == text

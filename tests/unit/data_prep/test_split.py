@@ -270,6 +270,21 @@ def test_texts_of_labels_and_captions_may_begin_with_a_byte_order_mark(tmp_path:
     assert LabelRule("txt").label(files) == "birne"
 
 
+def test_a_key_of_an_images_json_that_is_there_twice_is_refused() -> None:
+    """Only where it is read: as the label, or as the caption if no `.txt` has that."""
+    files = {"png": png(1), "json": b'{"text": "a", "text": "b", "kind": 1, "kind": 2}'}
+    for labels, members, repeated in (
+        ({}, files, "text"),
+        ({}, {**files, "txt": b"a"}, None),
+        ({"by": "json", "key": "kind"}, {**files, "txt": b"a"}, "kind"),
+    ):
+        read = PrepConfig.model_validate(
+            {"out": "x", "read": {"folder": "x", "format": "images", "labels": labels}}
+        ).read
+        record = make_record("a", members, read)
+        assert getattr(record, "reason", None) == (repeated and f"has a .json with a key twice: {repeated!r}")
+
+
 def test_images_of_one_folder_lie_apart(tmp_path: Path) -> None:
     """A shard in the folders' order would hold one class a block."""
     write_image_folders(tmp_path / "in", lambda n, name: {f"{n // 3}/{n}.png": png(n)})
@@ -287,9 +302,17 @@ def test_images_without_a_label_are_named(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("name,label\n1.png,a\n")
     with pytest.raises(UsageError, match=r"line 2 lacks 'file'.*it has name, label"):
         labels_of(tmp_path, by="table", table=str(tmp_path / "labels.csv"))
-    (tmp_path / "labels.csv").write_text("file,label\n1.png,a\n1.png,b\n")
-    with pytest.raises(UsageError, match=r"'1\.png' has two labels, in line 3"):
-        labels_of(tmp_path, by="table", table=str(tmp_path / "labels.csv"))
+    for table, message in (
+        ("file,label\n1.png,a\n1.png,b\n", r"'1\.png' has two labels, in line 3"),
+        ("file,label,label\n1.png,a,b\n", "has the column 'label' twice"),
+        ('file,label\n1.png,"a\n', r"is damaged after line 1 \(unexpected end of data\)"),
+    ):
+        (tmp_path / "labels.csv").write_text(table)
+        with pytest.raises(UsageError, match=message):
+            labels_of(tmp_path, by="table", table=str(tmp_path / "labels.csv"))
+    (tmp_path / "labels.jsonl").write_text('{"file": "1.png", "label": "a", "label": "b"}\n')
+    with pytest.raises(MegatfmError, match="line 1 has a key twice: 'label'"):
+        labels_of(tmp_path, by="table", table=str(tmp_path / "labels.jsonl"))
     with pytest.raises(ValueError, match="set both"):
         labels_of(tmp_path, by="table")
 

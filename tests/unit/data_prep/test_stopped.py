@@ -145,10 +145,7 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
             prepare(config, tasks)
 
 
-@pytest.mark.parametrize(
-    ("other", "stage", "then", "tasks"),
-    [mark_case(case) for case in CASES],
-)
+@pytest.mark.parametrize(("other", "stage", "then", "tasks"), [mark_case(case) for case in CASES])
 def test_leftovers_of_other_settings_reach_no_corpus(
     make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,8 @@ def test_a_section_has_the_keys_of_those_that_it_extends(tmp_path: Path) -> None
     assert cluster.node == plain.node
     four = load(tmp_path, text + '[default_node]\nx = "n"\n')
     assert (four.node.gpus, four.node.within) == (4, plain.node.within)
+    with_byte_order_mark = load(tmp_path, "\ufeff" + text)
+    assert with_byte_order_mark == cluster
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,10 @@ def test_a_section_has_the_keys_of_those_that_it_extends(tmp_path: Path) -> None
         ('[device.x]\nextends = "h100"\nmemory_gib = -4', r"\[device.x\] memory_gib = -4: .*greater than 0"),
         ('[device.x]\nextends = "h100"\nmatmul_efficiency = 60', r"matmul_efficiency = 60: .*less than or equal to 1"),
         ('[device.x]\nextends = "h100"\ntile = 128', r"\[device.x\] tile = 128: .*tuple"),
+        ('[device.x]\nextends = "h100"\nmemory_gib = inf', r"memory_gib = inf: .*finite"),
+        ('[device.x]\nextends = "h100"\nproducts = { fp32 = [] }', r"products.fp32 = \[\]: .*at least 1"),
+        ('[device.x]\nextends = "h100"\nproducts = { fp32 = [[8, 8, 1e-6]] }', r"lacks products.fp32.0.3"),
+        ('[device.x]\nextends = "h100"\nmoves = [[4096, -1.0]]', r"moves.0.1 = -1.0: .*greater than 0"),
         ('[device.x]\nextends = "h100"\nflops = 3e14', r"\[device.x\] flops = 3.*: .*dictionary"),
         ('[device.x]\nextends = "h100"\nflops = { bfloat16 = 3e14 }', r"flops.*'bfloat16': .*bf16|fp16"),
         ('device = "x"', r"'device' is not a table \[device.NAME\]"),

@@ -14,7 +14,7 @@ from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.quick import scale_profile
-from megatfm.estimate.roofline import estimate_matmul_seconds
+from megatfm.estimate.roofline import estimate_elementwise_seconds, estimate_matmul_seconds
 from megatfm.estimate.stand_ins import ROWS, experts_by_shapes
 from megatfm.ops.grouped_mm import KERNELS
 
@@ -65,6 +65,20 @@ def fastest(batch: int, m: int, n: int, k: int) -> float:
 def test_a_matmul_takes_as_long_as_its_tiles_and_slices(device: Device, shape: tuple[int, int, int, int]) -> None:
     product = Operator("mm", "matmul", 0.0, {}, {}, shape)
     assert estimate_matmul_seconds(device, product) == pytest.approx(fastest(*shape), rel=1e-9)
+
+
+def test_a_device_without_tiles_computes_at_its_peak(device: Device) -> None:
+    """So a calibrated table describes a machine whose matmuls were not measured in this precision."""
+    untiled = replace(device, tile=(1, 1), multiprocessors=1, flops={"bf16": 1e12})
+    seconds = estimate_matmul_seconds(untiled, Operator("mm", "matmul", 0.0, {}, {}, (1, 100, 200, 300)))
+    assert seconds == pytest.approx(max(2 * 100 * 200 * 300 / 1e12, LAUNCH), rel=1e-9)
+
+
+def test_measured_additions_are_sorted_by_their_bytes(device: Device) -> None:
+    operator = Operator("mul", "pointwise", 0.0, {1: 1 << 20}, {})
+    measured = replace(device, moves=[(1 << 10, 1e-6), (1 << 20, 1e-3), (1 << 30, 1.0)])
+    assert estimate_elementwise_seconds(measured, operator) == pytest.approx(1e-3)
+    assert estimate_elementwise_seconds(replace(measured, moves=measured.moves[::-1]), operator) == pytest.approx(1e-3)
 
 
 def test_a_gradient_of_a_small_weight_uses_all_multiprocessors(device: Device) -> None:

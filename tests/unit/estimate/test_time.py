@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.cli import main
 from megatfm.config import Config, load_config, to_toml
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Link, Node, load_cluster
@@ -28,6 +27,7 @@ from megatfm.estimate.stalls import (
 )
 from megatfm.estimate.traffic import Axis, Flows, estimate_axis_seconds
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
+from tests.support.launch_jobs import run_megatfm
 from tests.support.layouts import bubble_fraction
 from tests.support.layouts import simulate_schedule as simulate_plain
 
@@ -67,8 +67,7 @@ NODE_OF_TWO = Node("two", 2, Link("NVLink", 100.0, 1.0, 0.0), NETWORK, 1.0, "tes
 
 
 def test_axes_that_leave_the_node_take_turns_on_its_network() -> None:
-    """30 bytes around cp, 20 over ranks of other nodes, at 10 bytes a second; a ring of neighbours shares two cards for
-    its 60; tp stays on NVLink."""
+    """cp sends 30 bytes and dp_shard 20 at 10 bytes a second; a ring of neighbours shares two cards for its 60."""
     axes = [Axis("tp", 2, 1), Axis("cp", 2, 2), Axis("dp_shard", 2, 4), Axis("dp_replicate", 4, 1)]
     flows, by_name = Flows(), {axis.name: axis for axis in axes}
     for axis, n_bytes in zip(axes, (500, 30, 20, 60), strict=True):
@@ -77,16 +76,13 @@ def test_axes_that_leave_the_node_take_turns_on_its_network() -> None:
         assert estimate_axis_seconds(flows, by_name, NODE_OF_TWO, names) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("shared", "forward", "backward"),
-    [((0.0, 0.0), 4 + 3, 6 + 8), ((3.0, 6.0), 6 + 3, 6 + 8 + 6)],
-    ids=["two links", "one link"],
-)
+@pytest.mark.parametrize(("shared", "forward", "backward"), [
+    ((0.0, 0.0), 4 + 3, 6 + 8), ((3.0, 6.0), 6 + 3, 6 + 8 + 6),
+], ids=["two links", "one link"])  # fmt: skip
 def test_gathers_hide_behind_computing_and_not_behind_traffic_on_their_link(
     shared: tuple[float, float], forward: float, backward: float
 ) -> None:
-    """4 s of computing forward, 5 backward, 9 s of context traffic, of which a third forward; a gather of 6 s and a
-    reduction of 8."""
+    """Computing takes 4 s and 5 s, context traffic 9 s (a third of it forward), a gather 6 s, a reduction 8 s."""
     computing = Seconds(matmul=4.0), Seconds(matmul=5.0)
     time = PartTime(*computing, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 6.0, 8.0, 0.5, *shared)
     assert time.total(reduces=True) == pytest.approx((forward, backward))
@@ -112,17 +108,11 @@ source = "test"
 """
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "parallel.tp=2 parallel.cp=2",
-        "parallel.cp=2 parallel.dp_replicate=2",
-        "parallel.cp=2 parallel.grad_accumulation=sharded",
-        "parallel.tp=2 parallel.cp=2 parallel.zero=2",
-        "parallel.cp=2 parallel.zero=1",
-        "parallel.cp=2 parallel.zero=0",
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "parallel.tp=2 parallel.cp=2", "parallel.tp=2 parallel.cp=2 parallel.zero=2",
+    "parallel.cp=2 parallel.zero=1", "parallel.cp=2 parallel.zero=0",
+    "parallel.cp=2 parallel.dp_replicate=2", "parallel.cp=2 parallel.grad_accumulation=sharded",
+])  # fmt: skip
 def test_devices_that_compute_at_once_wait_for_every_byte(tmp_path: Path, layout: str) -> None:
     """A step with all axes on one link takes as long as the link carries what a rank sends."""
     (tmp_path / "instant.toml").write_text(INSTANT, encoding="utf-8")
@@ -134,7 +124,7 @@ def test_devices_that_compute_at_once_wait_for_every_byte(tmp_path: Path, layout
     assert estimate.time.step == pytest.approx(sum(estimate.flows.sent.values()) / 50e9, rel=0.01)
 
 
-def drawn_share(experts: int, ranks: int, tokens: int, top_k: int, spread: float) -> float:
+def draw_share(experts: int, ranks: int, tokens: int, top_k: int, spread: float) -> float:
     """Ninth decile of the fullest rank's load over the mean, of drawn preferences and drawn choices."""
     draw, shares = np.random.default_rng(5), []
     for _ in range(3000):
@@ -152,7 +142,7 @@ def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
     # A spread by which the fullest of 64 experts has 1 + MaxVio times the mean in half of the draws.
     draw = np.random.default_rng(2)
     largest = np.median(draw.standard_normal((20000, 64)).max(1))
-    expected = drawn_share(experts, ep, tokens, top_k, AUX_LOSS_MAX_VIOLATION / float(largest))
+    expected = draw_share(experts, ep, tokens, top_k, AUX_LOSS_MAX_VIOLATION / float(largest))
     assert estimate_fullest_share(config, tokens) == pytest.approx(expected, rel=0.03)
     assert estimate_fullest_share(config, tokens, quantile=0.5) < estimate_fullest_share(config, tokens)
 
@@ -165,14 +155,8 @@ def test_experts_with_a_capacity_get_no_more() -> None:
 def step_of(*overrides: str) -> tuple[Config, dict[str, float]]:
     with open_estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
-    return estimate.config, vars(estimate.time) | {
-        "step": estimate.time.step,
-        "state": _state(estimate.memory),
-    }
-
-
-def _state(memory: object) -> float:
-    return max(rank.weights + rank.optimizer for rank in memory)  # type: ignore[attr-defined]
+    state = max(rank.weights + rank.optimizer for rank in estimate.memory)
+    return estimate.config, vars(estimate.time) | {"step": estimate.time.step, "state": state}
 
 
 def test_a_step_has_its_share_of_checkpoints() -> None:
@@ -195,7 +179,7 @@ def test_rows_are_waited_for_where_they_come_late() -> None:
     assert estimate_data_stall(more, 1e-9) == pytest.approx(rows * 1024 / 36.7e6 / 4, rel=1e-3)
 
 
-def simulated(interval: float, stall: float, between: float, restart: float, seed: int) -> float:
+def simulate_share(interval: float, stall: float, between: float, restart: float, seed: int) -> float:
     """Share of the time that makes progress in a run whose failures come at random."""
     draw, clock, done = random.Random(seed), 0.0, 0.0
     next_failure = draw.expovariate(1 / between)
@@ -210,7 +194,7 @@ def simulated(interval: float, stall: float, between: float, restart: float, see
 
 @pytest.mark.parametrize(("interval", "stall", "between", "restart"), [(600, 30, 20000, 300), (2000, 5, 30000, 900)])
 def test_the_share_is_that_of_a_simulated_run(interval: float, stall: float, between: float, restart: float) -> None:
-    shares = [simulated(interval, stall, between, restart, seed) for seed in range(8)]
+    shares = [simulate_share(interval, stall, between, restart, seed) for seed in range(8)]
     assert estimate_effective_share(interval, stall, between, restart) == pytest.approx(sum(shares) / 8, rel=0.01)
 
 
@@ -225,6 +209,7 @@ def test_youngs_interval_is_nearly_the_best() -> None:
 # --------------------------------------------------------------------------------------------- a run's record
 
 
+H100 = "NVIDIA H100 80GB HBM3"
 FRAMES = [
     {"filename": "/usr/lib/torch/nn/functional.py", "line": 1, "name": "linear"},
     {"filename": "/opt/megatfm/layers/feed_forward.py", "line": 88, "name": "forward"},
@@ -236,13 +221,17 @@ SNAPSHOT = {
 }  # fmt: skip
 
 
+def write_environment(run: Path, gpu: str, processes: str = "8", machines: str | None = "1") -> None:
+    facts = {"gpu": gpu, "processes": processes, "machines": machines}
+    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of GPT-2 on 8 H100s whose rank 5 ran out of memory."""
     config = load_config("gpt2-124m", ["train.micro_batch=64"])
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    facts = {"gpu": "NVIDIA H100 80GB HBM3", "processes": "8", "machines": "1"}
-    (tmp_path / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_environment(tmp_path, H100)
     steps = [{"step": n, "tokens": n, "loss": 2.0, "memory_bytes": n << 30, "step_seconds": 0.5} for n in (1, 2)]
     lines = "".join(f"{json.dumps(step)}\n" for step in steps)
     (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
@@ -255,10 +244,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["explain-oom", str(run)])
-    output, errors = capsys.readouterr()
-    assert ended.value.code == 0, errors
+    code, output = run_megatfm("explain-oom", str(run), capsys=capsys)
+    assert code == 0, output
     assert "on 8 × NVIDIA H100 SXM 80 GB" in output
     assert "recorded: 2.00 GiB on rank 0 in step 2" in output
     assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; predicted for it:" in output
@@ -270,12 +257,9 @@ def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.Cap
 def test_a_rank_of_an_earlier_start_on_more_ranks_has_no_prediction(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    facts = {"gpu": "NVIDIA H100 80GB HBM3", "processes": "4", "machines": "1"}
-    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main(["explain-oom", str(run)])
-    output, errors = capsys.readouterr()
-    assert ended.value.code == 0, errors
+    write_environment(run, H100, processes="4")
+    code, output = run_megatfm("explain-oom", str(run), capsys=capsys)
+    assert code == 0, output
     assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; an earlier start had more ranks than 4" in output
 
 
@@ -283,19 +267,13 @@ def test_the_device_is_the_one_of_the_run(run: Path) -> None:
     recorded = read_recorded(run)
     assert find_device(recorded) == "h100"
     assert recorded.step_seconds == 0.5
-    for name, expected in (
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("none", None),
-    ):
-        facts = {"gpu": name, "processes": "8", "machines": "1"}
-        (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    for name, expected in (("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100"), ("none", None)):
+        write_environment(run, name)
         assert find_device(read_recorded(run)) == expected
 
 
 def test_numbers_of_a_damaged_run_are_left_out(run: Path) -> None:
-    facts = {"gpu": "none", "processes": "eight", "machines": None}
-    (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_environment(run, "none", processes="eight", machines=None)
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "train", "step": 99, "memory_bytes": Infinity}\n')
     recorded = read_recorded(run)
@@ -304,10 +282,9 @@ def test_numbers_of_a_damaged_run_are_left_out(run: Path) -> None:
 
 
 def test_a_cpu_has_to_be_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "environment.json").write_text('{"gpu": "none"}', encoding="utf-8")
-    with pytest.raises(SystemExit):
-        main(["explain-oom", str(run)])
-    assert "ran on a CPU, which is in no table of devices: name one with --device" in capsys.readouterr().err
+    write_environment(run, "none")
+    output = run_megatfm("explain-oom", str(run), capsys=capsys)[1]
+    assert "ran on a CPU, which is in no table of devices: name one with --device" in output
 
 
 def test_the_memory_of_a_runs_tensors_does_not_depend_on_who_computed(
@@ -315,12 +292,9 @@ def test_the_memory_of_a_runs_tensors_does_not_depend_on_who_computed(
 ) -> None:
     """A run on a CPU has no CUDA, whose memory the estimate on a GPU reserves."""
     predicted = []
-    for gpu in ("NVIDIA H100 80GB HBM3", "none"):
-        facts = {"gpu": gpu, "processes": "8", "machines": "1"}
-        (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
-        with pytest.raises(SystemExit):
-            main(["explain-oom", str(run), "--device", "h100"])
-        output = capsys.readouterr().out
+    for gpu in (H100, "none"):
+        write_environment(run, gpu)
+        output = run_megatfm("explain-oom", str(run), "--device", "h100", capsys=capsys)[1]
         predicted += re.findall(r"predicted for its tensors: ([\d.]+)\n", output)
         assert ("Python and its libraries included" in output) == (gpu == "none")
     assert len(predicted) == 2
@@ -342,9 +316,8 @@ def test_an_invalid_file_is_no_snapshot(tmp_path: Path, content: bytes, monkeypa
 
 
 def test_the_report_has_the_estimate_beside_what_was_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run)])
-    assert ended.value.code == 0, capsys.readouterr().err
+    code, output = run_megatfm("report", str(run), capsys=capsys)
+    assert code == 0, output
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "Estimated and measured" in page
     assert "<td>step, s</td><td>0.5</td>" in page

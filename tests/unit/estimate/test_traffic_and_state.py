@@ -17,25 +17,12 @@ from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
 from megatfm.estimate.traffic import axes_of
 from megatfm.estimate.weights import LocalWeight, find_last_bucket, pending_bytes, rank_bytes
-from megatfm.verify.rank_processes import _step
-from megatfm.verify.shrink import draw_batch, shrink
-from tests.support.layouts import EXTENDED, extend
+from megatfm.verify.shrink import shrink
+from tests.support.layouts import EXTENDED, count_sent_bytes, extend
 from tests.support.workers import Workers
 
 LEAST = 1024
 """Smaller flows are sums of losses, norms and counts, which an estimate leaves out."""
-LAYOUTS = {
-    "zero0": ParallelConfig(dp_shard=2, zero=0),
-    "zero1 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-    "zero2 sharded": ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
-    "zero3 × tp2": ParallelConfig(dp_shard=2, tp=2),
-    "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2),
-    "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
-    "pp3 × zero3": ParallelConfig(pp=3, dp_shard=1),
-    "interleaved": ParallelConfig(pp=2, dp_shard=1, pp_schedule="interleaved"),
-    "zero1 × cp2": ParallelConfig(dp_shard=1, cp=2, zero=1),
-    "hsdp × cp2, shards": ParallelConfig(dp_replicate=2, dp_shard=1, cp=2, grad_accumulation="sharded"),
-}
 
 
 def small(preset: str, parallel: ParallelConfig, **train: object) -> Config:
@@ -44,28 +31,35 @@ def small(preset: str, parallel: ParallelConfig, **train: object) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
+def describe_layout(value: object) -> str:
+    """The id of a row's value: a layout by what differs from the defaults."""
+    return str(value.model_dump(exclude_defaults=True) if isinstance(value, ParallelConfig) else value)
+
+
 def ranks_of(parallel: ParallelConfig) -> int:
     return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
 
 
-def estimated(config: Config) -> Estimate:
-    with open_estimator(config, load_cluster("h100", ranks_of(config.parallel))) as opened:
+def estimate(config: Config, n_gpus: int = 0) -> Estimate:
+    """Estimate on H100s, as many as the layout's ranks if not given."""
+    with open_estimator(config, load_cluster("h100", n_gpus or ranks_of(config.parallel))) as opened:
         return opened.estimate(opened.base)
 
 
-def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
-    result = _step(config, draw_batch(config, "one"), world_size)
-    return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
+def profile_part(config: Config, name: str) -> PartProfile:
+    """The part of a model on one GPU."""
+    with open_estimator(config, load_cluster("h100", 1)) as opened:
+        return next(part for part in opened.profile(opened.base).parts if part.name == name)
 
 
 def check_flows(workers: Workers, config: Config) -> None:
-    """Hold each pipeline rank's flows against what its executed ranks send at most, to the byte.
+    """Each pipeline rank's flows are what its executed ranks send at most, to the byte.
 
     Sums of losses, norms and counts are left out; rows that travel to experts depend on values.
     """
     ranks, pp = ranks_of(config.parallel), config.parallel.pp
-    by_rank = workers.run(executed, ranks, config, ranks)
-    for stage_rank, modelled in enumerate(estimated(config).flows_by_rank):
+    by_rank = workers.run(count_sent_bytes, ranks, config, ranks)
+    for stage_rank, modelled in enumerate(estimate(config).flows_by_rank):
         most: dict[tuple[str, str], int] = {}
         for flows in by_rank[stage_rank * ranks // pp : (stage_rank + 1) * ranks // pp]:
             for key, n_bytes in flows.items():
@@ -81,55 +75,48 @@ def check_flows(workers: Workers, config: Config) -> None:
                 assert sent == n_bytes, (stage_rank, key, sent, n_bytes)
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        *((name, "none") for name in LAYOUTS if name != "zero3 × tp2"),
-        ("zero3 × tp2", "selective"),
-        *(pytest.param("zero3 × tp2", recompute, marks=EXTENDED) for recompute in ("none", "full")),
-    ],
-)
-def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, recompute: str) -> None:
-    check_flows(workers, small("llama3-8b", LAYOUTS[name], recompute=recompute))
+TENSOR_AND_ZERO_3 = ParallelConfig(dp_shard=2, tp=2)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("preset", "parallel"),
-    [
-        ("llama3-8b", ParallelConfig(tp=2, pp=2, dp_shard=2, zero=1)),
-        ("mixtral-8x7b", ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, ep=2)),
-        pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2), marks=EXTENDED),
-        pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2, pp_schedule="interleaved"), marks=EXTENDED),
-        pytest.param("llama3-8b", ParallelConfig(dp_shard=3, cp=2), marks=EXTENDED),
-    ],
-    ids=[
-        "tp2 × pp2 × zero1",
-        "dp_replicate2 × zero3 × cp2 × ep2",
-        "pp3 × zero3, tied",
-        "interleaved pp3 × zero3",
-        "zero3 × cp2, 6 ranks",
-    ],
-)
-def test_combined_axes_send_what_six_and_eight_executed_ranks_send(
-    workers: Workers, preset: str, parallel: ParallelConfig
+@pytest.mark.parametrize(("preset", "parallel", "recompute"), [
+    ("llama3-8b", ParallelConfig(dp_shard=2, zero=0), "none"),
+    ("llama3-8b", ParallelConfig(dp_shard=2, tp=2, zero=1), "none"),
+    ("llama3-8b", ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"), "none"),
+    ("llama3-8b", ParallelConfig(dp_replicate=2, dp_shard=2), "none"),
+    ("llama3-8b", ParallelConfig(pp=2, dp_shard=2, zero=1), "none"),
+    ("llama3-8b", ParallelConfig(pp=3, dp_shard=1), "none"),
+    ("llama3-8b", ParallelConfig(pp=2, dp_shard=1, pp_schedule="interleaved"), "none"),
+    ("llama3-8b", ParallelConfig(dp_shard=1, cp=2, zero=1), "none"),
+    ("llama3-8b", ParallelConfig(dp_replicate=2, dp_shard=1, cp=2, grad_accumulation="sharded"), "none"),
+    ("llama3-8b", TENSOR_AND_ZERO_3, "selective"),
+    *(pytest.param("llama3-8b", TENSOR_AND_ZERO_3, recompute, marks=EXTENDED) for recompute in ("none", "full")),
+    # Tied tables are summed over pipeline ranks.
+    ("gpt2-124m", ParallelConfig(pp=2, dp_shard=2, zero=0), "none"),
+    ("gpt2-124m", ParallelConfig(pp=2, dp_shard=2, zero=1), "none"),
+    # Combined axes, on six and eight ranks.
+    ("llama3-8b", ParallelConfig(tp=2, pp=2, dp_shard=2, zero=1), "none"),
+    ("mixtral-8x7b", ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, ep=2), "none"),
+    pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2), "none", marks=EXTENDED),
+    pytest.param("gpt2-124m", ParallelConfig(pp=3, dp_shard=2, pp_schedule="interleaved"), "none", marks=EXTENDED),
+    pytest.param("llama3-8b", ParallelConfig(dp_shard=3, cp=2), "none", marks=EXTENDED),
+], ids=describe_layout)  # fmt: skip
+def test_a_step_sends_what_executed_ranks_send(
+    workers: Workers, preset: str, parallel: ParallelConfig, recompute: str
 ) -> None:
-    check_flows(workers, small(preset, parallel))
+    check_flows(workers, small(preset, parallel, recompute=recompute))
 
 
 ONE_KEY_HEAD = {"name": "gqa", "n_heads": 4, "n_kv_heads": 1}
 LATENTS = {"name": "mla", "n_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
 
 
-@pytest.mark.parametrize(
-    ("attention", "cp", "method"),
-    [
-        (ONE_KEY_HEAD, 4, "auto"),
-        (LATENTS, 2, "auto"),
-        pytest.param(ONE_KEY_HEAD, 4, "ulysses", marks=EXTENDED),
-        pytest.param(LATENTS, 2, "ulysses", marks=EXTENDED),
-    ],
-)
+@pytest.mark.parametrize(("attention", "cp", "method"), [
+    (ONE_KEY_HEAD, 4, "auto"),
+    (LATENTS, 2, "auto"),
+    pytest.param(ONE_KEY_HEAD, 4, "ulysses", marks=EXTENDED),
+    pytest.param(LATENTS, 2, "ulysses", marks=EXTENDED),
+])  # fmt: skip
 def test_ranks_that_share_rows_send_few_key_heads_and_latents(
     workers: Workers, attention: dict[str, object], cp: int, method: Literal["auto", "ulysses"]
 ) -> None:
@@ -140,10 +127,9 @@ def test_ranks_that_share_rows_send_few_key_heads_and_latents(
 
 def test_folded_experts_gather_no_tokens_over_tensor_parallel_ranks(workers: Workers) -> None:
     """Each rank sends its own tokens to experts; by expert, ranks would gather those of all first."""
-    parallel = ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded")
-    config = small("mixtral-8x7b", parallel)
-    modelled = estimated(config).flows.sent
-    for flows in workers.run(executed, 4, config, 4):
+    config = small("mixtral-8x7b", ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded"))
+    modelled = estimate(config).flows.sent
+    for flows in workers.run(count_sent_bytes, 4, config, 4):
         for name in ("all_gather", "reduce_scatter"):
             assert flows["tp", name] == modelled["tp", name] > LEAST, name
 
@@ -159,27 +145,23 @@ def test_by_channel_all_tensor_parallel_ranks_send_all_rows_to_experts(
     to_the_other_rank = choices // 2 // (2 if expert_tp == "by_expert" else 1)
     passes = 2 * 2  # dispatch and combine, forward and backward
     expected = config.model.n_layers * passes * to_the_other_rank * config.model.d_model * 2
-    assert estimated(config).flows.sent["ep", "all_to_all"] == expected
+    assert estimate(config).flows.sent["ep", "all_to_all"] == expected
 
 
-@pytest.mark.parametrize(
-    ("preset", "optimizer", "parallel"),
-    [
-        ("albert-base", "lamb", ParallelConfig(dp_shard=3, zero=1)),
-        ("llama3-8b", "muon", ParallelConfig(dp_shard=2, tp=2)),
-        ("llama3-8b", "muon", ParallelConfig(dp_shard=1, cp=2, cp_method="ulysses")),
-        pytest.param("mixtral-8x7b", "muon", ParallelConfig(dp_shard=4, ep=2, zero=1), marks=EXTENDED),
-    ],
-    ids=["lamb zero1", "muon zero3 × tp2", "muon zero3 × cp2", "muon zero1 × ep2"],
-)
-def test_whole_tensors_travel_to_their_owners_and_back(
+@pytest.mark.parametrize(("preset", "optimizer", "parallel"), [
+    ("albert-base", "lamb", ParallelConfig(dp_shard=3, zero=1)),
+    ("llama3-8b", "muon", ParallelConfig(dp_shard=2, tp=2)),
+    ("llama3-8b", "muon", ParallelConfig(dp_shard=1, cp=2, cp_method="ulysses")),
+    pytest.param("mixtral-8x7b", "muon", ParallelConfig(dp_shard=4, ep=2, zero=1), marks=EXTENDED),
+], ids=describe_layout)  # fmt: skip
+def test_full_tensors_travel_to_their_owners_and_back(
     workers: Workers, preset: str, optimizer: str, parallel: ParallelConfig
 ) -> None:
     config = small(preset, parallel).with_changes({"optimizer": {"name": optimizer, "lr": 0.01}})
-    by_rank = workers.run(executed, ranks_of(parallel), config, ranks_of(parallel))
-    estimate, axes = estimated(config), axes_of(parallel)
+    by_rank = workers.run(count_sent_bytes, ranks_of(parallel), config, ranks_of(parallel))
+    flows_by_rank, axes = estimate(config).flows_by_rank, axes_of(parallel)
     for rank, executed_flows in enumerate(by_rank):
-        modelled = estimate.flows_by_rank[rank * parallel.pp // ranks_of(parallel)]
+        modelled = flows_by_rank[rank * parallel.pp // ranks_of(parallel)]
         assert modelled.by_member
         for key in modelled.by_member:
             assert modelled.of_rank(key, rank, axes) == executed_flows[key], (rank, key)
@@ -188,17 +170,14 @@ def test_whole_tensors_travel_to_their_owners_and_back(
 @pytest.mark.parametrize("preset", extend(["clip-b32", "siglip-b16"], kept=["clip-b32"]))
 def test_features_travel_around_the_ring_of_ranks(workers: Workers, preset: str) -> None:
     config = small(preset, ParallelConfig(dp_shard=3, zero=1))
-    modelled = estimated(config).flows.sent["dp_shard", "send"]
-    assert [flows["dp_shard", "send"] for flows in workers.run(executed, 3, config, 3)] == [modelled] * 3
+    modelled = estimate(config).flows.sent["dp_shard", "send"]
+    assert [flows["dp_shard", "send"] for flows in workers.run(count_sent_bytes, 3, config, 3)] == [modelled] * 3
 
 
 def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
-    """One kind of ModernBERT's layers exchanges heads; the other sends 64 keys and values of 1,024 numbers
-    to the neighbour, and gets their gradients, in bfloat16."""
+    """The other kind of ModernBERT's layers exchanges heads; keys, values and gradients are in bfloat16."""
     words = ["data.sequence_length=8192", "train.micro_batch=1", "train.global_batch=2", "model.n_layers=2"]
-    config = load_config("modernbert-large", [*words, "parallel.cp=2", "parallel.dp_shard=1"])
-    with open_estimator(config, load_cluster("h100", 2)) as opened:
-        flows = opened.estimate(opened.base).flows
+    flows = estimate(load_config("modernbert-large", [*words, "parallel.cp=2", "parallel.dp_shard=1"])).flows
     microbatches, passes = 2, 2
     assert flows.sent["cp", "send"] == microbatches * passes * 64 * 2 * 1024 * 2
     assert flows.sent["cp", "all_to_all"] > 0
@@ -207,73 +186,47 @@ def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
 def test_a_rank_keeps_the_largest_whole_tensor_that_it_owns() -> None:
     """Adafactor's owner of a tied table has a copy of it, and sums of its rows and columns; the rest lies on others."""
     config = load_config("t5-base", ["model.n_layers=1", "model.n_encoder_layers=1", "parallel.zero=1"])
-    with open_estimator(config, load_cluster("h100", 8)) as opened:
-        rank = opened.estimate(opened.base).worst
-    assert rank.optimizer == 4 * (32128 * 768 + 32128 + 768)
+    assert estimate(config, 8).worst.optimizer == 4 * (32128 * 768 + 32128 + 768)
 
 
 def test_scores_that_chunks_of_attention_hold_are_counted() -> None:
-    """Disentangled attention of many tokens runs in chunks, which hold the keys' scores of positions until computed
-    again: [rows, heads, tokens, positions]."""
+    """Disentangled attention of many tokens keeps a chunk's scores of positions: [rows, heads, tokens, positions]."""
     config = load_config("deberta-base", ["model.n_layers=1", "train.precision=bf16", "model.vocab_size=999"])
-    with open_estimator(config, load_cluster("h100", 1)) as opened:
-        block = next(part for part in opened.profile(opened.base).parts if part.is_block)
+    block = profile_part(config, "encoder.layers.0")
     scores = config.train.micro_batch * 12 * 512 * 1024 * 2
     assert [tensor.n_bytes for tensor in block.saved].count(scores) == 1
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_tied_tables_are_summed_over_pipeline_ranks(workers: Workers, zero: int) -> None:
-    check_flows(workers, small("gpt2-124m", ParallelConfig(pp=2, dp_shard=2, zero=zero)))
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(dp_shard=3, zero=0),
-        ParallelConfig(dp_shard=3, zero=1),
-        ParallelConfig(dp_shard=3, zero=2, grad_accumulation="sharded"),
-        ParallelConfig(dp_shard=3),
-        ParallelConfig(dp_shard=2, tp=2),
-        ParallelConfig(dp_shard=2, tp=2, pp=2, pp_schedule="interleaved"),
-        ParallelConfig(dp_shard=1, tp=4),
-        ParallelConfig(dp_shard=1, cp=3, zero=1),
-        ParallelConfig(dp_shard=2, cp=2),
-    ],
-    ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True)),
-)
-def test_the_state_is_that_which_describe_counts(parallel: ParallelConfig) -> None:
-    config = small("gpt2-124m", parallel, precision="bf16")
-    state, estimate = count_rank_state(config), estimated(config)
+@pytest.mark.parametrize(("preset", "parallel"), [
+    ("gpt2-124m", ParallelConfig(dp_shard=3, zero=0)),
+    ("gpt2-124m", ParallelConfig(dp_shard=3, zero=1)),
+    ("gpt2-124m", ParallelConfig(dp_shard=3, zero=2, grad_accumulation="sharded")),
+    ("gpt2-124m", ParallelConfig(dp_shard=3)),
+    ("gpt2-124m", ParallelConfig(dp_shard=2, tp=2)),
+    ("gpt2-124m", ParallelConfig(dp_shard=2, tp=2, pp=2, pp_schedule="interleaved")),
+    ("gpt2-124m", ParallelConfig(dp_shard=1, tp=4)),
+    ("gpt2-124m", ParallelConfig(dp_shard=1, cp=3, zero=1)),
+    ("gpt2-124m", ParallelConfig(dp_shard=2, cp=2)),
+    ("mixtral-8x7b", ParallelConfig(dp_shard=4, ep=2)),
+], ids=describe_layout)  # fmt: skip
+def test_the_fullest_rank_has_the_state_that_describe_counts(preset: str, parallel: ParallelConfig) -> None:
+    config = small(preset, parallel, precision="bf16")
+    state = count_rank_state(config)
     assert state is not None
-    sums = [(rank.weights + rank.copies + rank.optimizer, rank) for rank in estimate.memory]
-    fullest, rank = max(sums, key=lambda pair: pair[0])
-    expected = state.weight_bytes + state.optimizer_bytes
-    if parallel.zero == 2:  # gathered for a step, and counted so here
-        fullest += rank.gathered
-    assert fullest == expected
+    fullest = max(estimate(config).memory, key=lambda rank: rank.weights + rank.copies + rank.optimizer)
+    gathered = fullest.gathered if parallel.zero == 2 else 0  # for a step; `describe` counts it
+    counted = state.weight_bytes + state.optimizer_bytes
+    assert fullest.weights + fullest.copies + fullest.optimizer + gathered == counted
 
 
-def test_experts_state() -> None:
-    config = small("mixtral-8x7b", ParallelConfig(dp_shard=4, ep=2), precision="bf16")
-    state, estimate = count_rank_state(config), estimated(config)
-    assert state is not None
-    rank = estimate.worst
-    assert rank.weights + rank.copies + rank.optimizer == state.weight_bytes + state.optimizer_bytes
-
-
-@pytest.mark.parametrize(
-    ("pattern", "point"),
-    [("*.ffn.experts.*", "decoder.layers.0"), ("head.*", "head")],
-)
+@pytest.mark.parametrize(("pattern", "point"), [("*.ffn.experts.*", "decoder.layers.0"), ("head.*", "head")])
 def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> None:
     """Frozen experts and a frozen head compute the gradients of their inputs alone."""
     base = ["model.n_layers=1", "train.precision=bf16", "data.sequence_length=512"]
     flops = {}
     for frozen in ("[]", f'["{pattern}"]'):
         config = load_config("mixtral-8x7b", [*base, f"train.freeze={frozen}"])
-        with open_estimator(config, load_cluster("h100", 1)) as opened:
-            part = next(part for part in opened.profile(opened.base).parts if part.name == point)
+        part = profile_part(config, point)
         matmuls = [op for op in (*part.forward, *part.backward) if op.kind == "matmul"]
         flops[frozen] = sum(op.flops for op in matmuls)
     model, rows = config.model, config.train.micro_batch * 512
@@ -318,10 +271,9 @@ def weight(name: str, shape: Sequence[int], *, is_expert: bool) -> LocalWeight:
     return LocalWeight(name, rows * columns, rows, columns, is_expert, True, 0, (0,), True)
 
 
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [((8, 1_000_000), (4000, 4000)), ((8, 1_000_000), (8, 2_000_000)), ((8, 100), (2, 20_000_000)), ((8, 10), (8, 8))],
-)
+@pytest.mark.parametrize(("first", "last"), [
+    ((8, 1_000_000), (4000, 4000)), ((8, 1_000_000), (8, 2_000_000)), ((8, 100), (2, 20_000_000)), ((8, 10), (8, 8)),
+])  # fmt: skip
 def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
     first: tuple[int, int], last: tuple[int, int]
 ) -> None:

@@ -82,6 +82,7 @@ def test_experts_break_the_graph_of_a_compiled_block() -> None:
     assert {where.partition(" at ")[2].partition(":")[0] for where in facts["waits"]} == {"parallel/expert_parallel.py"}
 
 
+@pytest.mark.usefixtures("forked_traces")
 def test_a_block_that_can_not_be_compiled_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaking.py").write_text(
         "import torch\n"

@@ -22,9 +22,8 @@ from megatfm.imaginary.step import make_batches
 from megatfm.parallel.data_ring import DataRing
 from megatfm.parallel.expert_parallel import dispatch_and_combine
 from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
-from megatfm.verify.rank_processes import _step
-from megatfm.verify.shrink import draw_batch, shrink
-from tests.support.layouts import EXTENDED, extend
+from megatfm.verify.shrink import shrink
+from tests.support.layouts import EXTENDED, count_sent_bytes, extend
 from tests.support.workers import Workers
 
 
@@ -38,11 +37,6 @@ def traced(config: Config, folder: Path, world: int, rank: int) -> Traced:
     path = folder / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     return run_trace(str(path), [], world, rank)
-
-
-def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
-    result = _step(config, draw_batch(config, "one"), world_size)
-    return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 
 @pytest.mark.usefixtures("forked_traces")
@@ -59,7 +53,7 @@ def test_an_imaginary_rank_sends_what_a_real_one_does(
     workers: Workers, tmp_path: Path, preset: str, parallel: ParallelConfig
 ) -> None:
     config = small(preset, parallel)
-    real = workers.run(executed, 4, config, 4)[3]
+    real = workers.run(count_sent_bytes, 4, config, 4)[3]
     trace = traced(config, tmp_path, 4, 3)
     imaginary = trace.sent
     # In dense layers none; in a mixture one for each micro-batch, as rows that arrive need room.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,62 +26,49 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def attempt(
-    folder: Path, code: int | None, *, submission: str = "7", requested: bool = False, host: str | None = None
-) -> None:
-    """One whole attempt, as the job's helper notes it: each time from the file."""
+def record_attempt(folder: Path, code: int | None, *, submission: str = "7", **outcome: Any) -> None:
+    """Begin and end an attempt as prolog and epilog do, each of which reads the file anew."""
     now = 100.0 + len(AttemptLog(folder).attempts)
     begun = AttemptLog(folder).begin(Attempt(now, submission, job=submission))
-    AttemptLog(folder).end(
-        replace(begun, ended=now, code=code, asked=requested, failed_host=host, reason=f"exit code {code}")
-    )
+    AttemptLog(folder).end(replace(begun, ended=now, code=code, reason=f"exit code {code}", **outcome))
 
 
 def test_failures_without_a_new_checkpoint_are_bounded(folder: Path) -> None:
     for failures in range(1, 4):
-        attempt(folder, EXIT_FAILED)
+        record_attempt(folder, EXIT_FAILED)
         assert AttemptLog(folder).count_without_progress("7") == (failures, 0)
         assert AttemptLog(folder).explain_restart_limit("7", max_restarts=3) is None
-    attempt(folder, 137)
-    assert AttemptLog(folder).explain_restart_limit("7", 3) == (
-        "4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
-    )
+    record_attempt(folder, 137)
+    reason = "4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
+    assert AttemptLog(folder).explain_restart_limit("7", 3) == reason
     assert AttemptLog(folder).explain_restart_limit("7", 4) is None
-    assert AttemptLog(folder).explain_restart_limit("8", 3) is None, (
-        "whoever mends the cause and launches again starts afresh"
-    )
+    assert AttemptLog(folder).explain_restart_limit("8", 3) is None, "another submission counts anew"
 
 
 def test_zero_restarts_end_with_the_first_failure(folder: Path) -> None:
-    attempt(folder, EXIT_FAILED)
-    output = AttemptLog(folder).explain_restart_limit("7", 0)
-    assert output is not None
-    assert output.startswith("it failed without")
+    record_attempt(folder, EXIT_FAILED)
+    assert (AttemptLog(folder).explain_restart_limit("7", 0) or "").startswith("it failed without")
 
 
 def test_a_new_checkpoint_starts_the_count_afresh(folder: Path, checkpoint: Commit) -> None:
     for _ in range(3):
-        attempt(folder, EXIT_FAILED)
+        record_attempt(folder, EXIT_FAILED)
     begun = AttemptLog(folder).begin(Attempt(200.0, "7"))
     checkpoint(40)
     ended = AttemptLog(folder).end(replace(begun, ended=201.0, code=EXIT_FAILED))
     assert (ended.first_step, ended.step, ended.made_progress) == (0, 40, True)
     assert AttemptLog(folder).count_without_progress("7") == (0, 0)
-    attempt(folder, EXIT_FAILED)
-    assert AttemptLog(folder).count_without_progress("7") == (1, 0), (
-        "that it gained something before is no gain of this one"
-    )
+    record_attempt(folder, EXIT_FAILED)
+    assert AttemptLog(folder).count_without_progress("7") == (1, 0), "an earlier attempt's checkpoint is no progress"
 
 
 def test_stops_are_no_failures_but_not_endless_either(folder: Path) -> None:
     for _ in range(MAX_STOPS_WITHOUT_PROGRESS):
-        attempt(folder, EXIT_REQUEUE)
-    attempt(folder, EXIT_FAILED, requested=True)  # say, a rank that was killed while it saved
-    failures, stops = AttemptLog(folder).count_without_progress("7")
-    assert (failures, stops) == (0, MAX_STOPS_WITHOUT_PROGRESS + 1)
-    output = AttemptLog(folder).explain_restart_limit("7", 0)
-    assert output is not None
-    assert "11 attempts in a row were stopped without a new checkpoint" in output
+        record_attempt(folder, EXIT_REQUEUE)
+    record_attempt(folder, EXIT_FAILED, asked=True)  # say, a rank that was killed while it saved
+    assert AttemptLog(folder).count_without_progress("7") == (0, MAX_STOPS_WITHOUT_PROGRESS + 1)
+    reason = AttemptLog(folder).explain_restart_limit("7", 0)
+    assert "11 attempts in a row were stopped without a new checkpoint" in (reason or "")
 
 
 def test_an_attempt_that_was_lost_is_a_failure_and_one_that_runs_is_none(folder: Path) -> None:
@@ -91,7 +79,7 @@ def test_an_attempt_that_was_lost_is_a_failure_and_one_that_runs_is_none(folder:
     AttemptLog(folder).end(replace(begun, ended=101.0))
     assert AttemptLog(folder).find_unfinished_attempt("7") is None
     assert AttemptLog(folder).count_without_progress("7") == (1, 0)
-    attempt(folder, EXIT_OK, submission="9")
+    record_attempt(folder, EXIT_OK, submission="9")
     assert AttemptLog(folder).count_without_progress("9") == (0, 1)
 
 
@@ -100,17 +88,15 @@ def test_two_jobs_of_one_run_keep_their_own_lines(folder: Path) -> None:
     second = AttemptLog(folder).begin(Attempt(101.0, "8", job="8"))
     AttemptLog(folder).end(replace(second, ended=102.0, code=77, reason="locked"))
     AttemptLog(folder).end(replace(first, ended=103.0, code=EXIT_OK, reason="done"))
-    assert [(attempt.job, attempt.code, attempt.reason) for attempt in AttemptLog(folder).attempts] == [
-        ("7", EXIT_OK, "done"),
-        ("8", 77, "locked"),
-    ]
+    attempts = [(attempt.job, attempt.code, attempt.reason) for attempt in AttemptLog(folder).attempts]
+    assert attempts == [("7", EXIT_OK, "done"), ("8", 77, "locked")]
 
 
-def test_hosts_that_failed_twice_of_late_are_offenders(folder: Path) -> None:
-    attempt(folder, EXIT_FAILED, host="n2")
-    attempt(folder, EXIT_FAILED, host="n3")
+def test_hosts_that_failed_twice_within_a_week_are_faulty(folder: Path) -> None:
+    record_attempt(folder, EXIT_FAILED, failed_host="n2")
+    record_attempt(folder, EXIT_FAILED, failed_host="n3")
     assert AttemptLog(folder).find_faulty_hosts(now=200.0) == []
-    attempt(folder, EXIT_FAILED, host="n2", submission="8")
+    record_attempt(folder, EXIT_FAILED, failed_host="n2", submission="8")
     assert AttemptLog(folder).find_faulty_hosts(now=200.0) == ["n2"]
     assert AttemptLog(folder).find_faulty_hosts(now=200.0 + 8 * 86400) == [], "by then it was repaired"
 
@@ -125,19 +111,19 @@ def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
     (folder / RESTARTS).write_text('[{"time": 1.0, "submission": "7", "code": 1, "ended": 2.0, "of_tomorrow": 3}]')
     assert AttemptLog(folder).count_without_progress("7") == (1, 0)
     (folder / RESTARTS).write_text('[{"time": 1')
-    attempt(folder, EXIT_FAILED)
+    record_attempt(folder, EXIT_FAILED)
     (entry,) = json.loads((folder / RESTARTS).read_text())
     assert {"time", "job", "restart", "nodes", "code", "step", "failed_host", "failed_rank"} <= entry.keys()
 
 
 @pytest.mark.parametrize("damaged", ['[{"time": 1', "{}", '[{"time": 1.0, "submission": "7"}, {"time": "soon"}]'])
 def test_a_damaged_record_is_kept(folder: Path, damaged: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """The damaged file gets another name, once: attempts that can't be read, and later ones, are not overwritten."""
+    """It is moved once; later attempts are recorded in a new file."""
     (folder / RESTARTS).write_text(damaged)
-    attempt(folder, EXIT_FAILED)
-    (kept,) = folder.glob(f"{RESTARTS}.damaged-*")
-    assert kept.read_text() == damaged
-    assert capfd.readouterr().err.count(f"kept as {kept.name}") == 1
+    record_attempt(folder, EXIT_FAILED)
+    (moved,) = folder.glob(f"{RESTARTS}.damaged-*")
+    assert moved.read_text() == damaged
+    assert capfd.readouterr().err.count(f"kept as {moved.name}") == 1
     assert json.loads((folder / RESTARTS).read_text())[-1]["code"] == EXIT_FAILED
 
 
@@ -151,45 +137,43 @@ srun: error: n3: task 0: Killed
 """From SLURM 22.05, where n4 had lost power when srun began."""
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "rank"),
-    [
-        ("srun: error: n2: task 3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 1\n", "n2", 3),
-        ("srun: error: n1: tasks 0-1: Exited with exit code 1\nsrun: error: n2: task 2: Aborted\n", "n2", 2),
-        ("srun: error: n1: tasks 0,3: Segmentation fault (core dumped)\n", "n1", 0),
-        (
-            "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1\n",
-            None,
-            None,
-        ),
-        ("srun: error: Node failure on n3\nsrun: error: n1: task 0: Killed\n", "n3", None),
-        ("nothing of interest\n", None, None),
-        (DIED_BEFORE_LAUNCH, "n4", None),
-        (DIED_BEFORE_LAUNCH.replace("Killed", "Exited with exit code 1"), "n4", None),
-        (
-            "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
-            "srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation\n"
-            "srun: error: n1: task 0: Killed\n",
-            None,
-            None,
-        ),
-    ],
-)
-def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
+@pytest.mark.parametrize(("lines", "host", "rank"), [
+    (["n2: task 3: Killed", "n1: tasks 0-1: Exited with exit code 1"], "n2", 3),
+    (["n1: tasks 0-1: Exited with exit code 1", "n2: task 2: Aborted"], "n2", 2),
+    (["n1: tasks 0,3: Segmentation fault (core dumped)"], "n1", 0),
+    (["n1: task 0: Exited with exit code 1", "n2: task 1: Exited with exit code 1"], None, None),
+    (["Node failure on n3", "n1: task 0: Killed"], "n3", None),
+    (["nothing of interest"], None, None),
+    (["Task launch for StepId=1.0 failed on node n2: Communication connection failure",
+      "Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation",
+      "n1: task 0: Killed"], None, None),
+])  # fmt: skip
+def test_srun_s_messages_name_host_and_rank(run: Path, lines: list[str], host: str | None, rank: int | None) -> None:
+    check_cause(run, "".join(f"srun: error: {line}\n" for line in lines), host, rank)
+
+
+@pytest.mark.parametrize("end", ["Killed", "Exited with exit code 1"])
+def test_a_node_that_died_before_the_launch_is_named(run: Path, end: str) -> None:
+    check_cause(run, DIED_BEFORE_LAUNCH.replace("Killed", end), "n4", None)
+
+
+def check_cause(run: Path, text: str, host: str | None, rank: int | None) -> None:
+    """Nobody of an earlier attempt is named."""
     write_log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
-    result = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
-    assert (result.host, result.rank) == (host, rank), "and nobody of an earlier attempt"
+    cause = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
+    assert (cause.host, cause.rank) == (host, rank)
 
 
-def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:
+def test_the_runs_events_count_more_than_the_log(run: Path) -> None:
     now = time.time()
-    write_event(run, event="failed", detail="long ago", ranks=[9], hosts=["n9"], time=now - 100)
     write_log(run, "srun: error: n1: task 0: Aborted\n")
-    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n1"
-    write_event(run, event="failed", detail="rank 2 on n2 hangs", ranks=[2], hosts=["n2"])
-    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n2"
-    write_event(run, event="failed", detail="all failed alike", ranks=[], hosts=[])
-    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host is None
+    for event, host in (
+        ({"detail": "long ago", "ranks": [9], "hosts": ["n9"], "time": now - 100}, "n1"),
+        ({"detail": "rank 2 on n2 hangs", "ranks": [2], "hosts": ["n2"]}, "n2"),
+        ({"detail": "all failed alike", "ranks": [], "hosts": []}, None),
+    ):
+        write_event(run, event="failed", **event)
+        assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == host
 
 
 def test_the_next_link_of_a_chain_resumes(
@@ -220,9 +204,10 @@ def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
     write_event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run_epilog(run, 143, "--asked", "TERM", "--no-requeue")
-    a, b = AttemptLog(run).attempts
-    assert (a.job, a.code, a.reason, a.failed_host) == ("7", 143, "stopped by TERM", None)
-    assert (b.job, b.ended) == ("8", None), "it goes on"
+    seventh, eighth = AttemptLog(run).attempts
+    assert (seventh.job, seventh.code, seventh.reason) == ("7", 143, "stopped by TERM")
+    assert seventh.failed_host is None
+    assert (eighth.job, eighth.ended) == ("8", None), "it goes on"
     run_epilog(run, 1, "--no-requeue")
     assert AttemptLog(run).attempts[0].failed_host is None, "what the next one met is not its own"
     first.end(replace(first.attempts[0], ended=1.0))
@@ -257,13 +242,13 @@ def test_a_chain_that_could_not_be_cancelled_is_not_said_to_be(
     assert "cancelled" not in output
 
 
-@pytest.mark.parametrize(("code", "requested"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
-def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
-    run: Path, fake_slurm: FakeSlurm, code: int, requested: str
+@pytest.mark.parametrize(("code", "stop_signal"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
+def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(
+    run: Path, fake_slurm: FakeSlurm, code: int, stop_signal: str
 ) -> None:
     run_prolog(run)
     finish_run(run)
-    assert run_epilog(run, code, *(["--asked", requested] if requested else [])) == 0
+    assert run_epilog(run, code, "--asked", stop_signal) == 0
     assert AttemptLog(run).attempts[-1].state_name == "DONE"
     assert not [call for call in fake_slurm.calls if "requeue" in call]
 

@@ -159,6 +159,29 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
     assert logged["arguments"][-1] == "2/2"
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "DONE"), (75, "STOPPED"), (1, "FAILED")])
+def test_a_preparation_for_a_url_has_its_run_directory_beside_the_scratch_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], code: int, state: str
+) -> None:
+    """A URL is no path; the corpus is made below `scratch`, and leaves nothing there once it is uploaded."""
+    (folder / "texts").mkdir()
+    with open(folder / "fake_rank.py", "a") as program:
+        program.write(f"sys.exit({code})\n")
+    words = ["read.folder=texts", "out=s3://bucket/my/corpus", "scratch=work", "--prep"]
+    assert run_launch(*words, "--slurm", "--dry-run", config="quickstart-data") == 0
+    assert run_launch(*words, "--nproc", "1", config="quickstart-data") == code
+    (run,) = (folder / "work").iterdir()
+    assert run.name.startswith("s3_bucket_my_corpus-")
+    assert run.suffix == ".jobs"
+    assert f"#SBATCH --output={run}/logs/slurm-%A_%a.log" in capsys.readouterr().out
+    assert not (folder / "s3:").exists()
+    assert get_run_status(run).state.name == state
+    stage = run.with_suffix("") / ".work" / "0123" / "clean.00000.json"
+    stage.parent.mkdir(parents=True)
+    stage.touch()
+    assert get_run_status(run).work == "clean: 1 parts done"
+
+
 @pytest.mark.parametrize(("words", "reason"), [
     (["--nproc", "2", "train.step=1"], r"train\.step: unknown key"),
     (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),

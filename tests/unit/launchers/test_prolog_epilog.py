@@ -71,10 +71,10 @@ def test_a_host_that_failed_twice_is_used_only_where_it_must_be(
     assert message in output.err
 
 
-def test_attempts_that_were_lost_with_their_script_are_counted_too(
+def test_attempts_without_an_epilog_are_counted(
     run: Path, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm
 ) -> None:
-    """A node that dies takes the script along: nobody comes to `end`, and SLURM requeues by itself."""
+    """A node that dies takes the script along, and SLURM requeues by itself."""
     for _ in range(2):
         assert run_prolog(run, limit=1) == 0
     assert run_prolog(run, limit=1) == 76
@@ -121,11 +121,8 @@ def test_failures_are_tried_until_no_gain(run: Path, fake_slurm: FakeSlurm, caps
         codes.append(run_epilog(run, 137))
     assert codes == [1, 1, 1, 76], "three restarts"
     assert fake_slurm.calls.count("scontrol requeue 7") == 3
-    output = capsys.readouterr().err
-    assert (
-        "no progress: 4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
-        in output
-    )
+    reason = "4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
+    assert f"no progress: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 2, 76, 77])
@@ -137,15 +134,12 @@ def test_codes_that_say_the_same_again_end_it(run: Path, code: int, fake_slurm: 
     assert AttemptLog(run).attempts[-1].code == code
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        None,
-        {"event": "stopped", "step": 40},
-        {"event": "failed", "step": 100},
-        {"event": "finished", "step": 90},  # of a run that was made longer since
-    ],
-)
+@pytest.mark.parametrize("record", [
+    None,
+    {"event": "stopped", "step": 40},
+    {"event": "failed", "step": 100},
+    {"event": "finished", "step": 90},  # of a run that was made longer since
+])  # fmt: skip
 def test_an_exit_code_of_zero_is_not_believed(
     run: Path, record: dict[str, object] | None, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,42 +156,34 @@ def test_an_exit_code_of_zero_is_not_believed(
     assert "the next job of the chain, 8, will resume" in capsys.readouterr().err
 
 
-def test_an_exit_code_of_zero_without_a_reason_is_reported(run: Path) -> None:
+@pytest.mark.parametrize(("code", "stop_signal", "epilog_code", "reason", "state"), [
+    (0, "", 1, UNFINISHED, "FAILED"),
+    (143, "TERM", 75, "stopped by TERM", "STOPPED"),
+    (138, "", 75, "stopped by USR1", "STOPPED"),  # a rank died of USR1 while it started
+])  # fmt: skip
+def test_an_exit_code_is_recorded_with_its_reason(
+    run: Path, code: int, stop_signal: str, epilog_code: int, reason: str, state: str
+) -> None:
     run_prolog(run)
-    run_epilog(run, 0)
-    assert AttemptLog(run).attempts[-1].reason == UNFINISHED
-
-
-def test_a_failure_during_a_requested_stop_counts_as_stopped(run: Path) -> None:
-    run_prolog(run)
-    assert run_epilog(run, 143, "--asked", "TERM") == 75
-    assert not AttemptLog(run).attempts[-1].is_failure
-
-
-def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> None:
-    run_prolog(run)
-    assert run_epilog(run, 138) == 75
+    assert run_epilog(run, code, "--asked", stop_signal) == epilog_code
     (attempt,) = AttemptLog(run).attempts
-    assert (attempt.reason, attempt.is_failure, attempt.state_name) == ("stopped by USR1", False, "STOPPED")
+    assert (attempt.reason, attempt.state_name, attempt.is_failure) == (reason, state, state == "FAILED")
 
 
-@pytest.mark.parametrize(
-    ("record", "output"),
-    [
-        ("JobState=COMPLETING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
-        ("JobState=CANCELLED Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
-        ("JobState=COMPLETING Restarts=1 RunTime=00:00:00 TimeLimit=01:00:00", "SLURM has requeued job 7"),
-        ("JobState=PENDING Restarts=1 RunTime=00:00:00 TimeLimit=01:00:00", "SLURM has requeued job 7"),
-    ],
-)
+@pytest.mark.parametrize(("record", "message"), [
+    ("JobState=COMPLETING Restarts=0 RunTime=00:05:00", "was cancelled"),
+    ("JobState=CANCELLED Restarts=0 RunTime=00:05:00", "was cancelled"),
+    ("JobState=COMPLETING Restarts=1 RunTime=00:00:00", "SLURM has requeued job 7"),
+    ("JobState=PENDING Restarts=1 RunTime=00:00:00", "SLURM has requeued job 7"),
+])  # fmt: skip
 def test_jobs_that_were_cancelled_or_requeued_are_left_alone(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, output: str
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, message: str
 ) -> None:
     """A running job that is cancelled and one that is requeued both look COMPLETING; only one was restarted."""
     run_prolog(run)
-    fake_slurm.answer("scontrol-show", f"JobId=7 {record} Partition=main NumNodes=2\n")
+    fake_slurm.answer("scontrol-show", f"JobId=7 {record} TimeLimit=01:00:00 Partition=main NumNodes=2\n")
     assert run_epilog(run, 75, "--asked", "TERM") == 75
-    assert output in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert "scontrol requeue 7" not in fake_slurm.calls
 
 
@@ -221,26 +207,23 @@ def test_a_host_failing_twice_is_excluded(run: Path, fake_slurm: FakeSlurm, caps
     assert (last.failed_host, last.failed_rank, last.reason) == ("n2", 1, "rank 1 on n2 hangs")
 
 
-def test_nodes_that_the_site_excludes_stay_excluded(run: Path, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.answer("scontrol-show", RUNNING.rstrip("\n") + " ExcNodeList=gpu9\n")
-    fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\ngpu9 idle\n")
+@pytest.mark.parametrize(("excluded", "nodes", "updates", "message"), [
+    (" ExcNodeList=gpu9", "n1 idle\nn2 idle\nn3 idle\ngpu9 idle\n",
+     ["scontrol update JobId=7 ExcNodeList=gpu9\\,n2"], "n2: failed twice, so excluded"),
+    ("", "n1 idle\nn2 idle\nn3 down*\n", [], "only 1 other nodes are usable: not excluded"),
+])  # fmt: skip
+def test_a_host_is_excluded_beside_the_site_s_nodes_unless_too_few_are_left(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], excluded: str, nodes: str,
+    updates: list[str], message: str,
+) -> None:  # fmt: skip
+    fake_slurm.answer("scontrol-show", RUNNING.rstrip("\n") + excluded + "\n")
+    fake_slurm.answer("sinfo", nodes)
     write_failures(run, 1, host="n2")
     run_prolog(run)
     write_event(run, event="failed", detail="it hangs", ranks=[1], hosts=["n2"])
     run_epilog(run, 1)
-    assert "scontrol update JobId=7 ExcNodeList=gpu9\\,n2" in fake_slurm.calls
-
-
-def test_a_host_is_not_excluded_when_the_job_could_then_never_start(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 down*\n")
-    write_failures(run, 1, host="n2")
-    run_prolog(run)
-    write_event(run, event="failed", detail="it hangs", ranks=[1], hosts=["n2"])
-    run_epilog(run, 1)
-    assert not any("ExcNodeList" in call for call in fake_slurm.calls)
-    assert "only 1 other nodes are usable: not excluded" in capsys.readouterr().err
+    assert [call for call in fake_slurm.calls if "ExcNodeList" in call] == updates
+    assert message in capsys.readouterr().err
 
 
 def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,18 +236,27 @@ def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, caps
 def test_a_task_that_is_stopped_without_progress_is_given_up(
     tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+<<<<<<< HEAD
+    """A task that is stopped again and again finishes nothing.
+
+    A time limit shorter than one part. What any task finishes in any stage is progress of all.
+    """
+||||||| 844f5d2b
     """A task that is stopped again and again finishes nothing.
 
     A time limit shorter than one part. What any task finishes is progress of all.
     """
+=======
+    """A time limit is shorter than one part. What any task finishes is progress of all."""
+>>>>>>> testlines
     run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
     (run / "slurm").mkdir(parents=True)
     work.mkdir(parents=True)
     for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}.items():
         monkeypatch.setenv(name, value)
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    for part in range(3):
-        (work / f"clean.{part:05}.json").touch()
+    for part in ("clean.00000", "exact_dedup-sort.00001", "dedup-0-minhash-buckets.00002"):
+        (work / f"{part}.json").touch()
         assert [main(["requeue", "--run", str(run)]) for _ in range(10)] == [75] * 10
     assert [call for call in fake_slurm.calls if "requeue" in call] == ["scontrol requeue 9"] * 30
     assert main(["requeue", "--run", str(run)]) == 76

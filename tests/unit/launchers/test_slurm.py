@@ -19,6 +19,24 @@ pytestmark = pytest.mark.usefixtures("folder")
 FITS = ["train.global_batch=64", "train.micro_batch=1"]
 
 
+@pytest.fixture
+def fake_slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
+    """Its jobs have the number 12."""
+    fake_slurm.answer("sbatch", "12\n")
+    return fake_slurm
+
+
+@pytest.fixture
+def mine(folder: Path) -> Path:
+    """The folder of a run `mine` with a config, to evaluate."""
+    run = folder / "runs" / "mine"
+    run.mkdir(parents=True)
+    preset = (ROOT / "megatfm" / "presets" / "quickstart.toml").read_text()
+    mine = preset.replace('"quickstart"', '"mine"', 1).replace('"corpora/', f'"{folder}/corpora/')
+    (run / "config.toml").write_text(mine)
+    return run
+
+
 def test_the_dry_run_prints_the_script_and_the_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert run_launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
     output = capsys.readouterr()
@@ -83,11 +101,11 @@ def test_variables_of_the_shell_do_not_overrule_the_script(
     assert "#SBATCH --partition=low\n" in script, "what a site's shell sets for all jobs is still heard"
 
 
+@pytest.mark.usefixtures("fake_slurm")
 def test_a_single_job_is_warned_about_where_nothing_is_requeued(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "site.toml").write_text("requeue = false\n")
-    fake_slurm.answer("sbatch", "1\n")
     run_launch("--slurm", "--site", "site.toml")
     assert "--chain N queues N jobs" in capsys.readouterr().out
     run_launch("--slurm", "--site", "site.toml", "--chain", "2")
@@ -100,7 +118,6 @@ def test_a_single_job_is_warned_about_where_nothing_is_requeued(
 ])  # fmt: skip
 def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake_slurm: FakeSlurm, state: str) -> None:
     """The record knows one submission: status and cancel would forget the first."""
-    fake_slurm.answer("sbatch", "12\n")
     assert run_launch("--slurm", "--chain", "2") == 0
     fake_slurm.answer("squeue", f"{state}|Resources|\n")
     for words in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
@@ -116,7 +133,6 @@ def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake
 def test_a_run_whose_job_state_is_unknown_is_not_submitted_again(
     folder: Path, fake_slurm: FakeSlurm, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_slurm.answer("sbatch", "12\n")
     assert run_launch("--slurm", "--chain", "2") == 0
     run = folder / "runs" / "quickstart"
     note = (run / "launch.json").read_text()
@@ -134,37 +150,32 @@ def test_a_run_whose_job_state_is_unknown_is_not_submitted_again(
         assert cancel_run(run) == "cancelled job 12", "whatever squeue says"
 
 
-def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(folder: Path, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.answer("sbatch", "12\n")
-    name = name_of(folder)
-    run_launch("--slurm", name, "train.steps=900")
-    queued = (folder / "runs/mine/slurm/config.toml").read_text()
+@pytest.mark.usefixtures("fake_slurm")
+def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(mine: Path) -> None:
+    run_launch("--slurm", "name=mine", "train.steps=900")
+    queued = (mine / "slurm/config.toml").read_text()
     run_launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
-    assert (folder / "runs/mine/slurm/config.toml").read_text() == queued
+    assert (mine / "slurm/config.toml").read_text() == queued
     assert "steps = 900\n" in queued
 
 
-def test_evaluations_join_the_record(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_slurm.answer("sbatch", "12\n")
-    run_launch("--slurm", name_of(folder))
-    run = folder / "runs" / "mine"
+def test_evaluations_join_the_record(mine: Path, fake_slurm: FakeSlurm) -> None:
+    run_launch("--slurm", "name=mine")
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     fake_slurm.answer("sbatch", "13\n")
     evaluate = ("--slurm", "--evaluate", "--nproc", "2")
     run_launch(*evaluate, config="runs/mine")
-    note = json.loads((run / "launch.json").read_text())
+    note = json.loads((mine / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
-    assert get_run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
+    assert get_run_status(mine).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         run_launch(*evaluate, config="runs/mine")
-    assert cancel_run(run) == "cancelled jobs 12, 13"
+    assert cancel_run(mine) == "cancelled jobs 12, 13"
     assert fake_slurm.calls[-1] == "scancel 12 13"
 
 
-def test_an_evaluation_runs_plugins_only_where_trusted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "runs" / "mine").mkdir(parents=True)
-    config = load_config("quickstart", ["plugins=this"])
-    (folder / "runs" / "mine" / "config.toml").write_text(to_toml(config))
+def test_an_evaluation_runs_plugins_only_where_trusted(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "config.toml").write_text(to_toml(load_config("quickstart", ["plugins=this"])))
     for where in (["--nproc", "1"], ["--slurm"]):
         with pytest.raises(UsageError, match=r"names plugins, whose code would run: this: .*--trust-plugins"):
             run_launch("--evaluate", *where, config="runs/mine")
@@ -174,51 +185,37 @@ def test_an_evaluation_runs_plugins_only_where_trusted(folder: Path, capsys: pyt
         run_launch("--trust-plugins", "--nproc", "1")
 
 
-def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
-    folder: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_slurm.answer("sbatch", "12\n")
-    run_launch("--slurm", name_of(folder))
-    before = (folder / "runs/mine/launch.json").read_text()
+@pytest.mark.usefixtures("fake_slurm")
+def test_an_evaluation_on_this_machine_does_not_change_the_record(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_launch("--slurm", "name=mine")
+    before = (mine / "launch.json").read_text()
     monkeypatch.setattr("megatfm.launchers.job.MEGATFM_COMMAND", ("true", "-m", "megatfm", "train"))
     assert run_launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
-    assert (folder / "runs/mine/launch.json").read_text() == before
+    assert (mine / "launch.json").read_text() == before
 
 
+@pytest.mark.usefixtures("fake_slurm")
 def test_a_preparation_and_an_evaluation_are_submitted(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    folder: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_slurm.answer("sbatch", "5\n")
     (folder / "texts").mkdir()
     run_launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
-    assert capsys.readouterr().out.startswith("job 5 is queued: 4 tasks\n")
+    assert capsys.readouterr().out.startswith("job 12 is queued: 4 tasks\n")
     queued = load_section(PrepConfig, folder / "made.jobs" / "slurm" / "config.toml")
     assert (queued.out, queued.read.folder) == (str(folder / "made"), str(folder / "texts"))
     assert not (folder / "made").exists(), "prep refuses a folder with what it didn't make"
-    run_launch("--slurm", name_of(folder))
+    run_launch("--slurm", "name=mine")
     run_launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
-    assert "-m megatfm evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
+    assert "-m megatfm evaluate" in (mine / "slurm/evaluate.sbatch").read_text()
 
 
-def test_the_queued_config_extends_nothing(folder: Path, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.answer("sbatch", "5\n")
+@pytest.mark.usefixtures("fake_slurm")
+def test_the_queued_config_extends_nothing(folder: Path) -> None:
     (folder / "mine.toml").write_text('extends = "quickstart"\nname = "mine"\n[data]\nvalidation = {}\n')
     run_launch("--slurm", "data.corpus=corpora/quickstart", config="mine.toml")
     queued = folder / "runs" / "mine" / "slurm" / "config.toml"
     assert "extends =" not in queued.read_text()
     assert load_config(queued).train == load_config("quickstart").train
-
-
-def name_of(folder: Path) -> str:
-    """A run with a config, to evaluate."""
-    (folder / "runs" / "mine").mkdir(parents=True)
-    (folder / "runs" / "mine" / "config.toml").write_text(
-        (ROOT / "megatfm" / "presets" / "quickstart.toml")
-        .read_text()
-        .replace('"quickstart"', '"mine"', 1)
-        .replace('"corpora/', f'"{folder}/corpora/')
-    )
-    return "name=mine"
 
 
 def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
@@ -233,20 +230,18 @@ def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) ->
     assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
 
 
-def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sbatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
         run_launch("--slurm")
 
 
-def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_sbatch_are_in_the_script_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--mem=480G", "--exclude=n[1-2],n9", "--nodelist", "n3", "--reservation", "us", "--begin", "now+2hours",
-    ]  # fmt: skip
-    more = [
         "--dependency", "afterok:4711?afterany:12", "--sbatch=--mail-type=FAIL,END", "--sbatch=--exclusive",
     ]  # fmt: skip
-    assert run_launch("--slurm", "--dry-run", "--chain", "2", *words, *more) == 0
+    assert run_launch("--slurm", "--dry-run", "--chain", "2", *words) == 0
     script = capsys.readouterr().out.replace("'", "")
     for line in (
         *("--mem=480G", "--exclude=n[1-2],n9", "--nodelist=n3", "--reservation=us", "--begin=now+2hours"),
@@ -257,7 +252,6 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_slurm.answer("sbatch", "12\n")
     run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
     assert run.run_dir == folder / "runs" / "quickstart"
     script = (run.run_dir / "slurm" / "pretrain.sbatch").read_text()
@@ -281,7 +275,7 @@ def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys
             submit("quickstart", **flags)
 
 
-def test_submit_from_python_passes_a_zero_on(folder: Path, fake_slurm: FakeSlurm) -> None:
-    fake_slurm.answer("sbatch", "12\n")
+@pytest.mark.usefixtures("fake_slurm")
+def test_submit_from_python_passes_a_zero_on() -> None:
     run = submit("quickstart", max_restarts=0)
     assert "--max-restarts 0" in (run.run_dir / "slurm" / "pretrain.sbatch").read_text()

@@ -9,7 +9,8 @@ import pytest
 from megatfm.config import load_config
 from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
-from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from megatfm.launchers.slurm import SlurmLauncher
+from megatfm.launchers.slurm_site import Site, load_site
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
 from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.train.corpora import make_batch_schedule

@@ -10,7 +10,8 @@ import pytest
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler, snapshot
 from megatfm.launchers.record import find_latest_checkpoint_step, tail_jsonl
-from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from megatfm.launchers.slurm import SlurmLauncher
+from megatfm.launchers.slurm_site import Site, load_site
 from tests.support.documentation import ROOT
 from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, FakeSlurm, make_job, make_prep_job
 
@@ -137,11 +138,12 @@ def test_a_signal_reaches_srun_and_its_code_is_not_lost(folder: Path, number: st
     assert f"--code 75 --asked {number} --requeue" in requested[-1]
 
 
-def test_a_signal_ahead_of_the_start_is_not_lost(folder: Path) -> None:
-    srun = "trap 'exit 75' USR1\nfor _ in $(seq 100); do sleep 0.05; done"
-    code, requested = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_during_the_prolog_starts_nothing_and_reaches_the_epilog(folder: Path, number: str) -> None:
+    code, requested = run_script(folder, "touch started", plan=f"kill -{number} $PPID; echo 1 n1 n1")
     assert code == 42
-    assert "--asked USR1" in requested[-1]
+    assert f"--code 75 --asked {number} --requeue" in requested[-1]
+    assert not (folder / "started").exists()
 
 
 @pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])

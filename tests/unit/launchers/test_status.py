@@ -124,10 +124,17 @@ def test_status_shows_array_progress(make: MakeRun, fake_slurm: FakeSlurm, capsy
     _, output = run_megatfm("status", "runs/made.jobs", capsys=capsys)
     assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in output
     assert "work        encode-train: 2 parts done\n" in output
+    for part in ("dedup-0-exact_substrings.00000", "dedup-0-exact_substrings-join.00003"):
+        (work / f"{part}.json").touch()
+        assert get_run_status(run).work == f"{part.partition('.')[0]}: 1 parts done"
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
     result = get_run_status(run)
     assert (result.state.name, "the corpus is not finished" in result.state.reason) == ("FAILED", True)
+    launch_record = json.loads((run / "launch.json").read_text())
+    (run / "launch.json").write_text(json.dumps({**launch_record, "corpus_url": "s3://bucket/made"}))
+    assert get_run_status(run).state.name == "DONE", "a corpus at a URL leaves no prep.json here"
+    (run / "launch.json").write_text(json.dumps(launch_record))
     (run.with_name("made") / "prep.json").touch()
     assert (get_run_status(run).state.name, get_run_status(run).work) == ("DONE", "the corpus is finished")
 

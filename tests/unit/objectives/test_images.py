@@ -9,7 +9,7 @@ import torch
 
 from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig, SimMIMObjective
 from megatfm.config.objective import ImageClassificationObjective
-from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.packed_rows import PackedBlock, pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.classifier import count_topk_correct
@@ -20,33 +20,34 @@ from tests.support.images import encode_image, encode_noise
 from tests.support.tower_models import TOWERS
 
 KEY = ChunkKey(0, 0, 0, 0)
+NO_TEXT = np.zeros(0, np.uint16)
+ENCODER = {
+    "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8, "lm_head.name": "none",
+    "embedding.name": "patches", "embedding.patch_size": 4,
+}  # fmt: skip
+CLASSIFIER = ENCODER | {
+    "embedding.n_class_tokens": 1, "embedding.n_register_tokens": 2, "extra_heads.classifier": {"n_classes": 5},
+}  # fmt: skip
 
 
-def model(**options: Any) -> ModelConfig:
-    keys = {
-        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
-        "embedding.name": "patches", "embedding.patch_size": 4, "embedding.channels": 3,
-        "embedding.n_class_tokens": 1, "embedding.n_register_tokens": 2, "lm_head.name": "none",
-        "extra_heads.classifier": {"n_classes": 5},
-    }  # fmt: skip
-    return ModelConfig.from_dotted(keys | options)
+def objective(rows: int = 40, size: int = 12, **options: Any) -> Objective:
+    section = ImagesConfig.model_validate({"size": size, "crop_pct": 1.0})
+    config = ModelConfig.from_dotted(CLASSIFIER | options)
+    return build_objective(ImageClassificationObjective(), config, None, (rows,), section)
 
 
-def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) -> Objective:
-    section = ImagesConfig.model_validate({"size": size, "crop_pct": 1.0, **images})
-    chosen = model(
-        **{"embedding.channels": channels, "embedding.mean": [0.5] * channels, "embedding.std": [0.5] * channels},
-    )  # fmt: skip
-    return build_objective(ImageClassificationObjective(), chosen, None, (rows,), section)
+def labelled_images(count: int) -> list[dict[str, bytes]]:
+    return [{"png": encode_noise(12, 12, seed=n), "cls": b"%d" % n} for n in range(count)]
 
 
-def noise(height: int, width: int, seed: int = 0, *channels: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, *(channels or (3,))), np.uint8)
+def read_batch(rows: PackedBlock) -> dict[str, torch.Tensor]:
+    samples = [rows.build_row(n) for n in range(rows.n_rows)]
+    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
 
 
 def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
-    pixels = noise(12, 12)
-    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels), "cls": b"3\n"})
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8)
+    chunk = DocumentChunk(NO_TEXT, files={"png": encode_image(pixels), "cls": b"3\n"})
     fields = objective().build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 48)
     assert not fields["patches"][:3].any()
@@ -61,10 +62,7 @@ def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
 
 
 def test_rows_hold_images_and_padding() -> None:
-    result = objective()
-    how = PackingConfig(result, (40,), 0)
-    files = [{"png": encode_image(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
-    rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
+    rows = pack_in_memory([NO_TEXT] * 4, PackingConfig(objective(), (40,), 0), members=labelled_images(4))
     assert rows.n_rows == 2
     row = rows.build_row(1)
     assert row["documents"].tolist() == [0] * 12 + [-1] * 28
@@ -76,29 +74,26 @@ def test_rows_hold_images_and_padding() -> None:
 
 
 def test_grey_images_have_one_channel() -> None:
-    result = objective(channels=1)
-    pixels = noise(12, 12, 0, 3)[..., 0]
-    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels), "cls": b"0"})
-    fields = result.build_example(chunk, KEY)
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12), np.uint8)
+    chunk = DocumentChunk(NO_TEXT, files={"png": encode_image(pixels), "cls": b"0"})
+    grey = {"embedding.channels": 1, "embedding.mean": [0.5], "embedding.std": [0.5]}
+    fields = objective(**grey).build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 16)
     assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"cls": b"1"}, r"sample 7 has 0 images \(\.cls\), not one"),
-        ({"png": b"no image", "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
-        ({"png": encode_image(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
-        ({"png": encode_image(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
-        ({"png": encode_image(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
-        ({"png": encode_image(noise(4, 4)), "cls": b"7" * 5000}, r"class '77777777777777777777'.* are 0 to 4"),
-        ({"png": encode_image(noise(4, 4))}, r"has no \.cls"),
-    ],
-)
+@pytest.mark.parametrize(("files", "message"), [
+    ({"cls": b"1"}, r"sample 7 has 0 images \(\.cls\), not one"),
+    ({"png": b"no image", "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+    ({"png": encode_noise(4, 4)[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+    ({"png": encode_noise(4, 4), "cls": b"5"}, r"class '5'.* are 0 to 4"),
+    ({"png": encode_noise(4, 4), "cls": b"-1"}, r"class '-1'"),
+    ({"png": encode_noise(4, 4), "cls": b"7" * 5000}, r"class '77777777777777777777'.* are 0 to 4"),
+    ({"png": encode_noise(4, 4)}, r"has no \.cls"),
+])  # fmt: skip
 def test_samples_that_cannot_be_used_are_named(files: dict[str, bytes], message: str) -> None:
     with pytest.raises(MegatfmError, match=message):
-        pack_in_memory([np.zeros(0, np.uint16)], PackingConfig(objective(), (40,), 0), first=7, members=[files])
+        pack_in_memory([NO_TEXT], PackingConfig(objective(), (40,), 0), first=7, members=[files])
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -109,40 +104,30 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_random_chunks_are_pictures() -> None:
-    result = objective()
-    chunk = result.random_chunk(np.random.default_rng(1))
-    assert result.build_example(chunk, KEY)["patches"][3:].any()
+    chunk = objective().random_chunk(np.random.default_rng(1))
+    assert objective().build_example(chunk, KEY)["patches"][3:].any()
 
 
 def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     torch.manual_seed(0)
-    network = build(model(**{"extra_heads.classifier": {"n_classes": 7}}))
+    options = {"extra_heads.classifier": {"n_classes": 9}}
+    network = build(ModelConfig.from_dotted(CLASSIFIER | options))
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter)
-    section = ImagesConfig(size=12, crop_pct=1.0)
-    result = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
-    measured = result.for_evaluation()
-    how = PackingConfig(measured, (40,), 0)
-    files = [{"png": encode_image(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
-    blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
-    batch = {
-        name: torch.from_numpy(np.stack([blocks.build_row(n)[name] for n in range(blocks.n_rows)]))
-        for name in blocks.build_row(0)
-    }
-    assert dict(measured.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
+    trained = objective(**options)
+    evaluated = trained.for_evaluation()
+    batch = read_batch(pack_in_memory([NO_TEXT] * 9, PackingConfig(evaluated, (40,), 0), members=labelled_images(9)))
+    assert dict(evaluated.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
     with torch.no_grad():
-        assert result(network.train(), batch).keys() == {"classifier"}
-        assert result(network.eval(), batch).keys() == {"classifier"}
-        terms = measured(network, batch)
+        assert trained(network.train(), batch).keys() == {"classifier"}
+        assert trained(network.eval(), batch).keys() == {"classifier"}
+        terms = evaluated(network, batch)
         unlabelled = {name: values for name, values in batch.items() if name != "labels"}
         logits = network(**unlabelled).predictions["classifier"].numpy()
-    labels = np.array([int(file["cls"]) for file in files])
-    ranks = np.array([(row > row[label]).sum() for row, label in zip(logits, labels, strict=True)])
-    assert {name: int(terms[name]) for name in measured.metrics} == {
-        "top1": (ranks < 1).sum(),
-        "top5": (ranks < 5).sum(),
-    }
-    assert {int(count) for count in measured.target_counts(batch).values()} == {9}
+    ranks = np.array([(row > row[label]).sum() for label, row in enumerate(logits)])
+    counts = {name: int(terms[name]) for name in evaluated.metrics}
+    assert counts == {"top1": (ranks < 1).sum(), "top5": (ranks < 5).sum()}
+    assert {int(count) for count in evaluated.target_counts(batch).values()} == {9}
     assert 0 < (ranks < 5).sum() < 9
 
 
@@ -157,33 +142,22 @@ def test_no_class_of_nan_is_right() -> None:
 # ----------------------------------------------------------------------------------------------------- SimMIM
 
 
-SIDE, SIZE = 4, 40
+SIMMIM = ENCODER | {"embedding.mask_token": True, "extra_heads.pixels": {"stride": 4}}
+PICTURE = DocumentChunk(
+    NO_TEXT, files={"png": encode_image(np.random.default_rng(0).integers(1, 256, (40, 40, 3), np.uint8))}
+)
+"""No value is 0, as masked ones are."""
 
 
-def simmim_model(**options: Any) -> ModelConfig:
-    keys = {
-        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
-        "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mask_token": True,
-        "lm_head.name": "none", "extra_heads.pixels": {"stride": SIDE},
-    }  # fmt: skip
-    return ModelConfig.from_dotted(keys | options)
-
-
-def simmim_objective(config: ModelConfig | None = None, **options: Any) -> Objective:
-    images = ImagesConfig.model_validate({"size": SIZE, "crop_pct": 1.0})
+def simmim_objective(config: Mapping[str, Any] = SIMMIM, **options: Any) -> Objective:
     section = SimMIMObjective.model_validate({"mask_size": 8, **options})
-    return build_objective(section, config or simmim_model(), None, (101,), images)
-
-
-def chunk() -> DocumentChunk:
-    pixels = np.random.default_rng(0).integers(1, 256, (SIZE, SIZE, 3), np.uint8)
-    return DocumentChunk(np.zeros(0, np.uint16), files={"png": encode_image(pixels)})
+    return build_objective(section, ModelConfig.from_dotted(config), None, (101,), ImagesConfig(size=40, crop_pct=1.0))
 
 
 @pytest.mark.parametrize(("ratio", "n_masked"), [(0.6, 15), (0.5, 13), (0.01, 1), (0.96, 24)])
-def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
+def test_complete_squares_are_masked(ratio: float, n_masked: int) -> None:
     """The masked share of 25 squares is rounded up; a class token is none."""
-    fields = simmim_objective(mask_ratio=ratio).build_example(chunk(), ChunkKey(0, 0, 0, 0))
+    fields = simmim_objective(mask_ratio=ratio).build_example(PICTURE, KEY)
     masked = fields["masked"]
     assert masked[0] == 0
     squares = masked[1:].reshape(5, 2, 5, 2)
@@ -198,33 +172,26 @@ def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
 
 
 def test_masks_follow_from_the_key() -> None:
-    chosen = simmim_objective()
-    keys = [ChunkKey(0, 0, 0, 0), ChunkKey(0, 1, 0, 0), ChunkKey(0, 0, 7, 0), ChunkKey(3, 0, 0, 0)]
-    masks = [chosen.build_example(chunk(), key)["masked"] for key in keys]
+    simmim = simmim_objective()
+    keys = [KEY, ChunkKey(0, 1, 0, 0), ChunkKey(0, 0, 7, 0), ChunkKey(3, 0, 0, 0)]
+    masks = [simmim.build_example(PICTURE, key)["masked"] for key in keys]
     assert len({mask.tobytes() for mask in masks}) == len(keys)
-    np.testing.assert_array_equal(simmim_objective().build_example(chunk(), keys[1])["masked"], masks[1])
+    np.testing.assert_array_equal(simmim_objective().build_example(PICTURE, keys[1])["masked"], masks[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask_size": 6}, "mask_size = 6: masked squares are whole patches of 4"),
-        ({"mask_size": 16}, "mask_size = 16: masked squares"),
-        ({"mask_ratio": 0.99}, "masks all 25 squares"),
-    ],
-)
-def test_impossible_masks_of_simmim_are_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("model", "options", "message"), [
+    (SIMMIM, {"mask_size": 6}, "mask_size = 6: masked squares are whole patches of 4"),
+    (SIMMIM, {"mask_size": 16}, "mask_size = 16: masked squares"),
+    (SIMMIM, {"mask_ratio": 0.99}, "masks all 25 squares"),
+    (SIMMIM | {"embedding.mask_token": False}, {}, "a mask token and a head for pixels"),
+    (ENCODER | {"embedding.mask_token": True}, {}, "a mask token and a head for pixels"),
+    (SIMMIM | {"extra_heads.pixels": {"stride": 8}}, {}, r"choose model\.extra_heads\.pixels\.stride = 4"),
+])  # fmt: skip
+def test_impossible_masks_and_models_of_simmim_are_refused(
+    model: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
-        simmim_objective(**options)
-
-
-def test_models_that_lack_a_part() -> None:
-    headless = simmim_model().with_changes({"extra_heads": {}})
-    for lacking in (simmim_model(**{"embedding.mask_token": False}), headless):
-        with pytest.raises(UsageError, match="a mask token and a head for pixels"):
-            simmim_objective(lacking)
-    with pytest.raises(UsageError, match=r"choose model\.extra_heads\.pixels\.stride = 4"):
-        simmim_objective(simmim_model(**{"extra_heads.pixels": {"stride": 8}}))
+        simmim_objective(model, **options)
 
 
 # ---------------------------------------------------------------------------------------- images and captions
@@ -283,7 +250,7 @@ def test_rows_hold_pairs_side_by_side() -> None:
 
 
 def test_a_batch_is_what_the_model_reads() -> None:
-    """Losses and, in evaluation, found captions, of which two are the same."""
+    """Losses, and in evaluation how many captions are right; two are the same."""
     trained = contrastive_objective()
     captions = [np.array(ids, np.uint16) for ids in ([7, 8], [9], [7, 8])]
     members = [{"png": encode_noise(seed=n)} for n in range(3)]
@@ -292,10 +259,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
     for objective, terms in ((trained, {"contrastive"}), (trained.for_evaluation(), {"contrastive", "top1", "top5"})):
-        rows = pack_in_memory(captions, PackingConfig(objective, (10, 14), 0), members=members)
-        batch = {
-            name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)])) for name in rows.build_row(0)
-        }
+        batch = read_batch(pack_in_memory(captions, PackingConfig(objective, (10, 14), 0), members=members))
         losses = objective(model, batch)
         assert losses.keys() == terms == objective.loss_weights.keys()
         assert {int(count) for count in objective.target_counts(batch).values()} == {3}
@@ -303,37 +267,31 @@ def test_a_batch_is_what_the_model_reads() -> None:
     numbers = features["captions"]
     assert numbers[0] == numbers[2] != numbers[1]
     cosines = features["images"] @ features["texts"].T
-    is_found = [all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)]
-    assert losses["top1"] == sum(is_found)
+    is_right = [all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)]
+    assert losses["top1"] == sum(is_right)
     assert losses["top5"] == 3
 
 
-@pytest.mark.parametrize(
-    ("files", "caption", "message"),
-    [
-        ({"png": encode_noise()}, [], "sample 7 has no caption: give prep the tokenizer"),
-        ({}, [5], "sample 7 has 0 images"),
-        ({"png": encode_noise()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
-    ],
-)
+@pytest.mark.parametrize(("files", "caption", "message"), [
+    ({"png": encode_noise()}, [], "sample 7 has no caption: give prep the tokenizer"),
+    ({}, [5], "sample 7 has 0 images"),
+    ({"png": encode_noise()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
+])  # fmt: skip
 def test_pairs_that_cannot_be_used_are_named(files: dict[str, bytes], caption: list[int], message: str) -> None:
     how = PackingConfig(contrastive_objective(), (10, 14), 0)
     with pytest.raises(MegatfmError, match=message):
         pack_in_memory([np.array(caption, np.uint16)], how, first=7, members=[files])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"images": {"mixup": 0.5}}, "a mixed image has no caption"),
-        ({"images": {"size": 10}}, "data.images.size = 10 is not a multiple"),
-        ({"images": {"max_patches": 4}}, "takes images of one size"),
-        ({"lengths": (4, 14)}, "data.sequence_length = 4 is too short"),
-        ({"lengths": (10,)}, "set data.target_length"),
-        ({"lengths": (10, 2)}, "no room for a caption's begin token"),
-        ({"lengths": (10, 6), "pad_captions": True}, "choose data.target_length=7"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"images": {"mixup": 0.5}}, "a mixed image has no caption"),
+    ({"images": {"size": 10}}, "data.images.size = 10 is not a multiple"),
+    ({"images": {"max_patches": 4}}, "takes images of one size"),
+    ({"lengths": (4, 14)}, "data.sequence_length = 4 is too short"),
+    ({"lengths": (10,)}, "set data.target_length"),
+    ({"lengths": (10, 2)}, "no room for a caption's begin token"),
+    ({"lengths": (10, 6), "pad_captions": True}, "choose data.target_length=7"),
+])  # fmt: skip
 def test_contradictory_options_of_contrastive_learning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         contrastive_objective(**options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import BatchedMuon, split_batches
@@ -25,6 +26,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
     "stacked": ((2, 3), "vector"),
 }
 SCALES = {"wide": 0.5}
+MATRIX = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
 Weights = dict[str, Tensor]
 
 
@@ -54,17 +56,22 @@ def make_parameters() -> dict[str, ParameterInfo]:
     }
 
 
+def make_groups(name: str, parameters: dict[str, ParameterInfo], **options: Any) -> list[OptimizerGroup]:
+    """The registered optimizer's groups of parameters."""
+    config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE, **options})
+    return [group for group in OPTIMIZERS.get(name)(config, parameters) if group.names]
+
+
 def run_optimizer(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
     """The weights after all steps of the registered optimizer, as an engine takes them."""
-    config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE, **options})
     weights = draw_weights()
-    groups = [group for group in OPTIMIZERS.get(name)(config, make_parameters()) if group.names]
-    result = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
+    groups = make_groups(name, make_parameters(), **options)
+    optimizers = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
     for step in range(1, STEPS + 1):
         gradients = compute_gradients(weights, step)
-        for optimizer in result:
+        for optimizer in optimizers:
             optimizer.step(gradients, compute_rate(step))
-    return weights, result
+    return weights, optimizers
 
 
 def run_updates(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
@@ -77,11 +84,11 @@ def run_updates(update: Callable[[str, Tensor, Tensor, int, float], None]) -> We
 
 
 def run_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
-    """An optimizer of somebody else for each weight."""
-    result: dict[str, torch.optim.Optimizer] = {}
+    """The weights after all steps of a library's optimizer, one for each weight."""
+    optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        optimizer = result.setdefault(name, make(name, weight))
+        optimizer = optimizers.setdefault(name, make(name, weight))
         weight.grad = gradient
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -133,11 +140,12 @@ def test_adamw_equals_torch() -> None:
 def test_muon_equals_its_paper() -> None:
     """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
     momentum: Weights = {}
-    remaining = adamw((0.9, 0.95), 1e-8, 0.2)
+    update_by_adamw = adamw((0.9, 0.95), 1e-8, 0.2)
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         if SHAPES[name][1] != "matrix":
-            return remaining(name, weight, gradient, step, lr)
+            update_by_adamw(name, weight, gradient, step, lr)
+            return
         lr = lr * 0.02 / RATE
         buffer = momentum.setdefault(name, torch.zeros_like(gradient))
         buffer.lerp_(gradient, 0.05)
@@ -151,7 +159,6 @@ def test_muon_equals_its_paper() -> None:
         x = (x.T if tall else x).double()
         weight *= 1 - lr * 0.2
         weight -= lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * x
-        return None
 
     # A rounding of bfloat16 here or there, of updates that sum up to a tenth of the weights.
     assert_same(run_optimizer("muon", weight_decay=0.2)[0], run_updates(update), tolerance=2e-3)
@@ -174,9 +181,8 @@ def test_adafactor_decays_weights_by_the_learning_rate() -> None:
     for name, (shape, role) in SHAPES.items():
         moved = []
         for weight_decay in (0.0, 0.5):
-            config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
             info = ParameterInfo(shape, role, role != "vector", True)
-            (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
+            (group,) = make_groups("adafactor", {name: info}, weight_decay=weight_decay)
             weights = {name: draw_weights()[name]}
             TorchOptimizer(group, weights).step(compute_gradients(weights, 1), RATE)
             moved.append(weights[name])
@@ -184,14 +190,13 @@ def test_adafactor_decays_weights_by_the_learning_rate() -> None:
 
 
 def test_adafactor_is_independent_of_the_scale_of_gradients() -> None:
-    """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
-    config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
-    (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
+    """A large model's clipped gradients are tiny; torch's own floor would make float32's updates larger."""
+    (group,) = make_groups("adafactor", MATRIX, clip_threshold=1e6)
     gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     moved = []
     for scale in (1.0, 1e-6):
         weight = torch.ones(6, 4)
-        TorchOptimizer(group, {"w": weight}).step({"w": scale * gradient}, RATE)
+        TorchOptimizer(group, {"matrix": weight}).step({"matrix": scale * gradient}, RATE)
         moved.append(weight - 1)
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-6)
 
@@ -210,12 +215,11 @@ def test_lamb_equals_its_reference() -> None:
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
 def test_lamb_has_trust_ratio_one_for_a_norm_of_zero(zero: str) -> None:
-    config = OPTIMIZER_SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
-    (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
-    weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
+    (group,) = make_groups("lamb", MATRIX, weight_decay=0.0)
+    weight = torch.zeros(6, 4) if zero == "weight" else torch.ones(6, 4)
     before = weight.clone()
-    TorchOptimizer(group, {"w": weight}).step({"w": torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)}, 0.1)
-    assert torch.allclose(before - weight, torch.full((2, 2), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
+    TorchOptimizer(group, {"matrix": weight}).step({"matrix": torch.full((6, 4), float(zero != "gradient"))}, 0.1)
+    assert torch.allclose(before - weight, torch.full((6, 4), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
 
 
 def test_lion_equals_its_reference(library: ModuleType) -> None:
@@ -229,46 +233,42 @@ def test_lion_equals_its_reference(library: ModuleType) -> None:
 @pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
 @pytest.mark.parametrize("every", [1, 4])
 def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int) -> None:
-    remaining = adamw((0.9, 0.95), 1e-8, 0.2)
-    result: dict[str, Any] = {}
+    update_by_adamw = adamw((0.9, 0.95), 1e-8, 0.2)
+    options = {"betas": (0.9, 0.95), "precondition_frequency": every, "weight_decay": 0.2}
+    references: dict[str, Any] = {}
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         if SHAPES[name][1] != "matrix":
-            return remaining(name, weight, gradient, step, lr)
-        options = {"betas": (0.9, 0.95), "precondition_frequency": every, "max_precondition_dim": max_dim}
-        soap = result.setdefault(name, library.soap.SOAP([weight], weight_decay=0.2, **options))
+            update_by_adamw(name, weight, gradient, step, lr)
+            return
+        soap = references.setdefault(name, library.soap.SOAP([weight], max_precondition_dim=max_dim, **options))
         soap.param_groups[0]["lr"], weight.grad = lr, gradient
         soap.step()
-        return None
 
-    options = {
-        "betas": (0.9, 0.95), "precondition_frequency": every, "max_precond_dim": max_dim, "weight_decay": 0.2,
-    }  # fmt: skip
-    assert_same(run_optimizer("soap", **options)[0], run_updates(update), tolerance=1e-9)
+    actual = run_optimizer("soap", max_precond_dim=max_dim, **options)[0]
+    assert_same(actual, run_updates(update), tolerance=1e-9)
 
 
 def test_schedule_free_equals_its_reference() -> None:
     """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
-    beta, sum_of, x, z, squares = (
-        0.9, [0.0], draw_weights(), draw_weights(), {n: torch.zeros_like(w) for n, w in draw_weights().items()},
-    )  # fmt: skip
-    y = draw_weights()
+    x, y, z = draw_weights(), draw_weights(), draw_weights()
+    squares = {name: torch.zeros_like(weight) for name, weight in x.items()}
+    sum_of_weights = 0.0
     for step in range(1, STEPS + 1):
         weight = compute_rate(step) ** 2
-        sum_of[0] += weight
+        sum_of_weights += weight
         for name, gradient in compute_gradients(y, step).items():
             lr = compute_rate(step) * SCALES.get(name, 1.0)
             squares[name] = 0.99 * squares[name] + 0.01 * gradient**2
             direction = gradient / ((squares[name] / (1 - 0.99**step)) ** 0.5 + 1e-8)
             z[name] = z[name] - lr * (direction + get_decay(name, 0.2) * y[name])
-            x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
-            y[name] = (1 - beta) * z[name] + beta * x[name]
-    actual, (result,) = run_optimizer("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+            x[name] = x[name] + weight / sum_of_weights * (z[name] - x[name])
+            y[name] = 0.1 * z[name] + 0.9 * x[name]
+    actual, (trained,) = run_optimizer("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
     assert_same(actual, y)
-    config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
-    (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, make_parameters())
+    (group,) = make_groups("schedule_free_adamw", make_parameters())
     optimizer = ElementwiseOptimizer(group, actual)
-    optimizer._torch = result
+    optimizer._torch = trained
     assert_same(optimizer.averaged(), x)
     assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"
 
@@ -345,11 +345,8 @@ def test_batched_muon_runs_as_many_operators_for_more_matrices(monkeypatch: pyte
 
 
 def test_muon_is_batched_on_gpus() -> None:
-    config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE})
-    infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
-    group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
-    kinds = {"cpu": torch.optim.Muon, "meta": BatchedMuon}  # meta in the place of a GPU
-    for device, kind in kinds.items():
+    (group,) = make_groups("muon", MATRIX)
+    for device, kind in (("cpu", torch.optim.Muon), ("meta", BatchedMuon)):  # meta in the place of a GPU
         assert type(group.build([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
 
 
@@ -360,10 +357,7 @@ def test_batches_of_updates_have_a_largest_size() -> None:
 
 
 def test_newton_schulz_in_full_precision_equals_its_polynomial() -> None:
-    """The iteration is its polynomial, and makes nothing of rounding.
-
-    Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2.
-    """
+    """Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2."""
     a, b, c = 3.4445, -4.7750, 2.0315  # of the authors
     generator = torch.Generator().manual_seed(5)
     for shape in ((6, 4), (4, 6), (5, 5)):
@@ -374,20 +368,16 @@ def test_newton_schulz_in_full_precision_equals_its_polynomial() -> None:
         orthogonal = matrix_optimizers.newton_schulz(x[None], in_bf16=False)
         torch.testing.assert_close(orthogonal[0], u * s @ vt, rtol=0, atol=1e-12)
         near = x * (1 + 1e-9 * torch.randn(shape, generator=generator, dtype=torch.float64))
-        changes = [
-            float((matrix_optimizers.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max())
-            for how, other in ((False, orthogonal.float()), (True, orthogonal.float()))
-        ]
-        assert changes[0] < 1e-4 < 1e-3 < changes[1]
+        results = [matrix_optimizers.newton_schulz(near.float()[None], in_bf16=in_bf16) for in_bf16 in (False, True)]
+        change_in_param_dtype, change_in_bf16 = (float((result - orthogonal).abs().max()) for result in results)
+        assert change_in_param_dtype < 1e-4 < 1e-3 < change_in_bf16
 
 
 def test_the_dtype_of_newton_schulz_is_configurable() -> None:
-    infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
-    config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz_dtype": "param"})
-    group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
+    (group,) = make_groups("muon", MATRIX, newton_schulz_dtype="param", matrix_lr=0.03)
     optimizer = group.build([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
     weight = optimizer.param_groups[0]["params"][0]
     weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     optimizer.step()
     direction = matrix_optimizers.newton_schulz(weight.grad[None], in_bf16=False)[0]
-    torch.testing.assert_close(weight.detach(), -config.matrix_lr * 1.5**0.5 * direction, rtol=1e-9, atol=0)
+    torch.testing.assert_close(weight.detach(), -0.03 * 1.5**0.5 * direction, rtol=1e-9, atol=0)

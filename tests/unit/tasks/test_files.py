@@ -44,6 +44,11 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
         read_rows(folder)
     with pytest.raises(UsageError, match=r"holds neither .*: give a split, for example .*saved/train"):
         read_rows(tmp_path / "saved")
+    table = pyarrow.Table.from_arrays([["one"], ["two"]], names=["text", "text"])
+    with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(UsageError, match=r"data-00000-of-00001\.arrow: names column 'text' twice"):
+        read_rows(folder)
 
 
 def test_splits_in_one_folder_are_not_mixed(tmp_path: Path) -> None:

@@ -27,25 +27,21 @@ VALUES: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "train": {"steps": 10, "global_batch": 4, "micro_batch": 2},
 }
-
-
 HERE = {"kinds": [{"torch": "2", "threads": "1", "instruction sets": "avx avx2 fma"}], "of_rank": [0, 0]}
 
 
 def change(values: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     values = copy.deepcopy(values)
-    *sections, last = key.split(".")
+    *sections, name = key.split(".")
     table = values
     for section in sections:
         table = table.setdefault(section, {})
-    table[last] = value
+    table[name] = value
     return values
 
 
 def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
-    data = {
-        "position": 20, "epoch": 0, "fingerprint": "f", "sequence_length": 8, "streams": 64, "shuffle": True,
-    }  # fmt: skip
+    data = {"position": 20, "epoch": 0, "fingerprint": "f", "sequence_length": 8, "streams": 64, "shuffle": True}
     result = {
         "step": 5, "tokens": 160, "precision": "fp32", "tokenizer": "t", "data": data, "trouble": {},
         "machines": HERE, "config": Config.model_validate(values).model_dump(mode="json"), "megatfm": __version__,
@@ -55,8 +51,22 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(result))  # as it comes back from a checkpoint
 
 
-def test_a_run_resumes_with_the_same_config() -> None:
-    assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(), []) == []
+def check(stored: dict[str, Any], now: dict[str, Any], *allow: str, **options: Any) -> list[str]:
+    """The changes that are allowed between a checkpoint's state and a run's."""
+    return resume.check_compatible(resume.ResumePoint(PATH, stored), now, list(allow), **options)
+
+
+@pytest.mark.parametrize("values", [
+    VALUES,
+    change(VALUES, "name", "b"),
+    change(VALUES, "parallel.tp", 2),
+    change(VALUES, "train.micro_batch", 1),
+    change(VALUES, "checkpoint.every", 1),
+    change(VALUES, "data.train", "moved/elsewhere"),
+    change(VALUES, "log.every", 1),
+])  # fmt: skip
+def test_settings_that_change_no_number_may_change(values: dict[str, Any]) -> None:
+    assert check(state(), state(values)) == []
 
 
 def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
@@ -64,12 +74,10 @@ def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
         change(VALUES, "model.lm_head", {"scale": "d_model^-1/2"}), "model.embedding", {"scale": "d_model^1/2"}
     )
     number = change(change(VALUES, "model.lm_head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
-    second = change(number, "model.lm_head", {"scale": 0.5})
     assert state(word)["config"]["model"]["lm_head"]["scale"] == "d_model^-1/2"
-    for first, two in ((word, number), (number, word)):
-        assert resume.check_compatible(resume.ResumePoint(PATH, state(first)), state(two), []) == []
+    assert check(state(word), state(number)) == check(state(number), state(word)) == []
     with pytest.raises(UsageError, match=r"model\.lm_head\.scale: 0\.5 → 0\.35"):
-        resume.check_compatible(resume.ResumePoint(PATH, state(second)), state(word), [])
+        check(state(change(number, "model.lm_head", {"scale": 0.5})), state(word))
 
 
 CHANGES = {
@@ -83,20 +91,18 @@ CHANGES = {
 
 @pytest.mark.parametrize("group", CHANGES)
 def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
-    resume_point = resume.ResumePoint(PATH, state())
     now = state(CHANGES[group])
     with pytest.raises(UsageError) as caught:
-        resume.check_compatible(resume_point, now, [])
+        check(state(), now)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{PATH}: was saved by a run that differs: ")
     assert message.endswith(f"accept the change with resume.allow={group}")
-    (line,) = resume.check_compatible(resume_point, now, [group])
+    (line,) = check(state(), now, group)
     assert line in message
     assert " → " in line
-    remaining = [other for other in CHANGES if other != group]
     with pytest.raises(UsageError):
-        resume.check_compatible(resume_point, now, remaining)
+        check(state(), now, *(CHANGES.keys() - {group}))
 
 
 @pytest.mark.parametrize(("before", "now", "allow", "message"), [
@@ -115,76 +121,55 @@ def test_a_refused_resume_is_an_error_with_a_remedy(
     before: dict[str, Any], now: dict[str, Any], allow: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        resume.check_compatible(resume.ResumePoint(PATH, before), now, allow)
+        check(before, now, *allow)
 
 
 def test_a_branch_is_not_told_to_take_another_name() -> None:
-    resume_point = resume.ResumePoint(PATH, state())
     for now, expected in (
         (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
         (state(change(VALUES, "optimizer.name", "lion")), r"can't use: leave train\.branch_from out, and start"),
     ):
         with pytest.raises(UsageError, match=expected) as caught:
-            resume.check_compatible(resume_point, now, [], same_run=False)
+            check(state(), now, same_run=False)
         assert "another name" not in str(caught.value)
 
 
-def test_another_precision_is_said() -> None:
-    allowed = resume.check_compatible(resume.ResumePoint(PATH, state()), state(precision="bf16"), [])
+def test_another_precision_is_logged() -> None:
+    allowed = check(state(), state(precision="bf16"))
     assert allowed == ["precision: fp32 → bf16"]
     assert resume.find_changes_that_may_fix_skips(allowed) == allowed
 
 
-def test_the_diff_says_what_was_and_what_is() -> None:
-    allowed = resume.check_compatible(resume.ResumePoint(PATH, state()), state(CHANGES["optimizer"]), ["optimizer"])
-    assert allowed == ["optimizer.lr: 0.001 → 0.002"]
+def test_an_allowed_change_is_logged_with_both_values() -> None:
+    assert check(state(), state(CHANGES["optimizer"]), "optimizer") == ["optimizer.lr: 0.001 → 0.002"]
 
 
 @pytest.mark.parametrize(
     ("facts", "group"),
     [({"data__fingerprint": "g"}, "data"), ({"data__streams": 8}, "data"), ({"tokenizer": "u"}, "tokenizer")],
 )
-def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
-    resume_point, now = resume.ResumePoint(PATH, state()), state(**facts)
+def test_other_data_and_another_tokenizer_are_refused_and_can_be_allowed(facts: dict[str, Any], group: str) -> None:
     with pytest.raises(UsageError, match=rf"resume\.allow={group}$"):
-        resume.check_compatible(resume_point, now, [])
-    assert len(resume.check_compatible(resume_point, now, [group])) == 1
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        change(VALUES, "name", "b"),
-        change(VALUES, "parallel.tp", 2),
-        change(VALUES, "train.micro_batch", 1),
-        change(VALUES, "checkpoint.every", 1),
-        change(VALUES, "data.train", "moved/elsewhere"),
-        change(VALUES, "log.every", 1),
-    ],
-)
-def test_settings_that_change_no_number_may_change(values: dict[str, Any]) -> None:
-    assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(values), []) == []
+        check(state(), state(**facts))
+    assert len(check(state(), state(**facts), group)) == 1
 
 
 def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
     now = state(data__position=99, data__epoch=3, megatfm="9.9", later__fact=1)
-    assert resume.check_compatible(resume.ResumePoint(PATH, state()), now, []) == []
-    assert resume.check_compatible(resume.ResumePoint(PATH, now), state(), []) == []
+    assert check(state(), now) == check(now, state()) == []
 
 
 def test_state_that_a_converted_checkpoint_lacks_is_logged_once() -> None:
     converted = state()
     converted["data"], converted["tokenizer"] = {"position": 0}, None
-    resume_point = resume.ResumePoint(PATH, converted)
-    allowed = resume.check_compatible(resume_point, state(), ["data", "tokenizer"])
-    assert allowed == ["data: none there", "tokenizer: none there"]
+    assert check(converted, state(), "data", "tokenizer") == ["data: none there", "tokenizer: none there"]
     with pytest.raises(UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"):
-        resume.check_compatible(resume_point, state(), [])
+        check(converted, state())
 
 
-@pytest.mark.parametrize(
-    "key", ["optimizer.max_grad_norm", "model.norm.eps", "objective.name", "lr_schedule.warmup_steps"]
-)
+@pytest.mark.parametrize("key", [
+    "optimizer.max_grad_norm", "model.norm.eps", "objective.name", "lr_schedule.warmup_steps",
+])  # fmt: skip
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str) -> None:
     older = state()
     table = older["config"]
@@ -192,9 +177,9 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
     for section in sections:
         table = table[section]
     del table[name]
-    point, now = resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.max_grad_norm", 2.0))
-    assert resume.check_compatible(point, state(), []) == []
-    assert resume.check_compatible(point, now, ["optimizer"]) == ["optimizer.max_grad_norm: 1.0 → 2.0"]
+    now = state(change(VALUES, "optimizer.max_grad_norm", 2.0))
+    assert check(older, state()) == []
+    assert check(older, now, "optimizer") == ["optimizer.max_grad_norm: 1.0 → 2.0"]
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -259,12 +244,9 @@ def test_a_node_local_folder_is_named_once_per_run_directory(tmp_path: Path, mon
 
 
 def test_a_resume_on_another_machine_is_logged() -> None:
-    recorded = {
-        "kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}],
-        "of_rank": [0, 0],
-    }
-    before, now = state(machines=recorded), state()
-    assert resume.check_compatible(resume.ResumePoint(PATH, before), now, []) == []
+    kind = {"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}
+    before, now = state(machines={"kinds": [kind], "of_rank": [0, 0]}), state()
+    assert check(before, now) == []
     (line,) = resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
     assert "will not be bit-identical" in line
@@ -273,37 +255,30 @@ def test_a_resume_on_another_machine_is_logged() -> None:
     assert resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("step", "five"), ("step", None), ("step", -1), ("tokens", 1.5), ("tokens", True)],
-        *[("data.position", []), ("precision", 3), ("data.position", 10**30), ("step", 2**63)],
-        *[("config", None), ("config", "gpt"), ("config", {}), ("config.model", [])],
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("step", "five"), ("step", None), ("step", -1), ("step", 2**63), ("tokens", 1.5), ("tokens", True),
+    ("data.position", []), ("data.position", 10**30), ("precision", 3),
+    ("config", None), ("config", "gpt"), ("config", {}), ("config.model", []),
+])  # fmt: skip
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
     with pytest.raises(MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"):
         resume.ResumePoint(PATH, change(state(), key, value))
 
 
-@pytest.mark.parametrize(
-    ("stored", "expected", "message"),
-    [
-        ({"a": [2, 3]}, {"a": (2, 3)}, ""),
-        ({"a": [2, 3]}, {"a": (2, 4)}, "a is [2, 3] there and [2, 4] here"),
-        ({"a": [2]}, {"a": (2,), "b": (3,)}, "b is [3] here alone"),
-        ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "expected", "message"), [
+    ({"a": [2, 3]}, {"a": (2, 3)}, ""),
+    ({"a": [2, 3]}, {"a": (2, 4)}, "a is [2, 3] there and [2, 4] here"),
+    ({"a": [2]}, {"a": (2,), "b": (3,)}, "b is [3] here alone"),
+    ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
+])  # fmt: skip
 def test_misfit_shapes_are_named(stored: dict[str, list[int]], expected: dict[str, list[int]], message: str) -> None:
     assert resume.find_shape_mismatch(stored, expected) == message
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
 def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
-    resume_point, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
     with pytest.raises(UsageError) as caught:
-        resume.check_compatible(resume_point, now, allow, shape_mismatch="a is [2] there alone")
+        check(state(), state(CHANGES["model"]), *allow, shape_mismatch="a is [2] there alone")
     assert str(caught.value) == (
         f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32. Its weights don't fit "
         "(a is [2] there alone), and resume.allow can't change that: give the run another name"

@@ -107,15 +107,7 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
 
 def test_rows_are_folded_where_the_ranks_fold_them() -> None:
     """Decoders of full attention and of windows, encoders, and both sides of an encoder-decoder."""
-    for name in (
-        "llama3-8b",
-        "mistral-7b-v0.1",
-        "gemma2-2b",
-        "bert-base",
-        "t5-small",
-        "xlnet-base",
-        "t-dmca",
-    ):
+    for name in ("llama3-8b", "mistral-7b-v0.1", "gemma2-2b", "bert-base", "t5-small", "xlnet-base", "t-dmca"):
         config = small(name, "parallel.cp=2", "parallel.dp_shard=1")
         model = build_model(config)
         tokens = np.zeros((4, 64), np.int64)

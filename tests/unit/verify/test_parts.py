@@ -8,15 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.commands.verify import DOCUMENTS
-from megatfm.config import (
-    AdamWConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-    load_config,
-)
+from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
@@ -271,12 +263,7 @@ def test_sizes_of_patterns(words: str) -> None:
 
 def test_unnamed_sizes_become_small() -> None:
     latent = shrink(load_config("deepseek-v3"))[0].model.attention
-    assert (latent.kv_lora_rank, latent.q_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim) == (
-        32,
-        32,
-        8,
-        8,
-    )
+    assert (latent.kv_lora_rank, latent.q_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim) == (32, 32, 8, 8)
     linformer = load_config("bert-base", ['model.attention={name="linformer",n_heads=12,max_length=512}'])
     projected = shrink(linformer)[0].model.attention
     assert (projected.max_length, projected.projected_length) == (64, 8)

@@ -184,13 +184,7 @@ def test_pipelines_are_the_same_and_send_what_they_should(
     tmp_path: Path, comparisons: list[GradientComparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        run_command(
-            tmp_path,
-            "parallel.pp=2",
-            "parallel.pp_schedule=zbv",
-            "parallel.tp=2",
-            "model.embedding.tied=true",
-        )
+        run_command(tmp_path, "parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.tp=2", "model.embedding.tied=true")
         == 0
     )
     [comparison] = comparisons
