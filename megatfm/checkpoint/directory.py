@@ -151,15 +151,22 @@ def purge_old_checkpoints(
         for path, step in list_replaced(newest.parent):
             if step <= step_from_path(verified):
                 try_to_remove(path)
-    paths = list_checkpoints(newest.parent)
     n_intact = 0
-    for path in reversed(paths[: paths.index(newest) + 1]):
+    for path in reversed(list_checkpoints(newest.parent)):
+        if step_from_path(path) > step_from_path(newest):
+            continue
         if n_intact < keep:
-            n_intact += check_checkpoint(path) is None
-            continue
-        if path in (verified, pinned) or (every and step_from_path(path) % every == 0):
-            continue
-        try_to_remove(path)
+            n_intact += _is_intact(path)
+        elif path not in (verified, pinned) and not (every and step_from_path(path) % every == 0):
+            try_to_remove(path)
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a checkpoint is intact, as far as its sizes tell; one of a later version is."""
+    try:
+        return check_checkpoint(path) is None
+    except NewerFormatError:
+        return True
 
 
 def list_replaced(folder: Path) -> list[tuple[Path, int]]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from pydantic import JsonValue
@@ -67,8 +67,16 @@ def save(
     plan = plan_save(action, shards)
     final = write_checkpoint(folder, step, plain, plan, lambda: plan.view_pieces(shards))
     if keep is not None and object_collectives.rank() == 0:
-        purge_old_checkpoints(final, keep)
+        _remove_old_checkpoints(final, keep)
     return final
+
+
+def _remove_old_checkpoints(newest: Path, keep: int, **options: Any) -> None:
+    """Apply retention, on rank 0. A failure is only logged: the new checkpoint is valid, and other ranks continue."""
+    try:
+        purge_old_checkpoints(newest, keep, **options)
+    except MegatfmError as error:
+        log.warning("old checkpoints could not be removed: %s", error)
 
 
 def check_keep(keep: int | None) -> None:
@@ -255,12 +263,9 @@ class Saver:
             if self.verify_after_write:
                 self.verified = path
             if self.keep is not None and object_collectives.rank(self._group) == 0:
-                try:
-                    purge_old_checkpoints(
-                        path, self.keep, every=self.keep_every, verified=self.verified, pinned=self.pinned
-                    )
-                except MegatfmError as error:  # the new checkpoint is valid anyway
-                    log.warning("old checkpoints could not be removed: %s", error)
+                _remove_old_checkpoints(
+                    path, self.keep, every=self.keep_every, verified=self.verified, pinned=self.pinned
+                )
             self._path = path
         except BaseException as error:
             self._error = error

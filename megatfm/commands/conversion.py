@@ -129,7 +129,7 @@ def _print_result(target: str, summary: str, notes: list[str]) -> int:
 
 def parse_size(text: str) -> int:
     """Return the bytes of "5GB", "200MB" or a plain number. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]B)?", text.strip().upper())
     if match is None or (number := int(float(match[1]) * UNITS[match[2] or ""])) < 1:
         raise UsageError(f"--max-shard-size {text}: give bytes, or for example 500MB or 5GB")
     return number

@@ -184,11 +184,11 @@ def check_pipeline(config: "Config") -> None:
         )
 
 
-def explain_split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
+def explain_split_backward_conflict(schedule: str, key: str, value: object, remedy_value: object) -> str:
     """Return why a setting doesn't work under a schedule that splits backward passes, and what to set."""
     return (
         f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} would "
-        f"repeat: use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other_value!r}"
+        f"repeat: use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {remedy_value!r}"
     )
 
 

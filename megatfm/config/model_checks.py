@@ -21,20 +21,20 @@ class Family:
     """Keys and heads that a model family supports.
 
     supported_keys: of those that `_check_family` checks. heads_refusal: why `model.extra_heads` is refused;
-    "": it is allowed. allows_no_lm_head: whether lm_head.name = "none" is allowed. other_names: prefixes of names for
-    suggestions.
+    "": it is allowed. allows_no_lm_head: whether lm_head.name = "none" is allowed. name_prefixes: beginnings of names
+    for which an error suggests the family.
     """
 
     supported_keys: frozenset[str]
     heads_refusal: str = ""
     allows_no_lm_head: bool = False
-    other_names: tuple[str, ...] = ()
+    name_prefixes: tuple[str, ...] = ()
 
 
 FAMILIES = {
     "decoder": Family(
         frozenset({"n_mtp_heads", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
-        other_names=("gpt", "llama", "mistral", "deepseek", "causal"),
+        name_prefixes=("gpt", "llama", "mistral", "deepseek", "causal"),
     ),
     "encoder": Family(
         frozenset(
@@ -46,11 +46,11 @@ FAMILIES = {
                 "mup",
             }
         ),
-        other_names=("bert", "roberta", "albert", "deberta", "masked"),
+        name_prefixes=("bert", "roberta", "albert", "deberta", "masked"),
     ),
     "encoder_decoder": Family(
         frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
-        other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
+        name_prefixes=("t5", "bart", "seq2seq", "encoder-decoder"),
     ),
     "xlnet": Family(
         frozenset({"extra_heads.sentence", "mup"}),
@@ -64,20 +64,20 @@ FAMILIES = {
         frozenset({"pixel_decoder"}),
         heads_refusal="which predicts pixels",
         allows_no_lm_head=True,
-        other_names=("mae",),
+        name_prefixes=("mae",),
     ),
     "two_towers": Family(
         frozenset({"text_tower", "contrastive"}),
         heads_refusal="which compares images and captions",
         allows_no_lm_head=True,
-        other_names=("clip", "siglip", "dual"),
+        name_prefixes=("clip", "siglip", "dual"),
     ),
     "vision_language": Family(
         frozenset({"vision_tower", "connector", "ffn.name = 'moe'"}),
-        other_names=("llava", "vlm", "image_text", "multimodal"),
+        name_prefixes=("llava", "vlm", "image_text", "multimodal"),
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
-    "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
+    "hierarchical": Family(frozenset({"stages"}), name_prefixes=("swin", "mvit", "pyramid")),
 }
 """Name → family. Any other family is a plugin's, which may support every key."""
 
@@ -88,10 +88,10 @@ def find_supporting_families(key: str) -> list[str]:
 
 
 def suggest_family(name: str) -> str:
-    """Return the family whose `other_names` a name begins with, else the name."""
+    """Return the family whose `name_prefixes` a name begins with, else the name."""
     lower = name.lower()
     return next(
-        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.other_names)),
+        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.name_prefixes)),
         name,
     )
 

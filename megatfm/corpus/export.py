@@ -38,24 +38,24 @@ class Detokenizer(NamedTuple):
     eos: int
 
 
-def export_corpus(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
+def export_corpus(folder: str | Path, out: str | Path, detokenizer: Detokenizer | None) -> str:
     """Write a corpus in the format that the suffix of `out` names; return a summary line.
 
     - `.jsonl`, `.jsonl.zst`, `.parquet`: one record per document, with its "text", "id", "source", and "fields" if it
       has any (in Parquet as JSON). Numbers that are not finite become strings, as in all of megatfm's JSON. Raises a
       MegatfmError if decoding gives another number of bytes than were encoded.
-    - `.bin`: the ids, with `codec.eos` after each document, and an `.idx` file beside it.
+    - `.bin`: the ids, with `detokenizer.eos` after each document, and an `.idx` file beside it.
     - No suffix, or a slash at the end: a folder of plain tars, which is a corpus too, with one sample per document.
 
-    codec: None if no tokenizer is known; then only tars can be written. Existing files are not overwritten, and an
-    interrupted export leaves nothing under the name `out`. Raises UsageError and MegatfmError.
+    detokenizer: None if no tokenizer is known; then only tars can be written. Existing files are not overwritten, and
+    an interrupted export leaves nothing under the name `out`. Raises UsageError and MegatfmError.
     """
     check_local(out)
     is_folder = str(out).endswith("/")
     out = Path(out)
     suffixes = f"{', '.join(TEXT_SUFFIXES)} or {IDS_SUFFIX}"
-    needs_codec = out.name.endswith((*TEXT_SUFFIXES, IDS_SUFFIX)) and not is_folder
-    if not needs_codec and not is_folder and (suffix := _FILE_SUFFIX.search(out.name)):
+    needs_tokenizer = out.name.endswith((*TEXT_SUFFIXES, IDS_SUFFIX)) and not is_folder
+    if not needs_tokenizer and not is_folder and (suffix := _FILE_SUFFIX.search(out.name)):
         raise UsageError(
             f"{out}: {suffix[0]} is no format that is written: give a name that ends in {suffixes}, or "
             f"{out}/ for a folder of plain .tar shards"
@@ -64,15 +64,15 @@ def export_corpus(folder: str | Path, out: str | Path, codec: Detokenizer | None
     for path in (out, out.with_suffix(INDEX_SUFFIX)) if out.name.endswith(IDS_SUFFIX) and not is_folder else (out,):
         if os.path.lexists(path):
             raise UsageError(f"{path}: is there already: choose another name")
-    if needs_codec and codec is None:
+    if needs_tokenizer and detokenizer is None:
         raise UsageError(f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE")
     with disk_errors_as_megatfm_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    if codec is None or not needs_codec:
+    if detokenizer is None or not needs_tokenizer:
         return _write_tars(corpus, out)
     if out.name.endswith(IDS_SUFFIX):
-        return _write_megatron(corpus, out, codec.eos)
-    records = _iter_records(corpus, codec)
+        return _write_megatron(corpus, out, detokenizer.eos)
+    records = _iter_records(corpus, detokenizer)
     if out.name.endswith(".parquet"):
         _write_parquet(records, out)
     else:
@@ -85,9 +85,9 @@ def _iter_samples(corpus: Corpus) -> Iterator[Sample]:
         yield from corpus.read_block_samples(block)
 
 
-def _iter_records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
+def _iter_records(corpus: Corpus, detokenizer: Detokenizer) -> Iterator[dict[str, Any]]:
     for sample in _iter_samples(corpus):
-        text = codec.decode(sample.tokens)
+        text = detokenizer.decode(sample.tokens)
         if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
             raise MegatfmError(
                 f"{corpus.folder}: sample {sample.index} ({sample.source}) decodes to {size} bytes, but had "

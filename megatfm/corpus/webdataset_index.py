@@ -95,13 +95,13 @@ def check_not_indexed(folder: Path) -> None:
 
 def check_index_names(paths: list[Path]) -> None:
     """Raise a UsageError if the indexes of two shards would have the same name."""
-    owners: dict[str, Path] = {}
+    path_by_index: dict[str, Path] = {}
     for path in paths:
-        owner = owners.setdefault(make_index_name(path), path)
-        if owner != path:
+        first_path = path_by_index.setdefault(make_index_name(path), path)
+        if first_path != path:
             raise UsageError(
-                f"{path}: {owner.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
-                "delete it if it is a copy"
+                f"{path}: {first_path.name} lies beside it, and an index is named without .tar or .tar.zst: "
+                "rename one, or delete it if it is a copy"
             )
 
 

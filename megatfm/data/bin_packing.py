@@ -148,9 +148,9 @@ def measure_padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: 
     """
     total = int(lengths.sum())
     counts = np.maximum(-(-lengths // row), 1)
-    owners = np.repeat(np.arange(len(lengths)), counts)
-    chunk_indices = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunks = np.minimum(lengths[owners] - chunk_indices * row, row)[:, None]
+    document_of_chunk = np.repeat(np.arange(len(lengths)), counts)
+    chunk_indices = np.arange(len(document_of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunks = np.minimum(lengths[document_of_chunk] - chunk_indices * row, row)[:, None]
     starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
 
     def rows_of(begin: int, end: int) -> int:

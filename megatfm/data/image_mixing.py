@@ -1,10 +1,10 @@
-"""Mixup and cutmix: images of a row mixed with those of its partner row, the same on any number of ranks.
+"""Mixup and cutmix: each row of images is mixed with a partner row, the same on any number of ranks.
 
-Positions of the global order are taken in runs of `turn` rows that one stream reads; the partner of a row is the one at
-the same place of the next run (of runs 2k and 2k + 1 each other's). So partners come from different places of the
-corpus, and are others in each epoch. Image i of a row is mixed with image i of its partner; where that has fewer, or
-its image is in quarantine, it stays as it is. What is drawn depends on seed, position and image alone. A process that
-reads only one row of a pair decodes the other as well; where ranks have two streams or more, none has to.
+Positions of the global order are divided into runs of `turn` rows, as a stream reads them. Runs 2k and 2k + 1 are
+partners, row by row. Neighbouring runs belong to different streams, so partners are far apart in the corpus, and change
+with every epoch. Image i of a row is mixed with image i of the partner row; it stays unmixed if there is none, or if
+that one is in quarantine. Draws depend on the seed, the position and the image alone. A process that reads only one row
+of a pair also decodes the other; no rank has to if each has at least two streams.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ from megatfm.data.sequences import IGNORE_INDEX, Fields
 
 @dataclass(frozen=True)
 class Mixing:
-    """How images are mixed. Sizes are those of all images, in pixels."""
+    """Settings of mixup and cutmix: α of each (0: never), share of images that are mixed, and the layout of an image.
+
+    size, patch_size: sides in pixels. n_special: special tokens before an image's patches.
+    """
 
     mixup: float
     cutmix: float
@@ -32,7 +35,7 @@ class Mixing:
     n_special: int
 
     def draw(self, seed: int, position: int, image: int) -> tuple[float, NDArray[np.bool_] | None]:
-        """Return the weight of the image itself, and for cutmix the pixels that remain its own, [patches, P · P]."""
+        """Return the weight of the image, and for cutmix a mask of the pixels that it keeps, [patches, P · P]."""
         draws = Draws((seed, "mix", position, image))
         if not draws.chance(self.probability):
             return 1.0, None
@@ -41,7 +44,10 @@ class Mixing:
         return self._draw_box(draws, draw_beta(draws, self.cutmix))
 
     def _draw_box(self, draws: Draws, weight: float) -> tuple[float, NDArray[np.bool_]]:
-        """Return a rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2)."""
+        """Replace a rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2).
+
+        Returns the weight after the rectangle was clipped to the image, and the mask of the pixels outside of it.
+        """
         side = self.size * sqrt(1 - weight)
         begin_end = []
         for _ in range(2):
@@ -64,8 +70,11 @@ def draw_beta(draws: Draws, alpha: float) -> float:
 
 
 class MixedImages:
-    """The rows of a dataset of images, mixed with their partners. Fields as before, and in `mixed_labels` the other
-    class, in `label_weights` the first one's share."""
+    """A dataset's rows of images, mixed with their partners.
+
+    The fields are those of the dataset; `mixed_labels` gets the partner's class, and `label_weights` the share of the
+    image's own.
+    """
 
     def __init__(self, rows: RowDataset, mixing: Mixing, turn: int = 1) -> None:
         self._rows, self._mixing, self._turn = rows, mixing, turn
@@ -76,21 +85,21 @@ class MixedImages:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that a row has room for."""
+        """Token capacity of a row."""
         return self._rows.row_tokens
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Lines for the log."""
+        """Notes for the log."""
         return self._rows.warnings
 
     @property
     def can_split_rows(self) -> bool:
-        """Images stay whole."""
+        """Whether rows may be split: images are not."""
         return self._rows.can_split_rows
 
     def epoch(self, position: int) -> int | str:
-        """Return how often the corpus was read before a position."""
+        """Return how many times the corpus was read before a position."""
         return self._rows.epoch(position)
 
     def order_config(self) -> dict[str, str | int | bool]:
@@ -98,7 +107,7 @@ class MixedImages:
         return self._rows.order_config()
 
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
-        """Return the rows at positions, as `RowDataset` says."""
+        """Return the rows at positions (see `RowDataset.read_rows`)."""
         positions_read = dict.fromkeys(positions)
         positions_read |= dict.fromkeys(self.choose_partner(at) for at in positions if at is not None)
         row_of_position = {at: number for number, at in enumerate(positions_read)}
@@ -110,7 +119,7 @@ class MixedImages:
         return rows
 
     def choose_partner(self, position: int) -> int:
-        """Return the position of the row that a row is mixed with."""
+        """Return the position of a row's partner."""
         return position - self._turn if position // self._turn % 2 else position + self._turn
 
     def _mix(self, rows: Fields, stored: Fields, row: int, partner: int, position: int) -> None:

@@ -1,8 +1,8 @@
 """RandAugment: a few of fourteen operations, all of one strength (Cubuk et al. 2020).
 
-At strength m of 10: turns by up to 30°, shears by 0.3, shifts by 0.45 of the side, factors of 1 ± 0.9, thresholds of
-solarize from 256 down to 0 and up to 4 bits fewer by posterize, as in timm's "increasing" variant, in which a
-larger m always changes more. Signs are drawn. What comes into view is the mean colour of ImageNet.
+At strength 10 of 10: rotations by 30°, shears by 0.3, translations by 0.45 of the side, factors of 1 ± 0.9, solarize
+with a threshold of 0, posterize to 4 bits. As in timm's "increasing" variant, a higher strength always changes an image
+more. Signs are drawn. Pixels from outside the image have ImageNet's mean colour.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from megatfm.data.image_transforms import TRANSFORMS, Draws, Key, SectionTransfo
 FILL = {"RGB": (124, 116, 104), "L": (117,)}
 """ImageNet's mean, by mode of the image."""
 Operation = Callable[[Image.Image, float, Image.Resampling], Image.Image]
-"""From an image and a strength from −1 to 1; those that know no direction take its size."""
+"""Transforms an image with a strength from −1 to 1; operations without a direction use its absolute value."""
 
 
 def rotate_image(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
-    """Turn around the centre."""
+    """Rotate around the centre."""
     angle = radians(30 * strength)
     a, b = cos(angle), sin(angle)
     x, y = image.width / 2, image.height / 2
@@ -38,17 +38,17 @@ def shear_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> I
 
 
 def translate_x(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
-    """Shift along the rows."""
+    """Translate along the rows."""
     return _transform_affinely(image, (1, 0, 0.45 * strength * image.width, 0, 1, 0), filter_)
 
 
 def translate_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
-    """Shift along the columns."""
+    """Translate along the columns."""
     return _transform_affinely(image, (1, 0, 0, 0, 1, 0.45 * strength * image.height), filter_)
 
 
 def _transform_affinely(image: Image.Image, matrix: tuple[float, ...], filter_: Image.Resampling) -> Image.Image:
-    """Transform so that the pixel of the result at (x, y) is the image's at (a x + b y + c, d x + e y + f)."""
+    """Map (x, y) of the result to (a x + b y + c, d x + e y + f) of the image. matrix: a to f."""
     fill: Any = FILL[image.mode] if image.mode == "RGB" else FILL[image.mode][0]
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=filter_, fillcolor=fill)
 
@@ -86,7 +86,7 @@ class RandAugment(SectionTransform):
 
     def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         draws, section, filter_ = Draws(key), self.section, self.filter
-        if filter_ == Image.Resampling.LANCZOS:  # which Pillow's affine transforms don't know
+        if filter_ == Image.Resampling.LANCZOS:  # which Pillow's affine transforms lack
             filter_ = Image.Resampling.BICUBIC
         for _ in range(section.n_ops):
             name, sign = NAMES[draws.below(len(NAMES))], 1 if draws.chance(0.5) else -1

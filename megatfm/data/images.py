@@ -71,7 +71,7 @@ class PatchLayout:
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch."""
+        """Values of a patch."""
         return self.channels * self.patch_size**2
 
     @property
@@ -96,9 +96,10 @@ class PatchLayout:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Makes an image's tokens of stored files, a pure function of these and the key.
+    """Builds an image's tokens from stored files: a pure function of the files and the key.
 
-    size: sides of every image in pixels; None: each has its own shape, with at most `max_patches`.
+    size: side of every image in pixels; None: each image keeps its shape, with at most `max_patches`. crop_pct: see
+    `ImagesConfig`. filter: of resizes.
     """
 
     layout: PatchLayout
@@ -110,7 +111,7 @@ class ImageReader:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of an image, at most."""
+        """Maximal tokens of an image."""
         if self.size is None:
             return self.layout.n_special + self.max_patches
         return self.layout.n_tokens(self.size, self.size)
@@ -163,14 +164,15 @@ class ImageReader:
 def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> NDArray[np.int64]:
     """Return rows and columns of patches [n, 2] of images by their heights and widths [n, 2].
 
-    Whole patches of the image, which is made smaller where it has more than `max_patches`, and never larger but to one
-    patch (NaViT; Dehghani et al. 2023, section 2.1).
+    Incomplete patches are cut off. An image with more than `max_patches` is shrunk; one smaller than a patch is
+    enlarged to one (NaViT; Dehghani et al. 2023, section 2.1).
     """
     sides = sizes.astype(np.float64) / patch_size
     scale = np.minimum(1.0, np.sqrt(max_patches / sides.prod(axis=1, keepdims=True)))
-    # A little more, or a side of exactly 7 patches could become 6.
+    # Rounding errors must not turn a side of exactly 7 patches into 6.
     grid = np.maximum(np.floor(sides * scale + 1e-9), 1).astype(np.int64)
-    longest = max_patches // grid.min(axis=1, keepdims=True)  # of images that are many times as long as wide
+    # An image that is many times as long as wide: a side of 1 was rounded up.
+    longest = max_patches // grid.min(axis=1, keepdims=True)
     return np.minimum(grid, longest)
 
 
@@ -187,7 +189,7 @@ def find_image(files: Mapping[str, bytes]) -> str:
 
 
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
-    """Return the image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
+    """Return the image in RGB, or in grey for one channel. Raises SampleError for a damaged or too large file."""
     try:
         image = _decode_plain_jpeg(data) if get_image_format(extension) == "JPEG" else None
         return convert_mode(image or _decode_any(data, extension), channels)
@@ -195,13 +197,13 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
         raise SampleError(f"has a .{extension} of over {MAX_PIXELS:,} pixels: resize it before prep") from None
-    except Exception as error:  # Pillow raises many kinds, down to SyntaxError
+    except Exception as error:  # Pillow raises many kinds, even SyntaxError
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise SampleError(f"has a .{extension} that can't be decoded ({reason})") from error
 
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
-    """Return an upright image by Pillow."""
+    """Decode an image by Pillow, and turn it upright."""
     image: Image.Image = Image.open(io.BytesIO(data), formats=[get_image_format(extension)])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError

@@ -1,7 +1,7 @@
 """Sequences that hold several documents: packing keeps them in one row, and attention keeps them apart.
 
-A pair of answers stays in one row this way, and the images of one text. An objective with `max_tokens` marks the
-documents by the field `begins`, which packing removes, or by the field `parts`, which the model reads, too.
+Examples are a pair of answers, and the images of one text. An objective with `max_tokens` marks the documents by the
+field `begins`, which packing removes, or by the field `parts`, which the model also reads.
 """
 
 from typing import Any

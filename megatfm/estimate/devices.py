@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
+from megatfm.config.section import MAX_WIDTH
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
@@ -146,6 +147,8 @@ def load_cluster(
     for flag, number in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"{flag} {number}: choose 1 or more")
+        if number is not None and number > MAX_WIDTH:  # as many processes as [parallel] allows
+            raise UsageError(f"{flag} {number}: no cluster has more than {MAX_WIDTH:,}")
     devices = tables["device"]
     section = _get_section(devices, device, "device", "--device")
     names = _list_ancestors(devices, device)

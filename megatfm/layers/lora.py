@@ -148,7 +148,8 @@ def _explain_no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) 
 def _prepare_dropout(model: nn.Module, targets: Mapping[str, Linear | Experts]) -> None:
     """Have each block hand its sequence to the adapters in it.
 
-    Raises UsageError for a layer in no block or on a memory, and for experts.
+    Raises UsageError for experts, and for a layer whose input is not the tokens of its block: in no block, on a memory,
+    or named by its module's `lora_without_dropout`.
     """
     blocks = {path: module for path, module in model.named_modules() if hasattr(module, "input_dropouts")}
     for path, module in targets.items():
@@ -158,10 +159,12 @@ def _prepare_dropout(model: nn.Module, targets: Mapping[str, Linear | Experts]) 
                 "leave it out of model.lora.targets, or set dropout = 0"
             )
         block = next((block for prefix, block in blocks.items() if path.startswith(f"{prefix}.")), None)
-        if block is None or ".cross." in path:
+        parent, _, name = path.rpartition(".")
+        has_other_input = name in getattr(model.get_submodule(parent), "lora_without_dropout", ())
+        if block is None or ".cross." in path or has_other_input:
             raise UsageError(
-                f"model.lora.dropout: {path} lies in no block, or reads another sequence than its block: leave it out "
-                "of model.lora.targets, or set dropout = 0"
+                f"model.lora.dropout: {path} lies in no block, or reads something else than its block's tokens: leave "
+                "it out of model.lora.targets, or set dropout = 0"
             )
         block.input_dropouts.append(module.lora.dropout)
 

@@ -11,7 +11,7 @@ from megatfm.layers.feed_forward import FFN
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSequence, MapSize, to_maps, to_rows
-from megatfm.layers.residual import PreNorm
+from megatfm.layers.residual import PreNorm, ResidualDropout
 
 # B batch, T tokens of a row, S tokens before pooling, D model width
 
@@ -51,13 +51,13 @@ class PooledBlock(nn.Module):
         super().__init__()
         initial, d, d_ff = make_initialiser(config, "encoder"), config.d_model, config.ffn.d_ff
         self.kind, self.tokens_per_patch, self.d_out = (d_in, d_out, stride), tokens_per_patch, d_out
-        self.attn_residual = PreNorm(
-            config.with_changes({"d_model": d_in, "attention.n_heads": 1}), "attention residual", "encoder"
-        )
+        self.attn_residual = PreNorm(_with_width(config, d_in), "attention residual", "encoder")
+        self.attn_residual.branch = ResidualDropout(config, "attention residual")  # of the output's width
         self.attn = PooledAttention(config, initial, d_in=d_in, stride=stride, kv_stride=kv_stride, size=size)
         self.attn_skip = Linear(d_in, d, initial("dense", d_in, d), bias=True) if d_in != d else None
         self.pool = MaxPool() if stride > 1 else None
         self.ffn_residual = PreNorm(config, "ffn residual", "encoder")
+        self.ffn_residual.branch = ResidualDropout(_with_width(config, d_out), "ffn residual")
         self.ffn = FFN(config, initial)
         if d_out != d:
             self.ffn.w_down = Linear(d_ff, d_out, initial("ffn_out", d_ff, d_out), bias=config.ffn.bias)
@@ -77,6 +77,11 @@ class PooledBlock(nn.Module):
         normed = self.ffn_residual.input_norm(x_BTD)
         skip = x_BTD if self.ffn_skip is None else self.ffn_skip(normed)
         return self.ffn_residual.add(skip, self.ffn(normed, sequence), sequence)
+
+
+def _with_width(config: ModelConfig, width: int) -> ModelConfig:
+    """Return the config of a residual stream of another width."""
+    return config.with_changes({"d_model": width, "attention.n_heads": 1})
 
 
 class MaxPool(nn.Module):

@@ -70,6 +70,7 @@ class DisentangledAttention(_DisentangledProjections):
     """
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qk]_position", "colwise"), ("wo", "rowwise"))
+    lora_without_dropout = ("wq_position", "wk_position")  # they read the position table
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__(config, initial, key_bias=False)
@@ -93,6 +94,7 @@ class DisentangledSharedAttention(_DisentangledProjections):
     """Disentangled attention whose relative positions share the content projections of queries and keys."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+    lora_without_dropout = ("wq", "wk")  # they also read the position table
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__(config, initial, key_bias=True)

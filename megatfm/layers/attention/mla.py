@@ -36,6 +36,7 @@ class LatentAttention(nn.Module):
     )
 
     cp_plan = "local"
+    lora_without_dropout = ("wk", "wv")  # their matrices are used directly
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()

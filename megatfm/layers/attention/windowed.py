@@ -42,6 +42,7 @@ class WindowedAttention(nn.Module):
     values are the projections' biases."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+    lora_without_dropout = ("wq", "wk", "wv")  # they read padded maps
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
@@ -176,6 +177,7 @@ class LogRelativeBias2d(nn.Module):
     """
 
     tp_plan = (("hidden", "replicated_partial_grad"), ("out", "colwise"))
+    lora_without_dropout = ("hidden", "out")  # they read offsets
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 
 from megatfm.checkpoint import (
     ShardedTensor,
@@ -336,3 +337,17 @@ def test_a_damaged_adapter_is_refused_as_one_without_a_base(tmp_path: Path) -> N
         (tmp_path / "adapter_config.json").write_bytes(content)
         with pytest.raises(UsageError, match="holds an adapter in PEFT's format, and not its model: join them"):
             find_checkpoint(tmp_path)
+
+
+def test_retention_counts_checkpoints_of_a_later_version(tmp_path: Path) -> None:
+    """It stopped at the first of them, so that older ones were never removed."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, {"a": torch.ones(1)}, {})
+    raw = (tmp_path / "step-00000002" / "metadata.json").read_bytes()
+    body = raw.partition(b'"metadata": ')[2][:-2].replace(b'"schema_version": 2', b'"schema_version": 99')
+    head = b'{"blake3": "%s", "metadata": ' % blake3(body).hexdigest().encode()
+    (tmp_path / "step-00000002" / "metadata.json").write_bytes(head + body + b"}\n")
+    purge_old_checkpoints(tmp_path / "step-00000003", 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    purge_old_checkpoints(tmp_path / "step-00000004", 1)  # removed by someone else in the meantime
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]

@@ -209,7 +209,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 def test_a_cache_that_cannot_be_written_is_no_trouble_of_the_network(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused at once: another attempt at the network would not help."""
+    """Another attempt at the network would not help."""
     corpus = Corpus.open(memory, cache)
     partial = corpus.store.path(corpus.manifest.shards[0]).with_name("file") / "partial"
     partial.parent.write_text("no folder")

@@ -72,6 +72,7 @@ def test_a_wrong_file_is_refused_by_key_and_reason(tmp_path: Path, text: str, me
     ("words", "message"),
     [
         (["--gpus", "0"], "--gpus 0: choose 1 or more"),
+        (["--gpus", str(10**18)], f"--gpus {10**18}: no cluster has more than 16,777,216"),  # ran for hours
         (["--gpus-per-node", "0"], "--gpus-per-node 0: choose 1 or more"),
         (["--gpus-per-node", "-3"], "--gpus-per-node -3: choose 1 or more"),
         (["--gpus", "7"], "is not a multiple of micro-batches of 8 × 7 data ranks: the nearest that is one is 504"),

@@ -50,6 +50,22 @@ def test_a_merged_model_computes_the_same(name: str) -> None:
     assert losses(merged, plain) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_dropout_of_adapters_changes_the_loss_or_is_refused(name: str) -> None:
+    plain = FAMILY_MODELS[name]
+    for target in ("wq", "wk", "wv", "wo", "ffn.w_up", "ffn.w_down"):
+        results = []
+        for rate in (0.0, 0.5):
+            lora = {**LORA, "targets": [target], "dropout": rate}
+            try:
+                adapted = build_adapted(plain.with_changes({"lora": lora})).double()
+            except UsageError:
+                break
+            initialise(adapted, 7)
+            results.append(losses(adapted.train(), plain))
+        assert len(results) < 2 or results[0] != results[1], target
+
+
 def test_a_model_starts_as_it_was() -> None:
     adapted, plain = (build(UNTIED_MODEL.with_changes({"lora": lora})).double() for lora in (LORA, None))
     for model in (adapted, plain):
@@ -136,7 +152,10 @@ def expert_of_merged(experts: Experts, e: int, x_D: torch.Tensor, scale: float) 
     (MOE, {"targets": ["experts.w_up"], "dropout": 0.1}, "experts.w_up holds the matrices of several experts"),
     (MOE, {"targets": ["router"]}, "'router' is decoder.layers.0.ffn.router, a TopKRouter, and adapters go"),
     (UNTIED_MODEL, {"trained": ["haed.*"]}, "model.lora.trained: 'haed.*' matches no weight"),
-    (FAMILY_MODELS["t5"], {"targets": ["cross.wk"], "dropout": 0.1}, "reads another sequence than its block"),
+    (FAMILY_MODELS["t5"], {"targets": ["cross.wk"], "dropout": 0.1}, "reads something else than its block's"),
+    (FAMILY_MODELS["latent attention"], {"targets": ["wk"], "dropout": 0.1}, "attn.wk lies in no block, or reads"),
+    (FAMILY_MODELS["deberta"], {"targets": ["w?_position"], "dropout": 0.1}, "attn.wq_position lies in no block, or"),
+    (FAMILY_MODELS["swin v2"], {"targets": ["hidden"], "dropout": 0.1}, "attn.position.hidden lies in no block, or"),
     (UNTIED_MODEL, {"rank": 0}, "greater than or equal to 1|greater than 0"),
 ])  # fmt: skip
 def test_modules_without_an_adapter_are_named(config: ModelConfig, lora: dict[str, Any], message: str) -> None:

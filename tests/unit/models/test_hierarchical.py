@@ -12,10 +12,12 @@ from megatfm.config import find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.layers import patch_merging
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
+from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.hf_images import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
 from tests.support.images import draw_pixels
-from tests.support.models import MVIT_MODEL, SWIN_V2_OPTIONS
+from tests.support.models import FAMILY_MODELS, MVIT_MODEL, SWIN_V2_OPTIONS
 
 TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
@@ -273,3 +275,19 @@ def test_mvit_is_the_paper(case: str) -> None:
         assert of_keys or float(second.norm()) > 1e-6 * full, f"nothing to compare for {name}"
         error = float((first - second).norm())
         assert error <= 1e-9 * max(float(second.norm()), 1e-6 * full), f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("widening", ["attention", "ffn"])
+def test_a_layer_scale_of_one_changes_nothing_in_blocks_that_widen(widening: str) -> None:
+    """Values and all gradients; the factors have the width of the sublayer's output."""
+    results = []
+    for scale in (None, 1.0):
+        config = FAMILY_MODELS["mvit v2"].with_changes({"layer_scale": scale, "attention.widening": widening})
+        model = build(config).double()
+        initialise(model, 3)
+        loss = sum(PassThroughObjective([])(model, family_batch(config)).values())
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if "layer_scale" not in name}
+        results.append((loss.detach(), gradients))
+    assert len(list(model.named_parameters())) > len(results[0][1])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
