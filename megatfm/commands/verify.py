@@ -170,7 +170,7 @@ def _format_heading(comparison: "GradientComparison") -> str:
         layout += " without sequence parallelism"
     if parallel.ep > 1:
         layout += f", experts over {parallel.ep} of the data ranks"
-    if parallel.dp_shard > 1:
+    if parallel.zero_shards > 1:
         layout += f", ZeRO {parallel.zero}"
     engine = comparison.config.parallel.engine
     engine_note = "" if engine == "native" else f", {engine} in {comparison.config.train.precision},"

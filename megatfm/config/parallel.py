@@ -16,9 +16,9 @@ class ParallelConfig(Section):
     dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Data-parallel replicas, each with a copy of all shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1, le=MAX_WIDTH)
-    """Data-parallel ranks over which a ZeRO stage shards; -1: all remaining ranks."""
+    """Data-parallel ranks over which, with those of cp, a ZeRO stage shards; -1: all remaining ranks."""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage, sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
+    """ZeRO stage, sharded over dp_shard × cp: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
     grad_accumulation: Literal["unsharded", "sharded"] = "unsharded"
     """Gradients over several micro-batches. unsharded: kept in full and reduced once. sharded, with zero = 2 or 3:
     reduced to shards after each micro-batch, with less memory and more traffic."""
@@ -136,6 +136,16 @@ class ParallelConfig(Section):
                 f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which experts "
                 f"lie: the nearest that does is {find_nearest_divisor(self.expert_mesh_size, self.ep)}"
             )
+
+    @property
+    def zero_shards(self) -> int:
+        """Number of ranks over which ZeRO shards, except experts under `ep`; negative if dp_shard = −1."""
+        return self.dp_shard * self.cp
+
+    @property
+    def effective_zero(self) -> int:
+        """ZeRO stage; 0 where all ranks see the same tokens, so that there is nothing to shard."""
+        return 0 if (self.dp_replicate, self.dp_shard, self.cp) == (1, 1, 1) else self.zero
 
     @property
     def expert_mesh_size(self) -> int:

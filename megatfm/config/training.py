@@ -183,4 +183,4 @@ class ResilienceConfig(Section):
     """Steps between checks that compute the gradients twice and compare them bit for bit. 0: never."""
     compare_replicas_every: NonNegativeInt = 0
     """Steps between comparisons of hashes of weights and optimizer state over ranks that hold the same: dp_replicate,
-    and dp_shard at zero = 0. 0: never."""
+    and at zero = 0 dp_shard and cp. 0: never."""

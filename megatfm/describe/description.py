@@ -53,9 +53,8 @@ class Description:
 
     @property
     def zero(self) -> int:
-        """ZeRO stage; 0 for a single data rank."""
-        parallel = self.config.parallel
-        return 0 if (parallel.dp_shard, parallel.dp_replicate) == (1, 1) else parallel.zero
+        """See `ParallelConfig.effective_zero`."""
+        return self.config.parallel.effective_zero
 
     @property
     def copy_bytes(self) -> int:
@@ -70,7 +69,7 @@ class Description:
 
     @property
     def unsharded_bytes(self) -> float:
-        """Bytes of `state_bytes` that every data rank holds; ZeRO shards the others over dp_shard."""
+        """Bytes of `state_bytes` that every rank of dp_shard × cp holds; ZeRO shards the others over them."""
         copy, weight = self.copy_bytes, self.weight_bytes
         return (self.state_bytes, copy + weight, copy, 0)[self.zero]
 

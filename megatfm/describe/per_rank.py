@@ -59,7 +59,7 @@ def count_rank_state(config: Config) -> RankState | None:
     with _make_fake_mesh(parallel, ranks) as mesh:
         layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
-        zero = parallel.zero if mesh.data_ranks > 1 else 0
+        zero = parallel.effective_zero
         local_numel = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
         shard_numel = local_numel
         if zero:
@@ -67,7 +67,7 @@ def count_rank_state(config: Config) -> RankState | None:
         gradient_numel = local_numel if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
         computed_numel = local_numel  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
-            computed_numel = {name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout}
+            computed_numel = {name: shard_numel[name] * mesh.count_shards(layout[name].data_axes) for name in layout}
     is_mixed = config.train.precision not in ("fp32", "fp64")
     stored_numel = local_numel if zero == 1 and not is_mixed else shard_numel
     states = []
@@ -102,7 +102,7 @@ def _count_shard_elements(tensor: TensorLayout, mesh: Mesh) -> int:
     if not sizes:
         return 1
     rows = sizes[tensor.fsdp_dim]
-    return math.prod(sizes) // rows * -(-rows // mesh.size(tensor.data_axes.shard))
+    return math.prod(sizes) // rows * -(-rows // mesh.count_shards(tensor.data_axes))
 
 
 def _has_whole_gradients(config: Config, zero: int, data_ranks: int) -> bool:

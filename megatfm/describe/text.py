@@ -198,10 +198,11 @@ def _describe_counts(description: "Description") -> list[Line]:
 def _describe_sharding(description: "Description") -> str:
     if description.zero == 0:
         return "on each data rank"
+    sharded = "sharded over dp_shard × cp" if description.config.parallel.cp > 1 else "sharded over dp_shard"
     if not description.unsharded_bytes:
-        return "sharded over dp_shard"
+        return sharded
     unsharded = f"{description.unsharded_bytes:.3g} bytes a parameter"
-    return f"sharded over dp_shard except {unsharded} on each data rank"
+    return f"{sharded} except {unsharded} on each data rank"
 
 
 def _describe_engine(config: Config) -> list[Line]:

@@ -244,7 +244,7 @@ class BaseEngine:
         """See `Engine.process_groups`."""
         ties = {str(group.group_name): PIPELINE for group in (*self.pipeline_groups, *self.ties.groups)}
         data_axes = {layout.data_axes for layout in self.layout.values()}
-        joint = {axes for data in data_axes for axes in (data.all, data.replicate_axes)}
+        joint = {axes for data in data_axes for axes in (data.all, data.shard)}
         joint = {axes for axes in joint if sum(self.mesh.size(axis) > 1 for axis in axes) > 1}
         return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.batch_axes, *sorted(joint))
 

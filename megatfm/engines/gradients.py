@@ -17,8 +17,8 @@ from megatfm.parallel.mesh import AXES, PIPELINE, Mesh, sort_axes
 class GlobalNorm:
     """Computes norms over all elements of the model, reducing each parameter over the axes that shard it.
 
-    sharded: whether dp_shard shards parameters too (ZeRO 1 to 3). shards_replicas: then whether dp_replicate does as
-    well. is_counted: name → whether this rank counts a parameter that several pipeline ranks hold.
+    sharded: whether dp_shard × cp shard parameters too (ZeRO 1 to 3). shards_replicas: then whether dp_replicate does
+    as well. is_counted: name → whether this rank counts a parameter that several pipeline ranks hold.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ def _find_sharded_axes(layout: TensorLayout, sharded: bool, shards_replicas: boo
     """Return the axes that divide the elements of a parameter."""
     axes = {PIPELINE, *layout.axes}
     if sharded:
-        axes.add(layout.data_axes.shard)
+        axes.update(layout.data_axes.shard)
         if shards_replicas:
             axes.update(layout.data_axes.replicate_axes)
     return sort_axes(axes)

@@ -190,7 +190,7 @@ class Estimator:
     def local_weights(self, config: Config) -> list[LocalWeight]:
         """Return the parameters as a rank has them before ZeRO."""
         parallel, model = config.parallel, self._model(config)
-        shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.dp_shard
+        shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.zero_shards
         key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points

@@ -10,7 +10,6 @@ from megatfm.estimate.weights import (
     BUCKET_NUMEL,
     LocalWeight,
     RankBytes,
-    effective_zero,
     number_bytes,
     pending_bytes,
     rank_bytes,
@@ -102,7 +101,7 @@ def rank_memory(
     stage_moments = partial(_moments, config, weights, running_stage, profiles, saved_bytes, state, compiled=compiled)
     moments = stage_moments(is_single_pass=is_single_pass)
     starts_full = len(parts_by_stage) == 1 and 1 < microbatches <= in_flight.get(running, 1)
-    if effective_zero(config) < 2 and starts_full:
+    if config.parallel.effective_zero < 2 and starts_full:
         # All passes forward come first: the first one backward has no gradients yet, the second one less is waiting.
         freed = sum(saved_bytes[index] for index in running_stage)
         later = [moment for moment in moments if moment.phase == "backward"]
@@ -160,7 +159,7 @@ def _moments(
     compiled: bool,
 ) -> list[_Moment]:
     """List the moments of a stage's two passes at which memory may be fullest."""
-    moments, saved, zero = [], 0, effective_zero(config)
+    moments, saved, zero = [], 0, config.parallel.effective_zero
     size, compute = number_bytes(config)
     reduces_in_pass = is_single_pass and zero == 1 and config.parallel.pp == 1
     copies, expert_copies = _count_copies(config, is_single_pass, reduces_in_pass)

@@ -17,11 +17,11 @@ from megatfm.estimate.traffic import (
     count_all_gathers,
     data_leaves_node,
     estimate_axis_seconds,
-    join_axes,
+    find_zero_axis,
     leaves_node,
 )
 from megatfm.estimate.weights import LocalWeight
-from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR
 
 ASYNC_TP_EXPOSED = 0.35
 """Share of tensor-parallel traffic that async TP leaves unhidden (assumed)."""
@@ -196,21 +196,20 @@ def _estimate_zero_seconds(
 ) -> tuple[float, float]:
     """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
     parallel, node = config.parallel, cluster.node
-    if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
+    if parallel.effective_zero < 2:
         return 0.0, 0.0
     gather = reduce = 0.0
     compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
     size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
     for is_expert in (False, True):
-        axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
+        axis, replicas = find_zero_axis(axes, is_expert=is_expert), axes[REPLICATE]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
         if shard:
             gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
             reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
-            copies = join_axes([axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])])
-            reduce += collective_seconds(copies, node, "all_reduce", 2 * shard * size * (1 - 1 / copies.size))
+            reduce += collective_seconds(replicas, node, "all_reduce", 2 * shard * size * (1 - 1 / replicas.size))
     return gather, reduce
 
 

@@ -18,9 +18,9 @@ from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
-from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node
+from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node, find_zero_axis
 from megatfm.estimate.weights import LocalWeight, numel_by_block
-from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
+from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE
 
 Numbers = NDArray[np.float64]
 CACHED_PARTS = 512
@@ -168,14 +168,13 @@ class QuickScores:
     ) -> Numbers:
         """Return the bytes of state, gradients and gathered weights of each pipeline rank."""
         parallel = config.parallel
-        data_ranks = parallel.dp_shard * parallel.dp_replicate
-        zero = parallel.zero if data_ranks > 1 else 0
+        zero = parallel.effective_zero
         size = 8 if config.train.precision == "fp64" else 4
         is_mixed = config.train.precision not in ("fp32", "fp64")
         compute = 2 if is_mixed else size
-        edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
+        edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
         unsharded_numel = dense + experts
-        shard = dense / parallel.dp_shard + experts / edp if zero else unsharded_numel
+        shard = dense / parallel.zero_shards + experts / edp if zero else unsharded_numel
         unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
         total = (unsharded_numel if zero == 1 and not is_mixed else shard) * size
         total = total + (unsharded_numel if unsharded else shard) * size + shard * self._optimizer_bytes
@@ -201,14 +200,10 @@ class QuickScores:
         experts: Numbers,
     ) -> float:
         parallel, node = config.parallel, self.cluster.node
-        shard, copies, edp = axes[SHARD], axes[REPLICATE], axes[EXPERT_SHARD]
+        shard, copies, edp = find_zero_axis(axes, is_expert=False), axes[REPLICATE], axes[EXPERT_SHARD]
         compute = 4 if config.train.precision == "fp32" else 2
-        size, data_ranks = (
-            2 if parallel.reduce_dtype == "bf16" else 4,
-            parallel.dp_shard * parallel.dp_replicate,
-        )
-        data = 0.0
-        if data_ranks > 1:
+        size, data = 2 if parallel.reduce_dtype == "bf16" else 4, 0.0
+        if parallel.zero_shards * parallel.dp_replicate > 1:
             n_dense, n_expert = float(dense.max()), float(experts.max())
             gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
             gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))

@@ -170,12 +170,11 @@ def _add_shared_gradients(
     ranks with sequence parallelism."""
     parallel, axes = config.parallel, axes_of(config.parallel)
     size = 8 if config.train.precision == "fp64" else 4
-    sharded = parallel.zero and parallel.dp_shard * parallel.dp_replicate > 1
     for weight in weights:
         ranks = {rank_of_part[index] for index in weight.parts}
         if rank not in ranks or not weight.is_trained:
             continue
-        n_bytes = (weight.shard(parallel.dp_shard) if sharded else weight.local) * size
+        n_bytes = (weight.shard(parallel.zero_shards) if parallel.effective_zero else weight.local) * size
         if len(ranks) > 1:
             flows.add(axes[PIPELINE], "all_reduce", 2 * n_bytes * (len(ranks) - 1) / len(ranks))
         if weight.is_partial:

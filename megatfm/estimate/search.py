@@ -171,7 +171,7 @@ def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Coun
     for axes in _list_axis_sizes(gpus, gpus_per_node, has_experts):
         for schedule, virtual in SCHEDULES if axes[PIPELINE] > 1 else (("1f1b", None),):
             for zero, accumulation in STAGES:
-                if (axes[SHARD] == 1 and zero) or (axes[PIPELINE] > 1 and accumulation == "sharded"):
+                if (axes[SHARD] * axes[CONTEXT] == 1 and zero) or (axes[PIPELINE] > 1 and accumulation == "sharded"):
                     continue
                 changes: dict[str, Any] = {
                     **axes,

@@ -10,7 +10,7 @@ from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.rank_flows import compute_rank_flows, list_rank_parts
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.traffic import Axis, Flows, axes_of, collective_seconds, estimate_axis_seconds
+from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of, collective_seconds, estimate_axis_seconds
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
@@ -87,9 +87,12 @@ def step_time(
         compute_rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)
     ]
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
-    data = _estimate_exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
+    of_weights = Flows()
+    add_data_flows(of_weights, config, weights, indices, microbatches)
+    data_flows = _select_data_flows(flows[busiest], of_weights)
+    data = _estimate_exposed_data(config, cluster, data_flows, axes, [times[i] for i in indices])
     optimizer = estimate_optimizer_seconds(config, cluster, weights, indices)
-    exchanges = flows[busiest].select(flows[busiest].by_member)  # of whole tensors, which nothing hides
+    exchanges = of_weights.select(of_weights.by_member)  # of whole tensors, which nothing hides
     optimizer += estimate_axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sum_causes(times, indices, microbatches, sharded)
@@ -116,25 +119,33 @@ def step_time(
     return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
 
 
+def _select_data_flows(flows: Flows, of_weights: Flows) -> Flows:
+    """Return those of a rank's flows over data axes that computation may hide. of_weights: see `add_data_flows`.
+
+    Over `cp` alone, weights and gradients may go by the same collectives as keys and values, which are not among them.
+    """
+    selected = flows.select([key for key in flows.sent if key not in of_weights.by_member and key[0] != CONTEXT])
+    over_context = [key for key in of_weights.sent if key not in of_weights.by_member and key[0] == CONTEXT]
+    for key in over_context:
+        selected.sent[key], selected.calls[key] = of_weights.sent[key], of_weights.calls[key]
+    return selected
+
+
 def _estimate_exposed_data(
-    config: Config,
-    cluster: Cluster,
-    flows: Flows,
-    axes: Mapping[str, Axis],
-    times: Sequence[PartTime],
-    microbatches: int,
+    config: Config, cluster: Cluster, flows: Flows, axes: Mapping[str, Axis], times: Sequence[PartTime]
 ) -> float:
-    """Estimate the seconds of ZeRO's traffic that the last backward pass does not hide; in pipelines it hides none."""
+    """Estimate the seconds of ZeRO's traffic that the last backward pass does not hide; in pipelines it hides none.
+
+    flows: see `_select_data_flows`.
+    """
     parallel = config.parallel
     data_axes = (SHARD, REPLICATE, EXPERT_SHARD, CONTEXT)
-    attention = [key for key in flows.sent if key[0] == CONTEXT and key[1] != "all_reduce"]
-    hideable = [key for key in flows.sent if key not in flows.by_member and key not in attention]
-    if parallel.zero >= 2 and parallel.dp_shard * parallel.dp_replicate > 1:
+    if parallel.effective_zero >= 2:
         if parallel.pp == 1:
             return 0.0
-        reductions = flows.select([key for key in hideable if key[1] != "all_gather"])
+        reductions = flows.select([key for key in flows.sent if key[1] != "all_gather"])
         return estimate_axis_seconds(reductions, axes, cluster.node, data_axes)
-    seconds = estimate_axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
+    seconds = estimate_axis_seconds(flows, axes, cluster.node, data_axes)
     if parallel.pp > 1:
         return seconds
     backward = sum(time.total(reduces=False)[1] - time.shared_backward for time in times)

@@ -11,7 +11,7 @@ from megatfm.estimate.recorded import Recorded
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.traffic import axes_of, count_ranks_in_node
+from megatfm.estimate.traffic import axes_of, join_axes, leaves_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def make_traffic_table(estimate: Estimate) -> "Table":
     for name in ("axis", "collective", "calls", "GB", "link"):
         table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
     for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
-        outer = axes[name.split(" × ")[0]]
-        link = node.within if count_ranks_in_node(outer, node) == outer.size and "×" not in name else node.between
+        joined = join_axes(axes[part] for part in name.split(" × "))
+        link = node.between if leaves_node(joined, node) else node.within
         table.add_row(
             name,
             collective,

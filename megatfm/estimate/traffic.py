@@ -94,7 +94,13 @@ def leaves_node(axis: Axis, node: Node) -> bool:
 
 def data_leaves_node(zero: int, axes: Mapping[str, Axis], node: Node) -> bool:
     """Return whether ZeRO's gathers and reductions, or sums of gradients without it, go over the network."""
-    return leaves_node(axes[SHARD] if zero >= 2 else join_axes((axes[SHARD], axes[REPLICATE])), node)
+    shard = find_zero_axis(axes, is_expert=False)
+    return leaves_node(shard if zero >= 2 else join_axes((axes[REPLICATE], axes[SHARD], axes[CONTEXT])), node)
+
+
+def find_zero_axis(axes: Mapping[str, Axis], *, is_expert: bool) -> Axis:
+    """Return the axis over which ZeRO shards experts under `ep`, or other weights."""
+    return axes[EXPERT_SHARD] if is_expert else join_axes((axes[SHARD], axes[CONTEXT]))
 
 
 def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
@@ -135,29 +141,24 @@ def add_data_flows(
     parallel, axes = config.parallel, axes_of(config.parallel)
     size, compute = number_bytes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
-    data_ranks = parallel.dp_shard * parallel.dp_replicate
     for is_expert in (False, True):
         of_kind = [w for w in stage_weights if w.is_expert == is_expert]
-        shard = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
-        copies = [axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])]
-        if data_ranks == 1 or parallel.zero == 0:
-            _add_replicated(flows, of_kind, [shard, *copies], size, config)
+        shard = find_zero_axis(axes, is_expert=is_expert)
+        if parallel.effective_zero == 0:
+            shard_axes = [axes[EXPERT_SHARD]] if is_expert else [axes[SHARD], axes[CONTEXT]]
+            _add_replicated(flows, of_kind, join_axes((axes[REPLICATE], *shard_axes)), size, config)
         elif parallel.zero == 1:
-            _add_sharded_optimizer(flows, of_kind, shard, copies, size, compute)
+            _add_sharded_optimizer(flows, of_kind, shard, axes[REPLICATE], size, compute)
         else:
-            _add_fully_sharded(flows, config, of_kind, shard, copies, microbatches)
+            _add_fully_sharded(flows, config, of_kind, shard, axes[REPLICATE], microbatches)
     _add_whole_tensors(flows, config, stage_weights)
 
 
-def _add_replicated(
-    flows: Flows, weights: Sequence[LocalWeight], axes: Sequence[Axis], size: int, config: Config
-) -> None:
-    joined = join_axes(axes)
-    ranks = joined.size
+def _add_replicated(flows: Flows, weights: Sequence[LocalWeight], axis: Axis, size: int, config: Config) -> None:
     reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
     for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         n_bytes = sum(w.local for w in bucket) * reduced
-        flows.add(joined, "all_reduce", 2 * n_bytes * (ranks - 1) // ranks)
+        flows.add(axis, "all_reduce", 2 * n_bytes * (axis.size - 1) // axis.size)
 
 
 def join_axes(axes: Iterable[Axis]) -> Axis:
@@ -172,7 +173,7 @@ def _add_sharded_optimizer(
     flows: Flows,
     weights: Sequence[LocalWeight],
     shard: Axis,
-    copies: Sequence[Axis],
+    replicas: Axis,
     size: int,
     compute: int,
 ) -> None:
@@ -180,8 +181,7 @@ def _add_sharded_optimizer(
     for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         shard_numel = sum(w.shard(n) for w in bucket)
         flows.add(shard, "reduce_scatter", shard_numel * n * size * (n - 1) // n)
-        for axis in copies:
-            flows.add(axis, "all_reduce", 2 * shard_numel * size * (axis.size - 1) // axis.size)
+        flows.add(replicas, "all_reduce", 2 * shard_numel * size * (replicas.size - 1) // replicas.size)
         flows.add(shard, "all_gather", shard_numel * compute * (n - 1))
 
 
@@ -190,7 +190,7 @@ def _add_fully_sharded(
     config: Config,
     weights: Sequence[LocalWeight],
     shard: Axis,
-    copies: Sequence[Axis],
+    replicas: Axis,
     microbatches: int,
 ) -> None:
     parallel, n = config.parallel, shard.size
@@ -199,8 +199,6 @@ def _add_fully_sharded(
     groups: dict[object, list[LocalWeight]] = defaultdict(list)
     for weight in weights:
         groups[weight.parts if weight.in_block else ()].append(weight)
-    joined = join_axes(copies)
-    ranks = joined.size
     for parts, group in groups.items():
         shard_numel = sum(w.shard(n) for w in group)
         trained = sum(w.shard(n) for w in group if w.is_trained)
@@ -208,17 +206,16 @@ def _add_fully_sharded(
         flows.add(shard, "all_gather", shard_numel * compute * (n - 1), gathers)
         times = microbatches if parallel.grad_accumulation == "sharded" else 1
         flows.add(shard, "reduce_scatter", trained * n * reduced * (n - 1) // n, times)
-        if ranks > 1:
-            flows.add(joined, "all_reduce", 2 * trained * reduced * (ranks - 1) // ranks, times)
+        flows.add(replicas, "all_reduce", 2 * trained * reduced * (replicas.size - 1) // replicas.size, times)
 
 
 def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
     """Add the exchange of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
 
-    The ranks of dp_shard and tp own tensors, with experts those of cp too (`assign_owners`).
+    The ranks of dp_shard, cp and tp own tensors (`assign_owners`).
     """
     parallel, axes = config.parallel, axes_of(config.parallel)
-    axis = join_axes((axes[SHARD], axes[TENSOR], *([axes[CONTEXT]] if parallel.ep > 1 else [])))
+    axis = join_axes((axes[SHARD], axes[CONTEXT], axes[TENSOR]))
     size, _ = number_bytes(config)
     owners = assign_owners(weights, axis.size)
     if axis.size == 1 or not owners:
@@ -232,26 +229,23 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
         total += gradients * size
         groups.add(weight.whole_tensor_group)
     key = axis.name, "all_to_all"
+    flows.by_member[key] = [flows.sent.get(key, 0) + int(n_bytes) for n_bytes in total]  # after those of attention
     flows.sent[key] += int(total.max())
     flows.calls[key] += 2 * len(groups)
-    flows.by_member[key] = [int(n_bytes) for n_bytes in total]
 
 
 def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
     """Return each rank's elements of a weight after ZeRO, and 1 for the first rank with the same block."""
-    sharded = parallel.zero > 0 and parallel.dp_shard * parallel.dp_replicate > 1
-    shards, n_experts = parallel.dp_shard, weight.numel
+    sharded = parallel.effective_zero > 0
+    shards, n_experts = parallel.zero_shards, weight.numel
     if weight.is_expert:
         shards, n_experts = max(1, parallel.expert_mesh_size // parallel.ep), weight.numel // parallel.ep
     known_blocks = set[tuple[int, int, int]]()
     blocks, is_first = list[int](), list[bool]()
-    for shard, context, tensor in product(
-        range(parallel.dp_shard), range(parallel.cp if parallel.ep > 1 else 1), range(parallel.tp)
-    ):
+    for shard, tensor in product(range(parallel.zero_shards), range(parallel.tp)):
         expert = 0
         if weight.is_expert:
-            index = shard * parallel.cp + context
-            index = index * parallel.tp + tensor if parallel.expert_tp == "folded" else index
+            index = shard * parallel.tp + tensor if parallel.expert_tp == "folded" else shard
             shard, expert = divmod(index, parallel.ep)
         block = expert, shard if sharded else 0, tensor if weight.local < n_experts else 0
         blocks.append(weight.shard(shards, shard) if sharded else weight.local)

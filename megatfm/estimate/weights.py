@@ -145,7 +145,7 @@ def _get_expert_sizes(sizes: list[int], shape: Sequence[int], parallel: Parallel
 
 def _count_expert_shards(parallel: ParallelConfig) -> int:
     """Return the ranks over which ZeRO shards experts."""
-    return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
+    return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
 
 
 def _choose_shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
@@ -158,12 +158,6 @@ def number_bytes(config: Config) -> tuple[int, int]:
     """Return the bytes of a number as stored, and as the model computes with it."""
     size = 8 if config.train.precision == "fp64" else 4
     return size, size if config.train.precision in ("fp32", "fp64") else 2
-
-
-def effective_zero(config: Config) -> int:
-    """Return the ZeRO stage: a single data rank shards nothing."""
-    parallel = config.parallel
-    return parallel.zero if parallel.dp_shard * parallel.dp_replicate > 1 else 0
 
 
 def accumulates_whole_gradients(config: Config) -> bool:
@@ -181,7 +175,7 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     micro-batches take up new ones of the same precision at once.
     """
     size, compute = number_bytes(config)
-    is_fully_sharded = effective_zero(config) >= 2
+    is_fully_sharded = config.parallel.effective_zero >= 2
     waits_outside = is_fully_sharded and not (accumulates_whole_gradients(config) and size == compute)
     waiting = 0
     for weight in (w for w in weights if w.is_trained):
@@ -196,7 +190,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     """Add up the bytes of some split points on the fullest rank. ahead: blocks that are prefetched."""
     parallel, train = config.parallel, config.train
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
-    zero = effective_zero(config)
+    zero = config.parallel.effective_zero
     size, compute = number_bytes(config)
     is_mixed = train.precision not in ("fp32", "fp64")
     shards = {w.name: _count_shards(w, parallel) if zero else 1 for w in stage_weights}
@@ -273,7 +267,7 @@ def assign_owners(weights: Iterable[LocalWeight], ranks: int) -> dict[str, int]:
 
 def _find_fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> tuple[int, int]:
     """Return the bytes of state, and the elements, of the rank that owns most of the whole tensors."""
-    ranks = parallel.dp_shard * parallel.tp * (parallel.cp if parallel.ep > 1 else 1)
+    ranks = parallel.zero_shards * parallel.tp
     n_bytes, numel = Counter[int](), Counter[int]()
     for name, owner in assign_owners(weights, ranks).items():
         weight = next(w for w in weights if w.name == name)
@@ -283,7 +277,7 @@ def _find_fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig
 
 
 def _count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
-    return _count_expert_shards(parallel) if weight.is_expert else parallel.dp_shard
+    return _count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
 
 
 def find_last_bucket(weights: Iterable[LocalWeight]) -> list[LocalWeight]:

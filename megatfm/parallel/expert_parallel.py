@@ -106,7 +106,7 @@ def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     if (ep_size := mesh.size(EXPERT)) > 1:
         shard = Shard(EXPERT, 0, mesh.rank(EXPERT), ep_size)
         layout = replace(layout, shards=(shard, *layout.shards), data_axes=EXPERT_DATA_AXES)
-    (_, (experts, *inner)), ranks = layout.region, mesh.size(layout.data_axes.shard)
+    (_, (experts, *inner)), ranks = layout.region, mesh.count_shards(layout.data_axes)
     is_cut_within = experts % ranks and inner and inner[0] % ranks == 0
     return replace(layout, fsdp_dim=1) if is_cut_within else layout
 

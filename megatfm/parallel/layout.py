@@ -83,8 +83,8 @@ class TensorLayout:
 
     def compute_regions(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Region]:
         """Return the blocks of ranks at some positions on the mesh. zero_dim: as for `compute_local_region`."""
-        zero_axis = self.data_axes.shard
-        axes = [*(shard.axis for shard in self.shards), *([] if zero_dim is None else [zero_axis])]
+        axes = [*(shard.axis for shard in self.shards), *(() if zero_dim is None else self.data_axes.shard)]
+        n_zero_shards = mesh.count_shards(self.data_axes)
         region_by_key: dict[tuple[int, ...], Region] = {}
         regions = []
         for position in positions:
@@ -93,7 +93,8 @@ class TensorLayout:
                 shards = tuple(replace(shard, index=position[shard.axis]) for shard in self.shards)
                 region = replace(self, shards=shards).region
                 if zero_dim is not None:
-                    region = shard_rows(region, zero_dim, position[zero_axis], mesh.size(zero_axis))
+                    index = mesh.get_shard_index(self.data_axes, position)
+                    region = shard_rows(region, zero_dim, index, n_zero_shards)
                 region_by_key[key] = region
             regions.append(region_by_key[key])
         return regions

@@ -41,22 +41,22 @@ Position = Mapping[str, int]
 class DataAxes:
     """Axes whose ranks hold the same block of a parameter and process other rows, or other parts of rows.
 
-    ZeRO shards the block over `shard`; the ranks of `replicate` and `context` (None: no such axis) hold copies.
+    ZeRO shards the block over all ranks of `shard`, along whose first axis the index of a shard changes slowest; the
+    ranks of `replicate` (None: no such axis) hold copies.
     """
 
-    shard: str
+    shard: tuple[str, ...]
     replicate: str | None = None
-    context: str | None = None
 
     @property
     def replicate_axes(self) -> tuple[str, ...]:
         """The data axes over which ZeRO doesn't shard."""
-        return tuple(axis for axis in (self.replicate, self.context) if axis is not None)
+        return () if self.replicate is None else (self.replicate,)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All axes over which gradients are summed, the ZeRO axis first."""
-        return (self.shard, *self.replicate_axes)
+        """All axes over which gradients are summed, those of ZeRO first."""
+        return (*self.shard, *self.replicate_axes)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class RowReaders:
         return object_collectives.broadcast_each(local_rows, n_readers, self.group)
 
 
-DENSE_DATA_AXES = DataAxes(SHARD, REPLICATE, CONTEXT)
+DENSE_DATA_AXES = DataAxes((SHARD, CONTEXT), REPLICATE)
 """Data axes of all parameters except experts under expert parallelism."""
-EXPERT_DATA_AXES = DataAxes(EXPERT_SHARD, REPLICATE)
+EXPERT_DATA_AXES = DataAxes((EXPERT_SHARD,), REPLICATE)
 """Data axes of experts under expert parallelism."""
 
 
@@ -156,29 +156,39 @@ class Mesh:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Axes over which the local sums of the loss terms are reduced."""
-        return (*DENSE_DATA_AXES.all, PIPELINE)
+        return (*self.batch_axes, CONTEXT, PIPELINE)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Axes over which a parameter may be sharded. The ranks along them divide whole-tensor optimizer work
         (Muon)."""
-        return (SHARD, TENSOR) if self.expert_mesh is None else (SHARD, CONTEXT, TENSOR)
+        return (SHARD, CONTEXT, TENSOR)
 
     @property
     def reduction_order(self) -> tuple[str, ...]:
         """Order in which a sum over several axes is reduced, the same on all ranks."""
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
+    def count_shards(self, data: DataAxes) -> int:
+        """Return the number of ranks over which ZeRO shards a parameter with these data axes."""
+        return math.prod(map(self.size, data.shard))
+
+    def get_shard_index(self, data: DataAxes, position: Position | None = None) -> int:
+        """Return the index of a rank's shard among `count_shards`. position: the rank's; None: this process's."""
+        position, index = position or self.position, 0
+        for axis in data.shard:
+            index = index * self.size(axis) + position[axis]
+        return index
+
     def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
-        """Return the mesh for FSDP2: replicas × shard (HSDP), or shard alone."""
-        mesh = self._find_mesh(data.shard)
-        copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
-        if not copies:
-            return mesh[data.shard]
-        if copies == (data.replicate,):
-            return mesh[*copies, data.shard]
-        replicas = mesh[copies]._flatten("_".join(copies)) if len(copies) > 1 else mesh[copies[0]]
-        return DeviceMesh._concatenate([replicas, mesh[data.shard]])
+        """Return the mesh for FSDP2: replicas × shards (HSDP), or shards alone."""
+        mesh = self._find_mesh(*data.shard)
+        replicas = [axis for axis in data.replicate_axes if self.size(axis) > 1]
+        shard_axes = [axis for axis in data.shard if self.size(axis) > 1] or [data.shard[0]]
+        if len(shard_axes) == 1:
+            return mesh[*replicas, shard_axes[0]]
+        shards = self._flatten(shard_axes)
+        return DeviceMesh._concatenate([mesh[replicas[0]], shards]) if replicas else shards
 
     def all_reduce_(self, tensor: Tensor, axes: Sequence[str]) -> None:
         """Sum a tensor in place over the ranks of some axes."""
@@ -199,8 +209,7 @@ class Mesh:
         nontrivial = [axis for axis in sort_axes(outer) if self.size(axis) > 1]
         if len(nontrivial) <= 1:
             return self.group(nontrivial[0] if nontrivial else sort_axes(outer)[0])
-        ordered = sort_axes(nontrivial)
-        return self._find_mesh(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
+        return self._flatten(nontrivial).get_group()
 
     def create_group_along(self, axis: str) -> ProcessGroup:
         """Create a second group of the ranks of `group(axis)`, with its own communicator, so that its collectives don't
@@ -236,6 +245,10 @@ class Mesh:
     def _axes(self) -> tuple[str, ...]:
         """All axes that there are, the slowest first."""
         return AXES if self.expert_mesh is None else (*AXES, *EXPERT_AXES)
+
+    def _flatten(self, axes: Sequence[str]) -> DeviceMesh:
+        """Return the mesh of several axes as one dim (cached by torch). axes: sorted, each of several ranks."""
+        return self._find_mesh(*axes)[*axes]._flatten("_".join(axes))
 
     def _find_mesh(self, *axes: str) -> DeviceMesh:
         """Return the mesh that has these axes."""

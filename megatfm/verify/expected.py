@@ -14,7 +14,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes
+from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes, name_group
 from megatfm.verify.expected_activations import add_activations, add_experts, name_equal_groups
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
@@ -45,7 +45,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
     elif parallel.tp > 1 and (style := find_undeclared_style(model)):
         reasons[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
     if parallel.pp > 1 and parallel.zero == 3 and _has_frozen_block_before_trained_part(config, model):
-        reasons[SHARD] = (
+        reasons[name_group(list_group_sizes(parallel), SHARD, CONTEXT)] = (
             "a frozen block lies before a trained part of its pipeline stage: FSDP2 prefetches it in vain, and whether "
             "a later pass finds it gathered depends on the schedule"
         )

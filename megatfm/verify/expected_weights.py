@@ -74,28 +74,32 @@ class RankParameters:
         """Return whether expert parallelism shards the parameter."""
         return self.parallel.ep > 1 and self._get_cut(name).are_experts
 
-    def find_shard_axis(self, name: str) -> str:
-        """Return the axis over which ZeRO shards the parameter."""
-        return EXPERT_SHARD if self.is_expert(name) else SHARD
+    def list_shard_axes(self, name: str) -> tuple[str, ...]:
+        """Return the axes over which ZeRO shards the parameter."""
+        return (EXPERT_SHARD,) if self.is_expert(name) else (SHARD, CONTEXT)
 
     def count_shards(self, name: str) -> int:
         """Return the number of ranks over which ZeRO shards the parameter."""
         if self.is_expert(name):
             return self.parallel.expert_mesh_size // self.parallel.ep
-        return self.parallel.dp_shard
+        return self.parallel.dp_shard * self.parallel.cp
+
+    def compute_shard_index(self, name: str, position: MeshPosition) -> int:
+        """Return a rank's index among those over which ZeRO shards the parameter."""
+        return position.edp if self.is_expert(name) else position.shard * self.parallel.cp + position.cp
 
     @property
     def zero(self) -> int:
-        """ZeRO stage; 0 for a single data rank."""
-        return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
+        """ZeRO stage; 0 for a single data and context rank."""
+        parallel = self.parallel
+        return parallel.zero if parallel.dp_shard * parallel.dp_replicate * parallel.cp > 1 else 0
 
     def identify_block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
         """Return an id of the block that a rank holds of a parameter: equal for ranks with the same block."""
-        shard_index = position.edp if self.is_expert(name) else position.shard
         return (
             position.ep if self.is_expert(name) else 0,
             position.tp if self.is_cut(name) else 0,
-            shard_index if self.zero else 0,
+            self.compute_shard_index(name, position) if self.zero else 0,
         )
 
     def is_cut(self, name: str) -> bool:
@@ -118,7 +122,7 @@ class RankParameters:
         shape, n_shards = self.compute_shape(name, position), self.count_shards(name) if self.zero else 1
         size = shape[self._find_data_dim(name)]
         shard_size = -(-size // n_shards)
-        shard_index = (position.edp if self.is_expert(name) else position.shard) if n_shards > 1 else 0
+        shard_index = self.compute_shard_index(name, position) if n_shards > 1 else 0
         return max(0, min(shard_size, size - shard_size * shard_index)) * (prod(shape) // size)
 
     def count_padded_elements(self, name: str) -> int:
@@ -176,20 +180,20 @@ def add_weights_and_gradients(
 
 def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
-    for shard, names in _group_by_shard_axis(parameters, parameters.trained).items():
-        axis = name_group(ledger.sizes, REPLICATE, shard, *_list_replica_axes(shard)[1:])
+    for shard_axes, names in _group_by_shard_axes(parameters, parameters.trained).items():
+        axis = name_group(ledger.sizes, REPLICATE, *shard_axes)
         for bucket in _divide_into_buckets(parameters, names):
             ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
 
 def _add_sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
-    for axis, names in _group_by_shard_axis(parameters, parameters.trained).items():
+    for shard_axes, names in _group_by_shard_axes(parameters, parameters.trained).items():
+        axis = name_group(ledger.sizes, *shard_axes)
         for bucket in _divide_into_buckets(parameters, names):
             n_elements, ranks = sum(map(parameters.count_padded_elements, bucket)), ledger.sizes[axis]
             ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
-            for replica_axis in _list_replica_axes(axis):
-                ledger.all_reduce(replica_axis, n_elements // ranks * precision.param_dtype.itemsize)
+            ledger.all_reduce(REPLICATE, n_elements // ranks * precision.param_dtype.itemsize)
             ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
@@ -207,16 +211,11 @@ def _divide_into_buckets(parameters: RankParameters, names: Sequence[str]) -> li
     return buckets
 
 
-def _list_replica_axes(shard: str) -> tuple[str, ...]:
-    """Return the axes along which shards over `shard` are replicated."""
-    return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
-
-
-def _group_by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
-    names_by_axis: dict[str, list[str]] = defaultdict(list)
+def _group_by_shard_axes(parameters: RankParameters, names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    names_by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in names:
-        names_by_axis[parameters.find_shard_axis(name)].append(name)
-    return names_by_axis
+        names_by_axes[parameters.list_shard_axes(name)].append(name)
+    return names_by_axes
 
 
 def _add_fully_sharded(
@@ -244,13 +243,13 @@ def _add_fully_sharded(
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and runs_per_step > 1 and len(microbatches) > reductions:
             reductions += 1  # gradients accumulated so far are reduced after the block's first run
-        axis = parameters.find_shard_axis(names[0])
+        axis = name_group(ledger.sizes, *parameters.list_shard_axes(names[0]))
         shard_bytes = elements // ledger.sizes[axis] * precision.compute_dtype.itemsize
         ledger.all_gather(axis, shard_bytes, times=gathers)
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
-        ledger.all_reduce(name_group(ledger.sizes, *_list_replica_axes(axis)), shard, times=reductions)
+        ledger.all_reduce(REPLICATE, shard, times=reductions)
 
 
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -310,10 +309,10 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
     ranks = [
         replace(parameters.position, shard=shard, cp=cp, tp=tp)
         for shard in range(parallel.dp_shard)
-        for cp in (range(parallel.cp) if parallel.ep > 1 else (parameters.position.cp,))
+        for cp in range(parallel.cp)
         for tp in range(parallel.tp)
     ]
-    axis = name_group(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
+    axis = name_group(ledger.sizes, SHARD, CONTEXT, TENSOR)
     own_index = ranks.index(parameters.position)
     for group in build_optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]
@@ -347,7 +346,8 @@ def _add_metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: 
     kinds = {(parameters.is_expert(name), parameters.is_cut(name)) for name in names}
     experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
     if parameters.zero:
-        ledger.all_reduce(SHARD, len(kinds) * 8 - experts)
+        for axis in (SHARD, CONTEXT):
+            ledger.all_reduce(axis, len(kinds) * 8 - experts)
         ledger.all_reduce(EXPERT_SHARD, experts, times=experts > 0)
     ledger.all_reduce(PIPELINE, len(kinds) * 8)
     ledger.all_reduce(EXPERT, experts, times=experts > 0)

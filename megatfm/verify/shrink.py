@@ -89,7 +89,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         model = _shrink_model(
             config.model,
             head_ranks=parallel.tp * parallel.cp,
-            shards=parallel.tp * parallel.dp_shard,
+            shards=parallel.tp * parallel.zero_shards,
             stages=parallel.pp * parallel.stages_per_rank,
             rows=rows,
         )

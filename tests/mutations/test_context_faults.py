@@ -23,7 +23,7 @@ from megatfm.parallel import (
     expert_parallel,
     ring_attention,
 )
-from megatfm.parallel.mesh import SHARD, Mesh
+from megatfm.parallel.mesh import SHARD, DataAxes, Mesh, Position
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.faults import EVERYTHING, list_expected_errors, patch_backward
 from tests.support.models import ADAMW, LENGTH
@@ -112,6 +112,15 @@ def gradients_are_not_summed_over_contexts(patch: Patch) -> None:
     patch.setattr(Mesh, "flat_group", lambda self, axes: self.group(SHARD))
 
 
+def shards_are_numbered_backwards_over_contexts(patch: Patch) -> None:
+    real = Mesh.get_shard_index
+
+    def get(self: Mesh, data: DataAxes, position: Position | None = None) -> int:
+        return self.count_shards(data) - 1 - real(self, data, position)
+
+    patch.setattr(Mesh, "get_shard_index", get)
+
+
 def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
     patch.setattr(SequenceShard, "indices", property(lambda self: torch.arange(len(self.token_indices))))
 
@@ -189,6 +198,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_halo_is_one_short: ("window", EVERYTHING),
     a_document_s_boundary_is_lost_at_a_cut: ("llama", EVERYTHING),
     gradients_are_not_summed_over_contexts: ("llama", EVERYTHING),
+    shards_are_numbered_backwards_over_contexts: ("llama", EVERYTHING),
     dropout_counts_tokens_from_the_cut: ("llama", EVERYTHING),
     a_random_block_of_the_wrong_head: (ENCODERS, EVERYTHING),
     a_wide_query_is_answered_by_one_rank_alone: (ENCODERS, {"*", *BIASES_OF_WIDE_KEYS}),
@@ -212,6 +222,13 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
 """Fault → the model that shows it, and parameters whose gradients must be found wrong, and no others."""
 
 
+LAYOUTS: dict[Callable[[Patch], None], ParallelConfig] = {
+    gradients_are_not_summed_over_contexts: ParallelConfig(cp=2, zero=0),
+    shards_are_numbered_backwards_over_contexts: ParallelConfig(cp=2, zero=1),
+}
+"""Layouts that show a fault where ZeRO 3 does not: FSDP2 reduces, and numbers shards, itself."""
+
+
 MODELS = sorted({name for name, _ in FAULTS.values()})
 
 
@@ -230,7 +247,8 @@ def wrong_gradients(names: list[str]) -> dict[str, list[tuple[set[str], set[str]
             with pytest.MonkeyPatch.context() as patch:
                 if fault:
                     fault(patch)
-                engine = build_engine(config, ParallelConfig(cp=2), ADAMW)
+                layout = LAYOUTS.get(fault, ParallelConfig(cp=2)) if fault else ParallelConfig(cp=2)
+                engine = build_engine(config, layout, ADAMW)
                 engine.forward_backward(context_microbatches(engine, batch), objective)
                 expected = list_expected_errors(model, FAULTS[fault][1]) if fault else set()
                 compared[name].append((expected, set(model_gradient_errors(engine, model))))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanBoundaryObjective
 from megatfm.layers.attention.patterns.local import Window
-from megatfm.parallel import context_parallel, expert_parallel, pipeline_stages, styles
+from megatfm.parallel import context_parallel, expert_parallel, mesh, pipeline_stages, styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import STYLES
 from megatfm.verify.expected import compute_expected_traffic
@@ -82,6 +82,13 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
     rewrite(patch, context_parallel.find_span_boundary_indices, around_spans)
 
 
+def ranks_that_share_rows_hold_copies_of_shards(patch: Patch) -> None:
+    """ZeRO shards over `dp_shard` alone, and gradients are summed over `cp` afterwards."""
+    patch.setitem(vars(mesh.DENSE_DATA_AXES), "shard", (mesh.SHARD,))
+    replicas = property(lambda _: (mesh.REPLICATE, mesh.CONTEXT))
+    patch.setattr(mesh.DataAxes, "replicate_axes", replicas)
+
+
 MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(
     {"attention.pattern.width": 2}
 )
@@ -97,6 +104,8 @@ FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, st
     a_rank_is_dealt_more_of_a_row_than_others: (FAMILY_MODELS["llama"], CP2, CausalObjective(), "over cp"),
     more_tokens_around_spans_are_fetched: (FAMILY_MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}), CP2,
                                            SpanBoundaryObjective(), "send over cp"),
+    ranks_that_share_rows_hold_copies_of_shards: (FAMILY_MODELS["llama"], ParallelConfig(dp_shard=2, cp=2, zero=1),
+                                                  CausalObjective(), "reduce_scatter over dp_shard × cp"),
 }  # fmt: skip
 """Fault → the model, layout and objective that show it, and the collective that must be found to differ."""
 

@@ -90,8 +90,8 @@ class NativeEngine(BaseEngine):
         self._model = model = parallelized.model
         self.layout, self.mesh, self.device = parallelized.layout, parallelized.mesh, parallelized.device
         layout, mesh, device, pipeline = self.layout, self.mesh, self.device, parallelized.pipeline
-        # A single data rank needs no gathering and no buffers.
-        self.zero_options = options.zero if mesh.data_ranks > 1 else UNSHARDED
+        # A single rank needs no gathering and no buffers.
+        self.zero_options = options.zero if mesh.gradient_ranks > 1 else UNSHARDED
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         check_split_backward(pipeline, options.recompute_mode)

@@ -157,7 +157,7 @@ def _prefetch(model: nn.Module, depth: int) -> None:
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Let process groups allocate communication buffers; logs a warning if their backend can't."""
-    group = mesh.group(DENSE_DATA_AXES.shard)
+    group = mesh.flat_group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(
             "parallel.comm_buffers = 'process_group': %s can't allocate memory for %s: torch allocates the buffers",

@@ -142,8 +142,8 @@ def start_all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tens
 
 class Replicated:
     """Whole weights on every rank. Stage 0 also keeps whole gradients and optimizer state on each. Stage 1
-    reduce-scatters gradients over dp_shard; a rank updates its rows in the stored precision, and weights are gathered
-    after each change."""
+    reduce-scatters gradients over dp_shard × cp; a rank updates its rows in the stored precision, and weights are
+    gathered after each change."""
 
     def __init__(
         self,
@@ -201,13 +201,13 @@ class Replicated:
             (bucket, data_axes)
             for data_axes, shapes in by_axes.items()
             for bucket in assign_buckets(
-                shapes, self._mesh.size(data_axes.shard) if self.sharded else 1, BUCKET_ELEMENTS
+                shapes, self._mesh.count_shards(data_axes) if self.sharded else 1, BUCKET_ELEMENTS
             )
         ]
 
     def _shard_index(self, bucket: Bucket, data_axes: DataAxes) -> int:
         """Return the index of this rank's rows in a bucket."""
-        return self._mesh.rank(data_axes.shard) if bucket.ranks > 1 else 0
+        return self._mesh.get_shard_index(data_axes) if bucket.ranks > 1 else 0
 
     def start_microbatch(self, is_last: bool) -> None:
         """Let every bucket await the gradients of all of its parameters before the last pass."""
@@ -315,7 +315,7 @@ class Replicated:
             parameter.grad = None
         data_axes = self._bucket_axes[index]
         if bucket.ranks > 1:
-            self._pending_gradients[index] = start_reduce_scatter(buffer, self._mesh.group(data_axes.shard))
+            self._pending_gradients[index] = start_reduce_scatter(buffer, self._mesh.flat_group(data_axes.shard))
         else:
             row = buffer[0]
             group = self._mesh.flat_group(data_axes.all)
@@ -338,7 +338,7 @@ class Replicated:
         for index, (bucket, data_axes) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                gathered = start_all_gather(row, bucket.ranks, self._mesh.group(data_axes.shard))
+                gathered = start_all_gather(row, bucket.ranks, self._mesh.flat_group(data_axes.shard))
                 if not frozen:
                     self._pending_parameters[index] = gathered
                     continue

@@ -1,15 +1,16 @@
 """ZeRO (Rajbhandari et al. 2020): sharding of weights, gradients and optimizer state over data ranks, and memory.
 
-| Stage | Sharded over dp_shard | File |
+| Stage | Sharded over dp_shard × cp | File |
 |---|---|---|
 | 0 | nothing | replicated.py |
 | 1 | optimizer state and the weights that it updates | replicated.py |
 | 2 | + gradients | fully_sharded.py |
 | 3 | + the weights that the model computes with | fully_sharded.py |
 
-A single data rank uses stage 0, whatever is configured. dp_replicate always replicates the shards of dp_shard. Tensors
-are sharded along dim 0: ⌈rows / ranks⌉ rows on each rank, fewer on the last ones. Stages 2 and 3 shard experts along
-dim 1 if their number is not divisible. A checkpoint of any stage can be loaded with any other.
+Under expert parallelism, experts are sharded over edp instead (see `parallel.mesh`). dp_replicate always replicates the
+shards. A single rank uses stage 0, whatever is configured. Tensors are sharded along dim 0: ⌈rows / ranks⌉ rows on each
+rank, fewer on the last ones. Stages 2 and 3 shard experts along dim 1 if their number is not divisible. A checkpoint of
+any stage can be loaded with any other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ from megatfm.engines.interface import MOMENTS, MemoryNeeds, OptimizerGroup, Prec
 from megatfm.engines.passes import GradientSync
 from megatfm.engines.pipeline import count_max_block_inputs
 from megatfm.parallel.layout import iter_blocks
-from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
+from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
 from megatfm.parallel.pipeline_stages import Pipeline
 
@@ -71,9 +72,9 @@ class DataParallel(GradientSync, Protocol):
     local: dict[str, Tensor]
     """Blocks of the weights that this rank's optimizer updates, in the stored precision."""
     zero_dims: dict[str, int]
-    """Dims that ranks along dp_shard shard, by weight; those of other weights are copies."""
+    """Dims that ZeRO shards over `DataAxes.shard`, by weight; other weights are whole on each rank."""
     sharded: bool
-    """Whether ranks along dp_shard hold different blocks of a parameter; otherwise copies."""
+    """Whether ranks along `DataAxes.shard` hold different blocks of a parameter; otherwise copies."""
 
     def reduce(self) -> None:
         """Finish summing gradients over the data axes, after the last backward pass."""
@@ -143,7 +144,7 @@ def estimate_memory_needs(
         depth = zero_options.get_prefetch_depth(mesh.device_mesh.device_type)
         gathered_blocks = sum(sorted(sizes)[-1 - depth :])  # the block that runs, and those prefetched
         gathered = (total - in_blocks + gathered_blocks) * precision.compute_dtype.itemsize
-    if mesh.size(SHARD) == 1 and not precision.is_mixed:
+    if mesh.count_shards(DENSE_DATA_AXES) == 1 and not precision.is_mixed:
         gathered = 0  # the stored weights themselves
     return MemoryNeeds(
         gradients=trained * precision.param_dtype.itemsize if zero_options.zero < 2 or is_unsharded else local,

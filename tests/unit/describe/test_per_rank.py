@@ -30,6 +30,7 @@ LAYOUTS = [
     ParallelConfig(dp_shard=2, tp=2, zero=3),
     ParallelConfig(dp_shard=1, dp_replicate=2, zero=3),
     ParallelConfig(dp_shard=2, cp=2, zero=1),
+    ParallelConfig(dp_shard=1, cp=3, zero=3),
 ]
 FIRST_BLOCKS = tuple(f"decoder.layers.{number}." for number in range(3))
 

@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 def placed(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
     """Experts over one axis, their inner width over tensor parallelism; what all share has a share of its gradient."""
-    key, data = placement.name.rpartition(".")[2], DataAxes("dp_shard")
+    key, data = placement.name.rpartition(".")[2], DataAxes(("dp_shard",))
     if key == "scale":
         return replace(placement, partial_axes=("dp_replicate", "tp"), data_axes=data)
     axes = ((EXPERT_AXIS, 0), ("tp", TP_DIMS[key]))

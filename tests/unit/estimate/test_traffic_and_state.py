@@ -87,6 +87,8 @@ TENSOR_AND_ZERO_3 = ParallelConfig(dp_shard=2, tp=2)
     ("llama3-8b", ParallelConfig(pp=2, dp_shard=2, zero=1), "none"),
     ("llama3-8b", ParallelConfig(pp=3, dp_shard=1), "none"),
     ("llama3-8b", ParallelConfig(pp=2, dp_shard=1, pp_schedule="interleaved"), "none"),
+    ("llama3-8b", ParallelConfig(dp_shard=1, cp=2, zero=1), "none"),
+    ("llama3-8b", ParallelConfig(dp_replicate=2, dp_shard=1, cp=2, grad_accumulation="sharded"), "none"),
     ("llama3-8b", TENSOR_AND_ZERO_3, "selective"),
     *(pytest.param("llama3-8b", TENSOR_AND_ZERO_3, recompute, marks=EXTENDED) for recompute in ("none", "full")),
     # Tied tables are summed over pipeline ranks.
@@ -149,6 +151,7 @@ def test_by_channel_all_tensor_parallel_ranks_send_all_rows_to_experts(
 @pytest.mark.parametrize(("preset", "optimizer", "parallel"), [
     ("albert-base", "lamb", ParallelConfig(dp_shard=3, zero=1)),
     ("llama3-8b", "muon", ParallelConfig(dp_shard=2, tp=2)),
+    ("llama3-8b", "muon", ParallelConfig(dp_shard=1, cp=2, cp_method="ulysses")),
     pytest.param("mixtral-8x7b", "muon", ParallelConfig(dp_shard=4, ep=2, zero=1), marks=EXTENDED),
 ], ids=describe_layout)  # fmt: skip
 def test_full_tensors_travel_to_their_owners_and_back(
@@ -202,6 +205,8 @@ def test_scores_that_chunks_of_attention_hold_are_counted() -> None:
     ("gpt2-124m", ParallelConfig(dp_shard=2, tp=2)),
     ("gpt2-124m", ParallelConfig(dp_shard=2, tp=2, pp=2, pp_schedule="interleaved")),
     ("gpt2-124m", ParallelConfig(dp_shard=1, tp=4)),
+    ("gpt2-124m", ParallelConfig(dp_shard=1, cp=3, zero=1)),
+    ("gpt2-124m", ParallelConfig(dp_shard=2, cp=2)),
     ("mixtral-8x7b", ParallelConfig(dp_shard=4, ep=2)),
 ], ids=describe_layout)  # fmt: skip
 def test_the_fullest_rank_has_the_state_that_describe_counts(preset: str, parallel: ParallelConfig) -> None:
