@@ -112,12 +112,15 @@ class ProfiledKernels:
             start = len(self.recorder.recording.operators)
             output: Tensor = type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
             self._mark_fused(start, 2 * macs, fetched)
-            return output
+            return self._exchange(output)
         bias = args[1] if len(args) > 1 else kwargs.get("bias")
         bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
         note = partial(self._note_attention, 2 * macs, fetched)
-        heads_BNTH: Tensor = AttentionStandIn.apply(note, q, k, v, bias)
-        return heads_BNTH
+        return self._exchange(AttentionStandIn.apply(note, q, k, v, bias))
+
+    def _exchange(self, heads_BNTH: Tensor) -> Tensor:
+        """Return an output as context-parallel ranks exchange it: a copy in which a head's tokens are neighbours."""
+        return heads_BNTH if self.cp == 1 else heads_BNTH.contiguous()
 
     def _mark_fused(self, start: int, flops: float, fetched_tokens: int) -> None:
         """Give a CPU's fused kernel, recorded since operator `start`, its FLOPs."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatfm.config import Config
-from megatfm.estimate.part_profile import PartProfile
+from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.estimate.weights import (
     BUCKET_NUMEL,
     LocalWeight,
@@ -94,7 +94,11 @@ def rank_memory(
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)
     mode = config.train.recompute
-    saved_bytes = {index: profiles[index].saved_bytes(mode, compiled) for index in parts}
+    saved_bytes: dict[int, int] = {}
+    for stage_parts in parts_by_stage.values():
+        part_profiles = [profiles[index] for index in stage_parts]
+        own_bytes = [profile.saved_bytes(mode, compiled) for profile in part_profiles]
+        saved_bytes |= zip(stage_parts, add_shared_inputs(part_profiles, own_bytes), strict=True)
     waiting = kept_bytes + _sum_waiting(parts_by_stage, in_flight, sent_bytes, saved_bytes)
     running, running_stage = next(iter(parts_by_stage.items()), (0, ()))
     is_single_pass = config.parallel.pp == 1 and microbatches == 1
@@ -175,7 +179,8 @@ def _moments(
     for index in reversed(parts):
         recomputed = 0
         if profiles[index].is_block and config.train.recompute != "none":
-            recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
+            without_recompute = profiles[index].saved_bytes("none", compiled)
+            recomputed = max(0, without_recompute - profiles[index].saved_bytes(config.train.recompute, compiled))
         pending = pending_bytes(config, weights, parts, index)
         if zero < 2:
             accumulating = profiles[index].accumulation_peak(copies, expert_copies, config.parallel.ep)

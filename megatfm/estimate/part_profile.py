@@ -17,11 +17,13 @@ LONG_CHAIN = 100
 @dataclass(frozen=True)
 class SavedTensor:
     """Storage that a forward pass saves for its backward pass. number: see `OperatorRecorder.number`; is_eager: by a
-    module that stays eager in compiled blocks."""
+    module that stays eager in compiled blocks; shared_input: name of an input that all parts which read it share, such
+    as an encoder's output."""
 
     number: int
     n_bytes: int
     is_eager: bool = False
+    shared_input: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def expert_moments(backward: Recording, gradients: Sequence[int], complete: int)
 @dataclass(frozen=True, eq=False)
 class PartProfile:
     """Passes of a split point; equal to itself alone. input_bytes, output_bytes: of the activations that it reads and
-    writes.
+    writes; shared_input_bytes: of those that it reads and does not write, which parts share.
 
     forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
     whole_backward_peak: with these. expert_moments: the fullest ones, if experts exchange tokens. gradients: in the
@@ -89,6 +91,7 @@ class PartProfile:
     weight_numbers: frozenset[int] = frozenset()
     whole_backward_peak: int = 0
     expert_moments: Sequence[ExpertMoment] = ()
+    shared_input_bytes: int = 0
 
     @cached_property
     def has_experts(self) -> bool:
@@ -119,13 +122,23 @@ class PartProfile:
         )
         return max(map(int, peaks), default=0)
 
+    @cached_property
+    def _own_saved(self) -> list[SavedTensor]:
+        return [tensor for tensor in self.saved if not tensor.shared_input]
+
+    @cached_property
+    def shared_inputs(self) -> dict[str, int]:
+        """Bytes of the saved inputs that other parts share, by name."""
+        return {tensor.shared_input: tensor.n_bytes for tensor in self.saved if tensor.shared_input}
+
     def saved_bytes(self, recompute: str, compiled: bool) -> int:
-        """Return the bytes that the part saves between its passes. Only blocks recompute."""
-        without_recompute = sum(tensor.n_bytes for tensor in self.saved)
+        """Return the bytes that the part saves between its passes, without shared inputs. Only blocks recompute."""
+        without_recompute = sum(tensor.n_bytes for tensor in self._own_saved)
+        input_bytes = self.input_bytes - self.shared_input_bytes
         if not self.is_block:
             return without_recompute
         if recompute == "full":
-            return self.input_bytes
+            return input_bytes
         if recompute == "selective":
             sums = [op for op in self.forward if op.collective in ("all_reduce", "reduce_scatter")]
             saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE] + sums
@@ -134,13 +147,14 @@ class PartProfile:
                 needed = self._find_needed(written)
                 written = {number: n_bytes for number, n_bytes in written.items() if number in needed}
             terms = {number for op in sums for number in op.reads.keys() - op.writes.keys()}
-            return self.input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
+            terms |= {tensor.number for tensor in self.saved if tensor.shared_input}
+            return input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
         if recompute.endswith("%"):
             return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
         return self.compiled_bytes() if compiled else without_recompute
 
     def compiled_bytes(self) -> int:
-        """Return the bytes that a compiled block saves.
+        """Return the bytes that a compiled block saves, without shared inputs.
 
         torch's partitioner of forward and backward pass recomputes elementwise operators from their inputs, but not a
         result that a matmul or attention of the backward pass reads (`ban_recompute_materialized_backward` of
@@ -166,7 +180,10 @@ class PartProfile:
                 saved_by_number[number] = n_bytes
                 continue
             queue += [(n, size) for n, size in reads[number].items() if n not in self.weight_numbers]
-        return min(sum(saved_by_number.values()), sum(tensor.n_bytes for tensor in self.saved))
+        for tensor in self.saved:
+            if tensor.shared_input:
+                saved_by_number.pop(tensor.number, None)
+        return min(sum(saved_by_number.values()), sum(tensor.n_bytes for tensor in self._own_saved))
 
     def _find_needed(self, written: Collection[int]) -> set[int]:
         """Return those of some results from which the backward pass computes what it reads; a compiled block does not
@@ -207,3 +224,17 @@ class ModelProfile:
     parts: Sequence[PartProfile]
     samples: int
     batch_bytes: int
+
+
+def add_shared_inputs(parts: Sequence[PartProfile], saved_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes that each part saves, with each shared input at the first part that saves it.
+
+    saved_bytes: of each part, by `PartProfile.saved_bytes`.
+    """
+    counted: set[str] = set()
+    sums = []
+    for part, n_bytes in zip(parts, saved_bytes, strict=True):
+        new_inputs = part.shared_inputs.keys() - counted
+        sums.append(n_bytes + sum(part.shared_inputs[name] for name in new_inputs))
+        counted |= new_inputs
+    return sums

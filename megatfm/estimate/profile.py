@@ -36,6 +36,7 @@ from megatfm.estimate.stand_ins import (
     default_dtype,
     forward_predicted_tokens,
     quiet_fake_tensors,
+    record_shared_tables,
 )
 from megatfm.estimate.weights import expert_names
 from megatfm.layers.embedding import InputEmbedding
@@ -182,7 +183,8 @@ class LocalModel:
                 saved[number] = SavedTensor(number, tensor.untyped_storage().nbytes(), self._is_in_eager)
             return tensor
 
-        with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+        tables = record_shared_tables()
+        with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor), tables as table_by_key:
             output = model.stage({point.name}).forward(**fields, **carry)
         predictions = (getattr(output, "predictions", None) or {}).values()
         outputs = [*(output.losses or {}).values(), *output.carried().values(), *predictions]
@@ -190,6 +192,12 @@ class LocalModel:
         for number, n_bytes in recorder.live_storages(forward).items():  # saved for a recomputation
             if number not in output_numbers:
                 saved.setdefault(number, SavedTensor(number, n_bytes))
+        stack = point.name.rpartition(".")[0]
+        shared_names = {recorder.number(x): name for name, x in carry.items() if name not in point.writes}
+        shared_names |= {recorder.number(x): f"{stack} {key}" for key, x in table_by_key.items()}
+        for number, name in shared_names.items():
+            if number in saved:
+                saved[number] = replace(saved[number], shared_input=name)
         carried = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
         self._samples = max([self._samples, *map(len, predictions)])
         ends = (*(output.losses or {}).values(), *carried.values(), *predictions)
@@ -222,6 +230,9 @@ class LocalModel:
             weight_numbers=weights,
             whole_backward_peak=backward.peak(),
             expert_moments=moments,
+            shared_input_bytes=sum(
+                tensor.nbytes for name, tensor in carry.items() if name in point.reads and name not in point.writes
+            ),
         )
 
     def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient], list[ExpertMoment]]:

@@ -15,7 +15,7 @@ from megatfm.config import Config
 from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimator, compiles
 from megatfm.estimate.operators import Operator
-from megatfm.estimate.part_profile import PartProfile
+from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node, find_zero_axis
@@ -46,6 +46,7 @@ def scale_profile(part: PartProfile, factor: int, tokens: int) -> PartProfile:
         saved=[replace(tensor, n_bytes=tensor.n_bytes * factor) for tensor in part.saved],
         input_bytes=part.input_bytes * factor,
         output_bytes=part.output_bytes * factor,
+        shared_input_bytes=part.shared_input_bytes * factor,
         forward_peak=part.forward_peak * (factor if part.is_block else 1),
         backward_peak=part.backward_peak * factor,
     )
@@ -357,5 +358,6 @@ def _sum_passes(parts: Sequence[PartPasses]) -> Passes:
         max(block.forward_peak, block.backward_peak + part.recomputed_bytes) for block, part in blocks.items()
     )
     boundary = max(block.output_bytes for block in blocks)
-    rows = [*zip(*passes, strict=True), weight, *shared, [part.saved_bytes for part in parts]]
+    saved = add_shared_inputs([part.profile for part in parts], [part.saved_bytes for part in parts])
+    rows = [*zip(*passes, strict=True), weight, *shared, saved]
     return Passes(np.array([np.cumsum([0.0, *row]) for row in rows]), workspace, boundary)

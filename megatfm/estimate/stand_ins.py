@@ -4,7 +4,7 @@ A stand-in for a kernel saves and allocates as much as the real one, and notes t
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -342,3 +342,22 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         fake_tensor_log.disabled = was_disabled
+
+
+@contextmanager
+def record_shared_tables() -> Iterator[dict[str, Tensor]]:
+    """Yield a dict that receives the tensors that layers share by `SequenceMetadata.cached`, such as rotary tables."""
+    tables: dict[str, Tensor] = {}
+    cached = SequenceMetadata.cached
+
+    def record(sequence: SequenceMetadata, key: Hashable, make: Callable[[], Any]) -> Any:
+        value = cached(sequence, key, make)
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        tables.update({f"{key} {index}": tensor for index, tensor in enumerate(tensors)})
+        return value
+
+    SequenceMetadata.cached = record  # type: ignore[method-assign, assignment]
+    try:
+        yield tables
+    finally:
+        SequenceMetadata.cached = cached  # type: ignore[method-assign]

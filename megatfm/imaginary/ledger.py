@@ -2,10 +2,12 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HIDDEN_FILES = ("/verify/traffic", "/imaginary/", "/ops/transfer")
 """Files that allocate on behalf of their callers, which are named instead."""
@@ -61,14 +63,24 @@ class Ledger:
         self.peak = max(self.peak, self.live_bytes)
         self._changes.append((owner, n_bytes))
 
-    def count_activations(self, layer: str) -> int:
-        """Return the live bytes that a layer owns, without gathered weights."""
-        owned = ((n_bytes, owner.split(" ", 2)) for n_bytes, owner, _ in self._live.values())
-        return sum(
-            n_bytes
-            for n_bytes, (_, owning_layer, line) in owned
+    def list_activations(self, layer: str) -> dict[int, Any]:
+        """Return the live storages that a layer owns, without gathered weights, by key."""
+        owners = ((key, self._live[key][1].split(" ", 2)) for key in self._live)
+        return {
+            key: self._live[key][2]
+            for key, (_, owning_layer, line) in owners
             if owning_layer == layer and not line.startswith(("engines/", GATHERING))
-        )
+        }
+
+    def list_storages(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
+        """Return the live storages of tensors, by key."""
+        keys = (tensor.untyped_storage()._cdata for tensor in tensors)
+        return {key: self._live[key][2] for key in keys if key in self._live}
+
+    def count_live(self, storages: Mapping[int, Any]) -> int:
+        """Return the bytes of those storages that are still live."""
+        entries = ((self._live[key], reference) for key, reference in storages.items() if key in self._live)
+        return sum(n_bytes for (n_bytes, _, live_reference), reference in entries if live_reference is reference)
 
     def at_peak(self) -> dict[str, int]:
         """Return owner → bytes at the fullest moment since the phase began, the largest first."""

@@ -6,14 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.compiled import list_compilations
 from megatfm.imaginary.device import ImaginaryGPU
-from megatfm.imaginary.ledger import Ledger
+from megatfm.imaginary.ledger import Ledger, is_called_by_autograd
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import draw_batch, objective_for
@@ -78,35 +79,59 @@ def _watch_model(engine: Engine, memory: Ledger, record: "Trace") -> frozenset[t
     if not isinstance(model, nn.Module):
         return frozenset()
     paths = {module: path for path, module in model.named_modules()}
+    counted: dict[int, Any] = {}
     for block in iter_blocks(model):
-        watch = _BlockWatch(memory, paths[block], record.saved)
+        watch = _BlockWatch(memory, paths[block], record.saved, counted)
         if block._compiled_call_impl is not None:  # its hooks would be compiled
             record.is_compiled = True
             block._compiled_call_impl = partial(watch.call, block._compiled_call_impl)
             continue
-        block.register_forward_pre_hook(watch.enter)
+        block.register_forward_pre_hook(watch.enter, with_kwargs=True)
         block.register_forward_hook(watch.leave)
     return frozenset(tuple(parameter.shape) for parameter in model.parameters())
 
 
 class _BlockWatch:
-    """Adds to `saved` the bytes of activations that each forward pass of a block leaves, its output among them."""
+    """Adds to `saved` the bytes that each forward pass of a block saves for its backward pass, its input among them.
 
-    def __init__(self, memory: Ledger, path: str, saved: dict[str, int]) -> None:
-        self._memory, self._path, self._saved, self._earlier = memory, path, saved, 0
+    They are counted when the backward pass reaches the block's output: what only callers held is freed by then.
+    counted: storages that a block has counted; an input that blocks share counts once.
+    """
 
-    def enter(self, *_: Any) -> None:
-        self._memory.layer, self._earlier = self._path, self._memory.count_activations(self._path)
+    def __init__(self, memory: Ledger, path: str, saved: dict[str, int], counted: dict[int, Any]) -> None:
+        self._memory, self._path, self._saved, self._counted = memory, path, saved, counted
+        self._earlier: dict[int, Any] = {}
+        self._inputs: dict[int, Any] = {}
 
-    def leave(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            left = self._memory.count_activations(self._path) - self._earlier
-            self._saved[self._path] = self._saved.get(self._path, 0) + left
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._memory.layer, self._earlier = self._path, self._memory.list_activations(self._path)
+        self._inputs = self._memory.list_storages(_list_trained((args, kwargs)))
+
+    def leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._memory.layer = "-"
+        outputs = _list_trained(output)
+        if not outputs or is_called_by_autograd():  # in a backward pass, it is recomputed
+            return
+        created = self._memory.list_activations(self._path)
+        storages = {key: storage for key, storage in created.items() if self._earlier.get(key) is not storage}
+        storages |= self._inputs
+
+        def count(_: Any) -> None:
+            new = {key: storage for key, storage in storages.items() if self._counted.get(key) is not storage}
+            self._saved[self._path] = self._saved.get(self._path, 0) + self._memory.count_live(new)
+            self._counted.update(new)
+            storages.clear()  # counted at the first output that the backward pass reaches
+
+        for tensor in outputs:
+            tensor.register_hook(count)
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.enter()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            self.leave()
+        self.enter(nn.Module(), args, kwargs)
+        output = run(*args, **kwargs)
+        self.leave(nn.Module(), args, output)
+        return output
+
+
+def _list_trained(values: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments that require gradients."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]

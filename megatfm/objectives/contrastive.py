@@ -110,16 +110,14 @@ class Contrastive(ImageBasedObjective):
         return DocumentChunk(tokens, files=draw_image_files(random, self.reader))
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        pairs = ((batch["positions"] == 0) & (batch["documents"] >= 0)).sum()
-        return dict.fromkeys(self.loss_weights, pairs)
+        return dict.fromkeys(self.loss_weights, _find_first_tokens(batch).sum())
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return unit vectors of images and captions, the temperature, and in evaluation the captions' hashes."""
         inputs = {name: field for name, field in batch.items() if name != CAPTIONS}
         features = dict(model(**inputs).predictions)
         if CAPTIONS in batch:
-            is_first = (batch["positions"] == 0) & (batch["documents"] >= 0)
-            high, low = batch[CAPTIONS][is_first].long().unbind(-1)
+            high, low = batch[CAPTIONS][_find_first_tokens(batch)].long().unbind(-1)
             features[CAPTIONS] = (high << 32) + low
         return features
 
@@ -129,6 +127,12 @@ class Contrastive(ImageBasedObjective):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         return self.compute_terms(model, self.features(model, batch))
+
+
+def _find_first_tokens(batch: Batch) -> Tensor:
+    """Return whether each token is the first one of a caption, bool [B, T]."""
+    is_first, documents = batch["positions"] == 0, batch.get("documents")
+    return is_first if documents is None else is_first & (documents >= 0)  # None: each row is one caption
 
 
 def hash_caption(tokens: IntArray) -> NDArray[np.int32]:

@@ -218,7 +218,7 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
             raise MegatfmError(
                 f"rank 0 of {world_size} did not start within {timeout.total_seconds():g} s: check its log or its "
                 "node. If it waits, too, torchrun's agents have two stores, as a node joined late or the first one was "
-                "lost (torch 2.13): start all agents again"
+                "lost (torch 2.13): start all agents again, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
             ) from error
         prefixed = dist.PrefixStore(store.get(f"megatfm/welcome/{name}").decode(), store)
         prefixed.set(f"megatfm/knows/{rank}", "1")

@@ -24,6 +24,11 @@ def adapt_layout(config: Config, world_size: int) -> Config:
     """Return the config; with `resilience.elastic`, with a layout that fits the number of processes."""
     if not config.resilience.elastic:
         return config
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        log.warning(
+            "torchrun's agents share one store, which rank 0's node serves: without it, the run can't go on. "
+            "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+        )
     config, changes = fit_layout(config, world_size)
     if changes:
         log.warning("%d processes: %s", world_size, changes)

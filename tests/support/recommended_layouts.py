@@ -12,7 +12,6 @@ from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.traced import Traced, compare_with_trace, count_traced_microbatches, run_trace
 
-WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "lamb", "muon", "soap")
 SMALL = (8, ("parallel.zero=1",))
 """Up to two billion parameters: one node, the optimizer alone is divided (docs/guide/choosing-a-layout.md)."""
 
@@ -125,9 +124,8 @@ def traced_layout(case: Recommended) -> TracedLayout:
     config = load_config(case.preset, [*overrides, *few])
     with open_estimator(config, cluster) as opened:
         estimate = opened.estimate(opened.base)
-    # Of optimizers of whole tensors, rank 0 owns the largest one; else any rank is like it.
-    offset = 0 if config.optimizer.name in WHOLE_TENSOR_OPTIMIZERS else 1
-    rank = estimate.worst.pipeline_rank * (case.gpus // config.parallel.pp) + offset
+    # The estimate is of the largest shares, which are the first rank's.
+    rank = estimate.worst.pipeline_rank * (case.gpus // config.parallel.pp)
     return TracedLayout(full, estimate, run_trace(case.preset, [*overrides, *few], case.gpus, rank))
 
 

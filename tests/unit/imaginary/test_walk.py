@@ -21,8 +21,9 @@ POOLED_SIDE = 28
 SOONER = ("gpt2-124m", "bert-base", "llama3-70b")
 """Extended; the others are slow. `make test` compares a rank of Llama 3 70B in test_imaginary.py."""
 SAME_BYTES = 0.002
-SAVED = 0.02
-"""Share by which the activations that blocks save may be off: the first block also holds tables and masks for all."""
+SAVED, SAVED_WITH_MERGING = 0.01, 0.05
+"""Share by which the activations that blocks save may be off; of hierarchical models the estimate counts the merging of
+patches to the block before it, the trace does not."""
 PEAK = 0.1
 """Share by which the modelled peak may be off; measured on these presets up to 0.087 (MViT)."""
 
@@ -41,15 +42,12 @@ def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> N
     if traced.full is not None:
         assert traced.full.fits, traced.full.worst
     assert traced.traced.peak < 0.95 * load_cluster("h100", 1).device.memory_bytes
+    family = load_config(layout.preset, []).model.family
+    saved = SAVED_WITH_MERGING if family == "hierarchical" else SAVED
     for name, modelled, measured in traced.differences:
-        if name == "saved by blocks" and "train.recompute=full" in layout.overrides:
-            # Blocks save little more than their inputs: the first one's tables are no small share.
-            assert modelled <= (1 + SAVED) * measured, name
-            continue
-        tolerance = {"peak": PEAK, "saved by blocks": SAVED}.get(name, SAME_BYTES)
+        tolerance = {"peak": PEAK, "saved by blocks": saved}.get(name, SAME_BYTES)
         assert modelled == pytest.approx(measured, rel=tolerance), name
     budget = {path: times * traced.n_expert_passes for path, times in WAITS_OF_EXPERTS.items()}
-    family = load_config(layout.preset, []).model.family
     for path, times in WAITS_OF_FAMILIES.get(family, {}).items():
         budget[path] = times * traced.traced.facts["microbatches"]
     assert all(times <= budget.get(path, 0) for path, times in traced.waits.items()), traced.waits

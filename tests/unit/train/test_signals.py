@@ -210,6 +210,18 @@ def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
     assert adapt_layout(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
 
 
+@pytest.mark.parametrize(
+    ("shared", "nodes", "warns"), [("True", "2", True), ("False", "2", False), ("True", "1", False)]
+)
+def test_an_elastic_run_warns_if_it_needs_its_first_node(
+    shared: str, nodes: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    adapt_layout(config(**{"resilience.elastic": "true"}), 4)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
+
+
 def test_logged_changes_of_a_layout_are_its_differences() -> None:
     inputs = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
     fitted, output = fit_layout(inputs, 3)
