@@ -1,4 +1,4 @@
-"""Modelled peaks of a process on a CPU, against the bytes that torch allocates in an executed step."""
+"""Modelled peaks of a process on a CPU, against the bytes that torch allocates in a step; what blocks save."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from megatfm.config import Config, load_config
 from megatfm.data.loader import without_documents
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
+from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.shrink import draw_batch, objective_for
@@ -63,3 +64,31 @@ def test_a_cpus_operators_hold_what_is_modelled(workers: Workers, preset: str) -
         worst = opened.estimate(opened.base).worst
     [executed] = workers.run(measure_peak, 1, config)
     assert worst.total - worst.reserved == pytest.approx(executed, rel=0.015)
+
+
+def profile_blocks(preset: str, *overrides: str) -> list[PartProfile]:
+    """Return the profiles of a GPU's blocks, with rows of 256 tokens of a small model."""
+    config = load_config(preset, [*SMALL, *MODELS.get(preset, []), *overrides])
+    with open_estimator(config, load_cluster("h100", 2)) as opened:
+        return [part for part in opened.profile(opened.base).parts if part.is_block]
+
+
+def test_what_blocks_share_is_saved_once() -> None:
+    """The encoder's output, of two rows of 256 tokens, and tables of positions."""
+    *_, first, second, third = profile_blocks("t5-base", "train.precision=bf16")
+    memory = 2 * 256 * 128 * 2
+    assert first.shared_inputs["encoder_hidden"] == first.shared_input_bytes == memory
+    alone = [block.saved_bytes("none", compiled=False) for block in (first, second, third)]
+    assert add_shared_inputs([first, second, third], alone) == [
+        alone[0] + sum(first.shared_inputs.values()),
+        *alone[1:],
+    ]
+    assert first.saved_bytes("full", compiled=False) == first.input_bytes - memory == memory
+
+
+def test_context_parallel_blocks_save_attention_before_and_after_its_exchange() -> None:
+    *_, block = profile_blocks("llama3-8b", "parallel.cp=2", "parallel.dp_shard=1")
+    *_, half_row = profile_blocks("llama3-8b", "data.sequence_length=128", "parallel.dp_shard=2")
+    heads = 2 * 128 * 4 * 32 * 4
+    saved, saved_alone = (part.saved_bytes("none", compiled=False) for part in (block, half_row))
+    assert saved == saved_alone + heads
