@@ -213,8 +213,11 @@ class TorchOptimizer:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
             for i, part in enumerate(parts):
                 values = {key: self._cast_state(value, part) for key, value in values.items()}
-                part_values = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
-                self.optimizer.state[part] = part_values if name in self._stacked else values
+                if name in self._stacked:
+                    values_of_part = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
+                    self.optimizer.state[part] = values_of_part
+                else:  # of no rows, where there are fewer than ranks
+                    self.optimizer.state[part] = values
 
     def _cast_state(self, value: Tensor, weight: Tensor) -> Tensor:
         """Cast state to the configured dtype, which may differ from the saved one."""

@@ -10,6 +10,7 @@ from megatfm.estimate.weights import (
     BUCKET_NUMEL,
     LocalWeight,
     RankBytes,
+    list_buckets,
     number_bytes,
     pending_bytes,
     rank_bytes,
@@ -226,23 +227,37 @@ def _count_gradients(
 ) -> dict[int, int]:
     """Return the bytes of gradients while each part runs backward.
 
-    Those of a single pass grow. If it reduces them, they are shards of complete buckets, one bucket that waits for
-    more, and the part's own small ones; larger ones are a bucket each.
+    Those of a single pass grow. If it reduces them, they are shards of complete buckets, those that wait for the rest
+    of their bucket, and the part's own. A part with a weight of its own bucket is fullest at this one, after its others.
     """
     if not is_single_pass:
         return dict.fromkeys(parts, state.gradients)
     size, _ = number_bytes(config)
     trained = [w for w in weights if w.is_trained]
     n_trained = sum(w.local for w in trained if set(w.parts) & set(parts)) or 1
-    n_complete = n_waiting = 0
+    n_complete = 0
     gradients = {}
+    buckets = list_buckets(w for w in trained if w.parts[0] in parts)
+    waiting: set[LocalWeight] = set()
     for index in reversed(parts):
         completed = [w for w in trained if index == w.parts[0]]  # complete at its first use
-        small = sum(w.local for w in completed if w.local <= BUCKET_NUMEL)
+        small = {w for w in completed if w.local <= BUCKET_NUMEL}
+        waiting |= small
         if reduces_in_pass:
-            shards = state.reduced * min(n_complete, n_trained) // n_trained
-            gradients[index] = shards + (small + min(n_waiting, BUCKET_NUMEL)) * size
-        n_complete, n_waiting = n_complete + sum(w.local for w in completed), n_waiting + small
+            if len(small) < len(completed):
+                _reduce_complete_buckets(buckets, waiting)
+            n_waiting = sum(w.local for w in waiting)
+            n_reduced = n_complete + sum(w.local for w in small) - n_waiting
+            gradients[index] = state.reduced * n_reduced // n_trained + n_waiting * size
+        waiting |= set(completed)
+        _reduce_complete_buckets(buckets, waiting)
+        n_complete += sum(w.local for w in completed)
         if not reduces_in_pass:
             gradients[index] = state.gradients * min(n_complete, n_trained) // n_trained
     return gradients
+
+
+def _reduce_complete_buckets(buckets: list[list[LocalWeight]], waiting: set[LocalWeight]) -> None:
+    """Remove the last buckets if all of their gradients are waiting, and these gradients."""
+    while buckets and waiting.issuperset(buckets[-1]):
+        waiting.difference_update(buckets.pop())

@@ -224,7 +224,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     regathered = 0
     if zero == 1:  # all buffers, and the shard from which the last one is gathered
         regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute
-        regathered += sum(stored[w.name] for w in find_last_bucket(trained)) * compute
+        regathered += sum(stored[w.name] for w in list_buckets(trained)[-1]) * compute
     return RankBytes(
         weight_bytes,
         copies,
@@ -280,15 +280,18 @@ def _count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
     return _count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
 
 
-def find_last_bucket(weights: Iterable[LocalWeight]) -> list[LocalWeight]:
-    """Return the weights that ZeRO 1 gathers last: experts come after the others, in buckets of neighbours."""
-    bucket: list[LocalWeight] = []
+def list_buckets(weights: Iterable[LocalWeight]) -> list[list[LocalWeight]]:
+    """Return the buckets of neighbours in which ZeRO 1 reduces, the last one first, and gathers: experts come last."""
+    buckets: list[list[LocalWeight]] = []
     for weight in sorted(weights, key=lambda w: w.is_expert):
-        is_full = sum(w.local for w in bucket) + weight.local > BUCKET_NUMEL
-        if bucket and (is_full or bucket[0].is_expert != weight.is_expert):
-            bucket = []
-        bucket.append(weight)
-    return bucket
+        if (
+            not buckets
+            or buckets[-1][0].is_expert != weight.is_expert
+            or sum(w.local for w in buckets[-1]) + weight.local > BUCKET_NUMEL
+        ):
+            buckets.append([])
+        buckets[-1].append(weight)
+    return buckets
 
 
 def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:

@@ -5,7 +5,7 @@ Blocks are also computed again or compiled, and a checkpoint opens under any oth
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,26 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     # Other rows than before, which were drawn for dropout with other keys.
     later = [{**item, "keys": item["keys"] + 1, "tokens": item["tokens"].flip(0)} for item in batches]
     loss = engine.forward_backward(later, objective).loss
-    gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
+    weights = engine.weights()
+    gradients = gather_shards({key: weights[key].with_tensor(value) for key, value in engine.gradients().items()})
     engine.step(RATE, clip=1.0)
-    left = {
-        key: checkpoint.ShardedTensor.from_tensor(value).tensor.clone() for key, value in engine.state_dict().items()
+    return loss, gradients, gather_shards(engine.state_dict())
+
+
+def gather_shards(tensors: Mapping[str, checkpoint.ShardedTensor | Tensor]) -> dict[str, Tensor]:
+    """Return the full tensors on each rank. ZeRO shards them over ranks of `cp`, too."""
+    sharded = {key: checkpoint.ShardedTensor.from_tensor(tensor) for key, tensor in tensors.items()}
+    local_blocks = {
+        key: [(block.offsets, block.tensor.clone()) for block in tensor.blocks] for key, tensor in sharded.items()
     }
-    return loss, gradients, left
+    blocks_by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(blocks_by_rank, local_blocks)
+    full = {key: tensor.tensor.new_full(tensor.global_shape, torch.nan) for key, tensor in sharded.items()}
+    for blocks_by_key in blocks_by_rank:
+        for key, blocks in blocks_by_key.items():
+            for offsets, block in blocks:
+                full[key][tuple(slice(o, o + s) for o, s in zip(offsets, block.shape, strict=True))] = block
+    return full
 
 
 def compute_large_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -233,6 +233,16 @@ def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
         optimizer.state()
 
 
+def test_the_state_of_a_shard_without_rows_is_loaded() -> None:
+    """ZeRO leaves the last ranks none where a weight has fewer rows than there are ranks."""
+    group = OptimizerGroup(["w"], "elementwise", torch.optim.AdamW)
+    optimizers = [ElementwiseOptimizer(group, {"w": torch.ones(0, 2)}) for _ in range(2)]
+    optimizers[0].step({"w": torch.ones(0, 2)}, 0.1)
+    optimizers[1].load(optimizers[0].state())
+    state = optimizers[1].state()["w"]
+    assert (state["step"], state["exp_avg"].shape) == (1, (0, 2))
+
+
 def test_names_that_share_options_share_torch_s_group() -> None:
     group = OptimizerGroup(
         ["a", "b", "c"],

@@ -16,7 +16,7 @@ from megatfm.estimate.memory import rank_memory
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
 from megatfm.estimate.traffic import axes_of
-from megatfm.estimate.weights import LocalWeight, find_last_bucket, pending_bytes, rank_bytes
+from megatfm.estimate.weights import LocalWeight, list_buckets, pending_bytes, rank_bytes
 from megatfm.verify.shrink import shrink
 from tests.support.layouts import EXTENDED, count_sent_bytes, extend
 from tests.support.workers import Workers
@@ -282,10 +282,10 @@ def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
     experts = {"c": first, "d": (4, 100), "e": last}
     listed = [weight(name, shape, is_expert=name in experts) for name, shape in (experts | dense).items()]
     *_, bucket = assign_buckets(experts, 4, BUCKET_ELEMENTS)
-    assert [w.name for w in find_last_bucket(listed)] == list(bucket.shapes)
-    assert sum(w.shard(4) for w in find_last_bucket(listed)) == bucket.width
+    assert [w.name for w in list_buckets(listed)[-1]] == list(bucket.shapes)
+    assert sum(w.shard(4) for w in list_buckets(listed)[-1]) == bucket.width
     *_, bucket = assign_buckets(dense, 4, BUCKET_ELEMENTS)
-    assert [w.name for w in find_last_bucket(w for w in listed if not w.is_expert)] == list(bucket.shapes)
+    assert [w.name for w in list_buckets(w for w in listed if not w.is_expert)[-1]] == list(bucket.shapes)
 
 
 def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> None:

@@ -112,9 +112,8 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
     with open_estimator(config, load_cluster("h100", 1024)) as opened:
         pairs = compare_with_trace(opened.estimate(opened.base), traced_rank)
     assert len(pairs) == 7
-    tolerances = {"peak": 0.04, "saved by blocks": 0.01}  # the first block also holds tables of positions
     for name, modelled, measured in pairs:
-        assert modelled == pytest.approx(measured, rel=tolerances.get(name, 0.002)), name
+        assert modelled == pytest.approx(measured, rel=0.04 if name == "peak" else 0.002), name
     assert not traced_rank.facts["all_pairs"]
     assert not traced_rank.facts["waits"], "the host never waits for the device but to read the loss"
     assert any("attention by" in name for name in traced_rank.facts["kernels"])
@@ -196,7 +195,7 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
          "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=4"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
-        ("gpt2-124m", 0.01, "parallel.zero=1 train.global_batch=8 model.n_layers=12"),
+        ("gpt2-124m", 0.01, "parallel.zero=1 train.global_batch=8 model.n_layers=5"),
         ("t5-base", 0.01,
          "parallel.zero=1 train.micro_batch=8 train.global_batch=128 model.n_encoder_layers=1 model.n_layers=1"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16"),
