@@ -256,7 +256,7 @@ def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
-        ({"a.png": png(0), "a.1.png": png(1)}, r"has \.png and \.1\.png, not one image, or several with numbers"),
+        ({"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with numbers as in \.0\.jpg and \.1\.jpg: \.png and \.1\.png"),
         ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
         ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
         ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
@@ -300,8 +300,8 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"a.65.png": png(0)}, r"has a \.65\.png: images of a sample have the numbers 0 to 64"),
-        ({"a.01.png": png(0)}, r"has a \.01\.png: .* without leading zeros"),
+        ({"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
+        ({"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
         ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.jpg and \.1\.png"),
         ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
     ],
