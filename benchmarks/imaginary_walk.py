@@ -47,10 +47,10 @@ def trace(layout: Recommended) -> dict[str, Any]:
     return {**row, "seconds": time.perf_counter() - start}
 
 
-def compute_peak_error(row: dict[str, Any]) -> float | None:
-    """Return the relative error of the modelled peak; None where the model is traced alone."""
+def compute_error(row: dict[str, Any], quantity: str) -> float | None:
+    """Return the relative error of "peak" or "saved by blocks"; None where the model is traced alone."""
     pairs = {name: (modelled, traced) for name, modelled, traced in row.get("differences", [])}
-    return pairs["peak"][0] / pairs["peak"][1] - 1 if "peak" in pairs else None
+    return pairs[quantity][0] / pairs[quantity][1] - 1 if quantity in pairs else None
 
 
 def compute_traffic_error(row: dict[str, Any]) -> float | None:
@@ -63,26 +63,30 @@ def compute_traffic_error(row: dict[str, Any]) -> float | None:
 
 def format_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a Markdown table, with a summary above it."""
-    errors = [abs(error) for row in rows if (error := compute_peak_error(row)) is not None]
+    errors = [abs(error) for row in rows if (error := compute_error(row, "peak")) is not None]
     yield (
         f"{len(rows)} layouts, {sum('error' in row for row in rows)} failed. Error of the modelled peak: median "
         f"{median(errors):.1%}, 90 % of layouts below {sorted(errors)[int(0.9 * (len(errors) - 1))]:.1%}, "
         f"largest {max(errors):.1%}. {sum(row['seconds'] for row in rows) / 60:.0f} minutes in all."
     )
     yield ""
-    yield "| Preset | GPUs | Layout | Memory used | Error of peak | Error of traffic | Host waits a step | All pairs |"
-    yield "|---|---|---|---|---|---|---|---|"
+    columns = ["Preset", "GPUs", "Layout", "Memory used", "Error of peak", "Saved by blocks", "Error of traffic"]
+    columns += ["Host waits a step", "All pairs"]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
     for row in sorted(rows, key=lambda row: str(row["name"])):
         cells = [row["name"], f"{row['gpus']:,}"]
         if "error" in row:
-            yield f"| {' | '.join(cells)} | **{row['error']}** | | | | | |"
+            yield f"| {' | '.join(cells)} | **{row['error']}** | | | | | | |"
             continue
-        peak, traffic = compute_peak_error(row), compute_traffic_error(row)
+        peak, saved = compute_error(row, "peak"), compute_error(row, "saved by blocks")
+        traffic = compute_traffic_error(row)
         waits = ", ".join(f"{times} `{path}`" for path, times in row["waits"].items())
         cells += [
             row["layout"],
             f"{row['full_share']:.0%}" if "full_share" in row else "–",
             f"{peak:+.1%}" if peak is not None else "–",
+            f"{saved:+.1%}" if saved is not None else "–",
             f"{traffic:.2%}" if traffic is not None else "–",
             waits or "none",
             ", ".join(row["all_pairs"]) or "none",
