@@ -114,6 +114,8 @@ class _BlockWatch:
             return
         created = self._memory.list_activations(self._path)
         storages = {key: storage for key, storage in created.items() if self._earlier.get(key) is not storage}
+        for key in self._memory.list_storages(outputs):  # a later stage's input, or the next block's
+            storages.pop(key, None)
         storages |= self._inputs
 
         def count(_: Any) -> None:

@@ -94,7 +94,7 @@ def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
 
 
 def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
-    """There the loss's gradient by autograd is 0."""
+    """The loss's gradient by autograd is 0 at the fitted weights."""
     selected, labels = draw_texts(PROSE, 60, 0) + draw_texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
     w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
     b = torch.tensor(weights.bias, dtype=torch.float64, requires_grad=True)

@@ -118,7 +118,7 @@ def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ['[{"time": 1', "{}", '[{"time": 1.0, "submission": "7"}, {"time": "soon"}]'])
 def test_a_damaged_record_is_kept(folder: Path, damaged: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is moved once; later attempts are recorded in a new file."""
+    """The file is moved once; later attempts are recorded in a new file."""
     (folder / RESTARTS).write_text(damaged)
     record_attempt(folder, EXIT_FAILED)
     (moved,) = folder.glob(f"{RESTARTS}.damaged-*")

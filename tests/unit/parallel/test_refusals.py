@@ -44,7 +44,9 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
         for key, tensor in module.named_parameters(recurse=False):
             for part in range(parallel.tp) if parallel.tp > 1 else ():
                 mesh: Any = SimpleNamespace(
-                    size=lambda axis: getattr(parallel, axis, 1), rank=lambda axis, part=part: part
+                    size=lambda axis: getattr(parallel, axis, 1),
+                    rank=lambda axis, part=part: part,
+                    count_shards=lambda axes: 1,
                 )
                 _make_tensor_layout(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
