@@ -60,6 +60,7 @@ def check(cases: list[tuple[str, str]]) -> None:
         assert case.outcome == "agrees" or any(re.search(reason, case.text) for reason in REASONS), case
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("chosen", [EACH_LAYOUT, pytest.param(EACH_KIND, marks=EXTENDED)], ids=["layouts", "kinds"])
 def test_some_presets_agree(chosen: Mapping[str, Sequence[str]]) -> None:
     check([(preset, layout) for preset, layouts in chosen.items() for layout in layouts])
