@@ -21,7 +21,7 @@ POOLED_SIDE = 28
 SOONER = ("gpt2-124m", "bert-base", "llama3-70b")
 """Extended; the others are slow. `make test` compares a rank of Llama 3 70B in test_imaginary.py."""
 SAME_BYTES = 0.002
-SAVED, SAVED_WITH_MERGING = 0.01, 0.05
+SAVED, SAVED_WITH_MERGING = 0.02, 0.05
 """Share by which the activations that blocks save may be off; of hierarchical models the estimate counts the merging of
 patches to the block before it, the trace does not."""
 PEAK = 0.1
