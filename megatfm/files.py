@@ -1,4 +1,5 @@
-"""Files: atomic writes, strict JSON, opening without following links, removal of a refused run's files, descriptors."""
+"""Files: atomic writes, strict JSON, opening without following links, errors of the disk, descriptors, and removal of
+a refused run's files."""
 
 import contextlib
 import errno
@@ -8,10 +9,12 @@ import os
 import resource
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatfm.errors import MegatfmError
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -188,3 +191,14 @@ def raise_descriptor_limit(needed: int) -> int:
     limit = total if hard == resource.RLIM_INFINITY else min(total, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return total - limit
+
+
+@contextlib.contextmanager
+def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a MegatfmError that says `path` can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MegatfmError(
+            f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
+        ) from error

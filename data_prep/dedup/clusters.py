@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data_prep.dedup.hashing import Hashes, hash_bands
 from megatfm.data_prep.dedup.key_table import (
     DedupContext,
@@ -33,6 +32,7 @@ from megatfm.data_prep.dedup.key_table import (
 )
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
+from megatfm.files import disk_errors_as_megatfm_errors
 
 SMALL_BUCKET = 32
 """A bucket of at most this size compares all pairs; a larger one compares all remaining rows with the first of them,

@@ -17,7 +17,7 @@ from blake3 import blake3
 from megatfm import tokenizers
 from megatfm.config.key_migrations import migrate_prep
 from megatfm.config.prep import PrepConfig
-from megatfm.corpus.files import disk_errors_as_megatfm_errors, write_whole
+from megatfm.corpus.files import write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.execution.config_identity import (
     describe_first_difference,
@@ -28,6 +28,7 @@ from megatfm.data_prep.execution.executors import SharedSettings
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
 from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import disk_errors_as_megatfm_errors
 
 _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})(\.partial)?")
 

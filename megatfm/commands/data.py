@@ -150,8 +150,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     """Draw the first images of training on a corpus, as the model receives them; return a summary."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
-    from megatfm.corpus.files import disk_errors_as_megatfm_errors
-    from megatfm.files import atomic_write
+    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
     if not args.config:

@@ -206,9 +206,8 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
 
 def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
-    from megatfm.corpus.files import disk_errors_as_megatfm_errors
     from megatfm.estimate.write import make_launch_arguments, write_layout
-    from megatfm.files import atomic_write
+    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
     from megatfm.launchers import cli
 
     write_layout(args.config, estimate, args.write)

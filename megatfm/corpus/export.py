@@ -12,11 +12,11 @@ import zstandard
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
+from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory, to_strict_json
+from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory, to_strict_json
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"

@@ -12,7 +12,7 @@ from typing import IO, Self
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory, open_nofollow
+from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory, open_nofollow
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 _TOO_MANY_OPEN_FILES = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is intact"
@@ -166,14 +166,3 @@ def write_whole(path: Path, data: bytes) -> None:
     file = AtomicFile(path)
     file.write(data)
     file.commit()
-
-
-@contextmanager
-def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a MegatfmError that says `path` can't be written."""
-    try:
-        yield
-    except OSError as error:
-        raise MegatfmError(
-            f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
-        ) from error

@@ -12,7 +12,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
+from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.manifest import (
     DEFAULT_FRAME_BYTES,
     INDEX_NAME,
@@ -42,7 +42,7 @@ from megatfm.corpus.shard_index import (
     make_sample_dtype,
 )
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory
+from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory
 
 _OWN_FILE_NAME = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
 

@@ -213,11 +213,10 @@ class TorchOptimizer:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
             for i, part in enumerate(parts):
                 values = {key: self._cast_state(value, part) for key, value in values.items()}
-                if name in self._stacked:
-                    values_of_part = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
-                    self.optimizer.state[part] = values_of_part
-                else:  # of no rows, where there are fewer than ranks
-                    self.optimizer.state[part] = values
+                part_values = values
+                if name in self._stacked:  # only these have a row for each part; a shard may have no rows at all
+                    part_values = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
+                self.optimizer.state[part] = part_values
 
     def _cast_state(self, value: Tensor, weight: Tensor) -> Tensor:
         """Cast state to the configured dtype, which may differ from the saved one."""

@@ -228,7 +228,7 @@ def _count_gradients(
     """Return the bytes of gradients while each part runs backward.
 
     Those of a single pass grow. If it reduces them, they are shards of complete buckets, those that wait for the rest
-    of their bucket, and the part's own. If one of these fills a bucket, the part is fullest at this one, after others.
+    of their bucket, and the part's own. A weight that fills a bucket by itself is taken to be the part's last one.
     """
     if not is_single_pass:
         return dict.fromkeys(parts, state.gradients)

@@ -14,7 +14,7 @@ from megatfm.data.loader import without_documents
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.compiled import list_compilations
 from megatfm.imaginary.device import ImaginaryGPU
-from megatfm.imaginary.ledger import Ledger, is_called_by_autograd
+from megatfm.imaginary.ledger import Ledger
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import draw_batch, objective_for
@@ -103,14 +103,17 @@ class _BlockWatch:
         self._earlier: dict[int, Any] = {}
         self._inputs: dict[int, Any] = {}
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, *inputs: Any) -> None:
+        """Begin a forward pass. inputs: arguments of a forward pre-hook or of the block."""
         self._memory.layer, self._earlier = self._path, self._memory.list_activations(self._path)
-        self._inputs = self._memory.list_storages(_list_trained((args, kwargs)))
+        self._inputs = self._memory.list_storages(_list_trained(inputs))
 
-    def leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(self, *hook_arguments: Any) -> None:
+        """End a forward pass. hook_arguments: of a forward hook; the last one is the block's output."""
         self._memory.layer = "-"
-        outputs = _list_trained(output)
-        if not outputs or is_called_by_autograd():  # in a backward pass, it is recomputed
+        outputs = _list_trained(hook_arguments[-1])
+        is_recomputed = torch._C._current_autograd_node() is not None  # in a backward pass
+        if not outputs or is_recomputed:
             return
         created = self._memory.list_activations(self._path)
         storages = {key: storage for key, storage in created.items() if self._earlier.get(key) is not storage}
@@ -128,9 +131,9 @@ class _BlockWatch:
             tensor.register_hook(count)
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.enter(nn.Module(), args, kwargs)
+        self.enter(args, kwargs)
         output = run(*args, **kwargs)
-        self.leave(nn.Module(), args, output)
+        self.leave(output)
         return output
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, to_strict_json
+from megatfm.files import atomic_write, disk_errors_as_megatfm_errors, to_strict_json
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.inference.harness import run_harness

@@ -11,11 +11,10 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.config.objective import ImageObjective
-from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
 from megatfm.train.corpora import open_corpus
 
 CONFUSION = "confusion.json"

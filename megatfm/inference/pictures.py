@@ -14,10 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import Mistake, Pixels, get_image_pixels, list_image_tokens
 from megatfm.layers.patch_embedding import make_normalisation

@@ -14,10 +14,9 @@ import numpy as np
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
-from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, to_strict_json
+from megatfm.files import atomic_write, disk_errors_as_megatfm_errors, to_strict_json
 from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed

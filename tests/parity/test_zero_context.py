@@ -33,6 +33,7 @@ LAYOUTS = {
         "zero3 × cp2 × tp2": ParallelConfig(dp_shard=1, cp=2, tp=2),
         "zero2 × cp2 × pp2": ParallelConfig(dp_shard=1, cp=2, pp=2, zero=2),
     },
+    5: {f"zero{zero} × cp5": ParallelConfig(dp_shard=1, cp=5, zero=zero) for zero in (1, 2, 3)},
     8: {
         "zero1 2 × cp2 × replicas": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, zero=1),
         "zero3 2 × cp2 × replicas": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
@@ -44,7 +45,7 @@ EXPERTS = {
     for zero in (1, 3)
     for ep in (1, 2, 4)
 }
-RANKS = [2, 3, 4, pytest.param(8, marks=EXTENDED)]
+RANKS = [2, 3, 4, *(pytest.param(ranks, marks=EXTENDED) for ranks in (5, 8))]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
