@@ -211,7 +211,9 @@ class LocalModel:
         self._eager_ranges.clear()
         eager_numbers = {tensor.number for tensor in saved.values() if tensor.is_eager}
         backward_operators = [
-            replace(op, is_backward=True, is_eager=not eager_numbers.isdisjoint(op.reads)) for op in backward.operators
+            replace(op, is_backward=True, is_eager=not eager_numbers.isdisjoint(op.reads))
+            for op in backward.operators
+            if op.name != "ones_like"  # of the roots
         ]
         peak, gradients, moments = self._backward_peak(backward)
         for parameter in self._parameters.values():
