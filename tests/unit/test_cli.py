@@ -157,19 +157,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--help"], 0, "corpora -> tokenizer"),
-        (["verify", "--help"], 0, "NAME,..."),
-        (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
-        (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
-        (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
-        (["report", "runs/数据"], 2, "must be UTF-8"),
-        (["config", "show", "…"], 2, "…: no such config file or preset"),
-    ],
-    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["--help"], 0, "corpora -> tokenizer"),
+    (["verify", "--help"], 0, "NAME,..."),
+    (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
+    (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
+    (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
+    (["report", "runs/数据"], 2, "must be UTF-8"),
+    (["config", "show", "…"], 2, "…: no such config file or preset"),
+], ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "")  # fmt: skip
 def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[str], code: int, message: str) -> None:
     completed = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],

@@ -142,14 +142,11 @@ def test_evaluate_names_the_pictures(
     assert (line in capfd.readouterr().out) == bool(images)
 
 
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        (["code=corpora/a", "code=corpora/b"], "--validation code=corpora/b: code is corpora/a already"),
-        (["code"], "--validation code: expected NAME=DIR"),
-        (["=corpora/a"], "--validation =corpora/a: expected NAME=DIR"),
-    ],
-)
+@pytest.mark.parametrize(("sets", "message"), [
+    (["code=corpora/a", "code=corpora/b"], "--validation code=corpora/b: code is corpora/a already"),
+    (["code"], "--validation code: expected NAME=DIR"),
+    (["=corpora/a"], "--validation =corpora/a: expected NAME=DIR"),
+])  # fmt: skip
 def test_validation_sets_have_distinct_names(sets: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = [argument for validation_set in sets for argument in ("--validation", validation_set)]
     assert run_command("evaluate", "runs/none", *arguments) == 2
