@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from megatfm.errors import UsageError
+from megatfm.parallel import expert_parallel  # noqa: F401  registers the styles of experts
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 ADAPTER_STYLES: dict[str, tuple[str, str, str]] = {
