@@ -48,7 +48,7 @@ def sync_folder(path: Path) -> None:
         fsync_directory(path)
 
 
-def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
+def write_file(path: Path, buffers: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
     """Write a new file and fsync it; return its size in bytes and the BLAKE3 of the data.
 
     The hash is computed from memory, so that a later check also finds errors of the disk. direct: use O_DIRECT if the
@@ -60,9 +60,9 @@ def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) ->
         try:
             is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
             out = chunked_io.DirectFileWriter(fd) if is_direct else chunked_io.FileWriter(fd)
-            for part in parts:
-                for start in range(0, part.nbytes, chunked_io.CHUNK_BYTES):
-                    chunk = part[start : start + chunked_io.CHUNK_BYTES]
+            for buffer in buffers:
+                for start in range(0, buffer.nbytes, chunked_io.CHUNK_BYTES):
+                    chunk = buffer[start : start + chunked_io.CHUNK_BYTES]
                     digest.update(chunk)
                     size += chunk.nbytes
                     out.write(chunk)

@@ -256,13 +256,13 @@ class _Fetch(torch.autograd.Function):
         by_source = torch.empty_like(g)
         by_source[:, :, move_to_device(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
-        sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
+        sends = [(r, grad) for r, grad in enumerate(received_grads) if sizes[r]]
         users = [(r, indices) for r, indices in enumerate(plan.send_indices) if len(indices)]
         receives = [(r, _allocate_like(g, len(indices))) for r, indices in users]
         returned = P2PExchange(plan.cp.group, sends, receives).wait()
         local_grad = local_grad.clone()
-        for (_, indices), part in zip(users, returned, strict=True):
-            local_grad.index_add_(2, move_to_device(indices, g.device), part)
+        for (_, indices), grad in zip(users, returned, strict=True):
+            local_grad.index_add_(2, move_to_device(indices, g.device), grad)
         return local_grad, None
 
 
