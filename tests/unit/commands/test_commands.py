@@ -65,7 +65,7 @@ def test_the_config_of_a_running_task_is_not_replaced(
     assert (tmp_path / "finetune.toml").read_text() == "of the run\n"
     config = config.with_changes({"run_dir": f"{tmp_path}/launch.json/below"})
     assert run_command("finetune", "task.toml", "--prepare") == 1
-    assert "finetune.toml: can't write the run's config: Not a directory" in capfd.readouterr().err
+    assert "finetune.toml: Not a directory: make room" in capfd.readouterr().err
 
 
 CORPORA = ("train=corpora/web", "validation.web=corpora/web", 'mixture.web={path = "corpora/web"}')
@@ -206,7 +206,7 @@ def test_images_that_cannot_be_drawn_are_one_line(
     sheet = tmp_path / "missing" / "sheet.png"
     for rows, code, message in (
         (RowsWithoutImages(), 2, "error: --images: no sample of corpora/texts has an image"),
-        (RowsOfOneImage(), 1, f"error: {sheet}: cannot be written (No such file or directory): make room or choose"),
+        (RowsOfOneImage(), 1, f"error: can't write {sheet}: No such file or directory: make room or choose"),
     ):
         monkeypatch.setattr(corpora, "open_corpora", lambda *_, rows=rows: SimpleNamespace(train=rows))
         words = ["data", "show", "corpora/texts", "--config", "vit-b16", "--images", str(sheet)]
