@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
 
 def _suggest_setting(command: str, flag: str, arguments: Sequence[str]) -> str:
     """Return the setting that an unknown flag may mean, such as another framework's --micro-batch-size."""
-    from megatfm.config.load import Config, find_keys
+    from megatfm.config import Config
+    from megatfm.config.load import find_keys
     from megatfm.config.prep import PrepConfig
 
     key, equals, value = flag.lstrip("-").partition("=")
