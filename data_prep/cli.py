@@ -30,7 +30,7 @@ from megatfm.data_prep.execution.progress import Reporter
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
-DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
+DASK_HELP = "have the workers of a Dask cluster do the parts: its scheduler's address (tls://…) or file"
 TASK_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
 
 
