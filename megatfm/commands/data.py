@@ -150,7 +150,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     """Draw the first images of training on a corpus, as the model receives them; return a summary."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
-    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+    from megatfm.files import atomic_write, name_write_errors
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
     if not args.config:
@@ -179,7 +179,7 @@ def _draw_images(args: argparse.Namespace) -> str:
             raise UsageError(f"--images: no sample of {args.dir} has an image: name a corpus of images")
     out = io.BytesIO()
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
-    with disk_errors_as_megatfm_errors(Path(args.images)):
+    with name_write_errors(Path(args.images)):
         atomic_write(Path(args.images), out.getvalue())
     return f"{args.images}: {args.count} images of {position} rows of training"
 

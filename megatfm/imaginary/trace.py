@@ -81,7 +81,7 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
         engine = build_engine(config, mesh, CUDA, precision)
         batches = make_batches(config, mesh.data_ranks, microbatches)
         record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.live_bytes)
-        record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
+        record.weights = sum(block.tensor.nbytes for block in engine.weights().values())
         try:
             take_steps(config, engine, gpu, batches, steps, record)
         except TorchDynamoException as error:

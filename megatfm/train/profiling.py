@@ -149,7 +149,7 @@ class StepProfile:
     """
 
     def __init__(self, steps: str | None, run: RunDirectory, device: torch.device) -> None:
-        self._first, self._end = (int(part) for part in steps.split(":")) if steps else (0, 0)
+        self._first, self._end = (int(step) for step in steps.split(":")) if steps else (0, 0)
         name = f"rank-{run.rank}-steps-{self._first}-{self._end}"
         self._path = run.folder / "profile" / f"{name}.json"
         self._device = device
