@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatfm.config import Config
+from megatfm.config import Config, ParallelConfig
 from megatfm.data.loader import without_documents
 from megatfm.describe import describe
 from megatfm.estimate.devices import Device, load_cluster
@@ -27,12 +27,11 @@ from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.kernels import BACKWARD_MATMULS
 from megatfm.estimate.operators import COLLECTIVES, Operator, OperatorRecorder
 from megatfm.estimate.roofline import name_matmuls
-from megatfm.imaginary.step import make_batches
 from megatfm.ops.kernel_free import KERNEL_FREE
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.profiling import keep_freed_memory
-from megatfm.verify.shrink import objective_for
+from megatfm.verify.shrink import draw_batch, objective_for
 
 if TYPE_CHECKING:
     from megatfm.estimate.calibrate import Clock
@@ -78,8 +77,7 @@ def _make_trial(config: Config, divisor: int, rows: int, length: int, max_vocabu
             changes["model.attention.n_kv_heads"] = max(1, model.attention.kv_heads // divisor)
     first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
     layers = max(2, 1 + (model.distinct_layers or 0), *first_depths)
-    changes |= {f"parallel.{axis}": 1 for axis in ("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate")}
-    changes |= {"parallel.zero": 0, "parallel.engine": "native", "parallel.pp_split_points": []}
+    changes["parallel"] = ParallelConfig(zero=0, dp_shard=1)
     changes |= {
         "train.micro_batch": rows,
         "train.global_batch": rows,
@@ -151,11 +149,12 @@ def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], objec
     """Build an engine, and return functions that run its passes and its optimizer's update."""
     engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, config.train.precision)
     objective = objective_for(config)
-    batches: Any = [without_documents(dict[str, Any](batch)) for batch in make_batches(config, 1, None)]
+    fields = without_documents(draw_batch(config, "one"))
+    batch = {name: torch.from_numpy(values) for name, values in fields.items()}
 
     def run_passes() -> None:
         with torch.enable_grad():
-            engine.forward_backward(batches, objective)
+            engine.forward_backward([batch], objective)
 
     return run_passes, partial(engine.step, config.optimizer.lr, config.optimizer.max_grad_norm)
 

@@ -1,8 +1,10 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
