@@ -121,7 +121,9 @@ def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_pa
 # -------------------------------------------------------------------------------------------- silent corruption
 
 
-REPLICAS = ["parallel.dp_replicate=3", "train.global_batch=6", "train.steps=6", "checkpoint.every=3"]
+REPLICAS = [
+    "parallel.dp_replicate=3", "train.global_batch=6", "train.micro_batch=2", "train.steps=6", "checkpoint.every=3",
+]  # fmt: skip
 
 
 def test_a_bit_that_flips_in_a_replica_is_found_and_its_rank_named(
