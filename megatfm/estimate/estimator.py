@@ -15,7 +15,7 @@ from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
-from megatfm.estimate.memory import RankMemory, rank_memory
+from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.schedule import Timeline
@@ -130,20 +130,9 @@ class Estimator:
         }
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
+        memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
         memory = [
-            rank_memory(
-                config,
-                weights,
-                parts,
-                profile.parts,
-                step.in_flight,
-                sent_bytes,
-                rank,
-                microbatches,
-                compiled=compiled,
-                reserved=reserved,
-                kept_bytes=kept_bytes,
-            )
+            rank_memory(memory_step, RankStages(rank, parts, step.in_flight, sent_bytes))
             for rank, parts in enumerate(parts_of_rank)
         ]
         computed = step.time.step

@@ -61,27 +61,36 @@ class Operator:
 
 @dataclass
 class Recording:
-    """Operators of a pass and the memory that it took.
-
-    live: bytes that the pass allocated and that are live, after each operator. created: storage → index of the operator
-    that allocated it, and its bytes. live_at_end: bytes that are live at the end.
-    """
+    """Operators of a pass and the memory that it took."""
 
     operators: list[Operator] = field(default_factory=list)
+    """Its kernels, in order."""
     live: list[int] = field(default_factory=list)
+    """Bytes that are live after each call of an operator, kernel or view, less those that were live before the pass."""
     created: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Storage → index in `live` of the call that allocated it, and its bytes."""
+    last_calls: dict[int, int] = field(default_factory=dict)
+    """Storage → index in `live` of the last call that reads or writes it, or makes a view of it, but by `detach`."""
     live_at_end: int = 0
+    """Bytes that are live at the end of the pass."""
 
     def peak(self) -> int:
         """Return the most bytes that are live at once."""
         return max(self.live, default=0)
 
     def live_without(self, numbers: Iterable[int]) -> list[int]:
-        """Return the live bytes after each operator, without some storages that outlive the pass."""
+        """Return the live bytes after each call, without some storages that outlive the pass."""
+        return self.live_until({number: -1 for number in numbers if number in self.created})
+
+    def live_until(self, freed: Mapping[int, int]) -> list[int]:
+        """Return the live bytes after each call, as if some storages that outlive the pass were freed earlier.
+
+        freed: storage → index of the last call after which it is live; a saved storage may be among them.
+        """
         live = list(self.live)
-        for number in numbers:
-            first, n_bytes = self.created.get(number, (len(live), 0))
-            for index in range(first, len(live)):
+        for number, last in freed.items():
+            first, n_bytes = self.created[number]
+            for index in range(max(first, last + 1), len(live)):
                 live[index] -= n_bytes
         return live
 
@@ -147,6 +156,8 @@ class OperatorRecorder(TorchDispatchMode):
                 self._sizes[key] = x.untyped_storage().nbytes()
                 self._live += self._sizes[key]
                 self.recording.created[number] = len(self.recording.live), self._sizes[key]
+        if name != "detach":
+            self.recording.last_calls |= dict.fromkeys(map(self.number, (*inputs, *outputs)), len(self.recording.live))
         self.recording.live.append(self._live - self._base)
         if name in KERNEL_FREE:
             return out

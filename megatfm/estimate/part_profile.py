@@ -1,7 +1,7 @@
 """Profile of one part of a model: the operators of its two passes, and the bytes that it saves between them."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatfm.estimate.operators import Operator, Recording
@@ -28,14 +28,44 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """A weight's gradient when a backward pass has computed it. live: bytes of the pass then, without gradients;
-    n_bytes: of the gradient, of all experts where `is_expert`; is_saved: the forward pass computed it, and it counts as
-    saved."""
+    """Gradient that a backward pass computes, and then adds to that of earlier passes.
 
-    live: int
+    Live bytes are those of the pass beside the tensors saved for it, of which it frees more and more. They include
+    gradients that are not added yet, but no experts' gradients, which `parallel.ep` divides.
+    """
+
+    place: int
+    """Place of the weight among the trained ones of its part."""
     n_bytes: int
-    is_expert: bool
-    is_saved: bool = False
+    """Bytes as computed; those of all experts where `is_expert`."""
+    live: int
+    """Live bytes when the gradient is added."""
+    peak: int
+    """Most live bytes since the gradient before was added."""
+    is_expert: bool = False
+
+
+def list_weight_gradients(
+    backward: Recording, gradients: Mapping[int, tuple[int, int]], experts: Collection[int]
+) -> tuple[list[WeightGradient], int]:
+    """Return the gradients of a backward pass in the order in which they are added, and the most live bytes after them.
+
+    gradients: storage → place and bytes; experts: those of experts. A gradient is added after the last call that makes
+    a view of it. The forward pass may have computed it: then it counts as saved.
+    """
+    added = {number: backward.last_calls.get(number, 0) for number in gradients}
+    created = backward.created | {number: (0, gradients[number][1]) for number in gradients.keys() - backward.created}
+    live = replace(backward, created=created).live_until(
+        {number: -1 if number in experts and number in backward.created else last for number, last in added.items()}
+    )
+    listed, start = [], 0
+    for number, last in sorted(added.items(), key=lambda item: item[1]):
+        place, n_bytes = gradients[number]
+        at = backward.created[number][0] if number in experts and number in backward.created else last
+        peak = max(live[start : last + 1], default=0)
+        listed.append(WeightGradient(place, n_bytes, live[at] if live else 0, peak, number in experts))
+        start = last
+    return listed, max(live[start + 1 :], default=live[-1] if live else 0)
 
 
 @dataclass(frozen=True)
@@ -70,28 +100,40 @@ def expert_moments(backward: Recording, gradients: Sequence[int], complete: int)
 
 @dataclass(frozen=True, eq=False)
 class PartProfile:
-    """Passes of a split point; equal to itself alone. input_bytes, output_bytes: of the activations that it reads and
-    writes; shared_input_bytes: of those that it reads and does not write, which parts share.
-
-    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
-    whole_backward_peak: with these. expert_moments: the fullest ones, if experts exchange tokens. gradients: in the
-    order of the weights' names. is_block: it lies in a stack.
-    """
+    """Passes of a split point; equal to itself alone."""
 
     name: str
+    """Name of the split point."""
     forward: Sequence[Operator]
+    """Kernels of the forward pass."""
     backward: Sequence[Operator]
+    """Kernels of the backward pass."""
     saved: Sequence[SavedTensor]
+    """What the forward pass saves for the backward pass."""
     input_bytes: int
+    """Bytes of the activations that it reads."""
     output_bytes: int
+    """Bytes of the activations that it writes."""
     forward_peak: int
+    """Most live bytes of the forward pass beside saved tensors."""
     backward_peak: int
+    """Most live bytes of the backward pass beside gradients of weights."""
     gradients: Sequence[WeightGradient]
+    """Gradients of weights, in the order in which they are added to those of earlier passes."""
     is_block: bool
+    """Whether it is a block of a stack."""
     weight_numbers: frozenset[int] = frozenset()
+    """Storages of the model's weights."""
     whole_backward_peak: int = 0
+    """Most live bytes of the backward pass with all gradients of weights."""
+    peak_after_gradients: int = 0
+    """Most live bytes of the backward pass after the last gradient was added."""
     expert_moments: Sequence[ExpertMoment] = ()
+    """Fullest moments of the backward pass, if experts exchange tokens."""
     shared_input_bytes: int = 0
+    """Bytes of the activations that it reads and does not write: parts share them, such as an encoder's output."""
+    unsaved_input_bytes: int = 0
+    """Bytes of the activations that it reads and does not save: they are live in the forward pass alone."""
 
     @cached_property
     def has_experts(self) -> bool:
@@ -110,17 +152,6 @@ class PartProfile:
             moment.live + moment.expert_gradients // ep + (reducing_experts if moment.is_reduced else reducing)
             for moment in self.expert_moments
         )
-
-    def accumulation_peak(self, copies: float, expert_copies: float, ep: int) -> int:
-        """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.
-
-        copies, expert_copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
-        """
-        peaks = (
-            g.live + ((expert_copies if g.is_expert else copies) - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1)
-            for g in self.gradients
-        )
-        return max(map(int, peaks), default=0)
 
     @cached_property
     def _own_saved(self) -> list[SavedTensor]:

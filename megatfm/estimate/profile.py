@@ -24,12 +24,11 @@ from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.kernels import ProfiledKernels
 from megatfm.estimate.operators import Recording
 from megatfm.estimate.part_profile import (
-    ExpertMoment,
     ModelProfile,
     PartProfile,
     SavedTensor,
-    WeightGradient,
     expert_moments,
+    list_weight_gradients,
 )
 from megatfm.estimate.stand_ins import (
     HostValues,
@@ -151,7 +150,11 @@ class LocalModel:
                 module = self.model.get_submodule(point.modules[0]) if point.modules else None
                 is_block = id(module) in blocks
                 carry = self._carry(splittable, point, written, fields, lengths)
+                trained = tuple(p.requires_grad for p in module.parameters()) if module is not None else ()
+                is_first = is_block and model.drop_path > 0 and point.name.endswith(".0")  # stochastic depth keeps it
                 key = (
+                    is_first,
+                    trained,
                     point.name.rpartition(".")[0] if is_block and point.name != last_block else point.name,
                     type(module),
                     len(point.modules),
@@ -213,7 +216,8 @@ class LocalModel:
         backward_operators = [
             replace(op, is_backward=True, is_eager=not eager_numbers.isdisjoint(op.reads)) for op in backward.operators
         ]
-        peak, gradients, moments = self._backward_peak(backward)
+        gradients, experts = self._list_gradients(point, backward)
+        listed_gradients, peak_after_gradients = list_weight_gradients(backward, gradients, experts)
         for parameter in self._parameters.values():
             parameter.grad = None
         return PartProfile(
@@ -224,32 +228,38 @@ class LocalModel:
             sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
             sum(tensor.nbytes for tensor in carried.values()),
             max(0, forward.peak() - sum(forward.created[number][1] for number in saved if number in forward.created)),
-            peak,
-            gradients,
+            max(backward.live_without(gradients), default=0),
+            listed_gradients,
             is_block,
             weight_numbers=weights,
             whole_backward_peak=backward.peak(),
-            expert_moments=moments,
+            peak_after_gradients=peak_after_gradients,
+            expert_moments=expert_moments(backward, sorted(experts), self._kernels.experts_complete),
             shared_input_bytes=sum(
                 tensor.nbytes for name, tensor in carry.items() if name in point.reads and name not in point.writes
             ),
+            unsaved_input_bytes=sum(
+                tensor.nbytes
+                for name, tensor in carry.items()
+                if name in point.reads and recorder.number(tensor) not in saved
+            ),
         )
 
-    def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient], list[ExpertMoment]]:
-        """Return the most bytes that a backward pass has live beside gradients of weights, those gradients, and the
-        fullest moments with gradients of experts."""
-        number = self._kernels.recorder.number
-        gradients_of = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        names = {number(gradient): name for name, gradient in gradients_of.items()}
-        live = backward.live_without(names)
-        gradients = []
-        for key, name in names.items():
-            is_saved = key not in backward.created
-            live_bytes = 0 if is_saved else live[backward.created[key][0]]
-            n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
-            gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
-        experts = [key for key, name in names.items() if name in self._expert_names]
-        return max(live, default=0), gradients, expert_moments(backward, experts, self._kernels.experts_complete)
+    def _list_gradients(
+        self, point: SplitPoint, backward: Recording
+    ) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+        """Return the gradients of weights, storage → place among the part's trained weights and bytes, and the storages
+        of experts' gradients."""
+        members = {p for path in point.modules for p in self.model.get_submodule(path).parameters()}
+        trained = [name for name, p in self._parameters.items() if p in members and p.requires_grad]
+        gradients, experts = {}, set()
+        for place, name in enumerate(trained):
+            if (gradient := self._parameters[name].grad) is not None:
+                number = self._kernels.recorder.number(gradient)
+                gradients[number] = place, gradient.untyped_storage().nbytes()
+                if name in self._expert_names:
+                    experts.add(number)
+        return gradients, frozenset(experts)
 
     def _carry(
         self,
