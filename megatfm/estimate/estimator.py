@@ -33,19 +33,27 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and traffic of a run. config: with `dp_shard` and precision resolved; memory, flows_by_rank: by
-    pipeline rank; busiest: the pipeline rank with the longest passes."""
+    """Memory, time and traffic of a run."""
 
     config: Config
+    """The run's config, with `dp_shard` and precision resolved."""
     cluster: Cluster
     description: Description
+    """Parameters and FLOPs."""
     memory: Sequence[RankMemory]
+    """Memory of each pipeline rank."""
     time: StepTime
+    """Time of the busiest pipeline rank."""
     flows_by_rank: Sequence[Flows]
+    """Traffic of each pipeline rank."""
     busiest: int
+    """Pipeline rank with the longest passes."""
     timeline: Timeline | None
+    """Passes of all ranks; None without a pipeline."""
     microbatches: int
+    """Micro-batches of a rank in a step."""
     compiled: bool
+    """Whether blocks are compiled."""
 
     @property
     def worst(self) -> RankMemory:
@@ -87,7 +95,7 @@ class Estimate:
 
 @dataclass
 class Estimator:
-    """Estimates layouts of one model on one cluster; caches the parts that layouts share. Open one by `estimator`."""
+    """Estimates layouts of one model on one cluster, and caches what layouts share. `open_estimator` makes one."""
 
     base: Config
     cluster: Cluster

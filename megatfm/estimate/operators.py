@@ -1,6 +1,7 @@
 """Records the operators of a pass where torch dispatches them: shapes, FLOPs, bytes, and the storages read and written.
 
-Tensors are fake, so a pass of a block of any size takes a fraction of a second.
+Tensors are fake, so a pass of a block of any size takes a fraction of a second. A storage is known by its number
+(`OperatorRecorder.number`), as torch reuses the addresses of freed ones.
 """
 
 import math
@@ -35,23 +36,29 @@ COLLECTIVES = {"c10d", "_c10d_functional"}
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. reads, writes: storage → bytes. dims: (batch, m, n, k) of a matmul. itemsize: bytes of an element.
-    sent_bytes: bytes that this rank sends in a ring collective. fetched_tokens: of local attention under context
-    parallelism, the most tokens whose keys a rank sends; 0: all go around. is_eager: of a module that stays eager in
-    compiled blocks."""
+    """One kernel."""
 
     name: str
+    """Name of torch's operator; "attention" for the fused kernel."""
     kind: Kind
     flops: float
     reads: Mapping[int, int]
+    """Storage → bytes that it reads."""
     writes: Mapping[int, int]
+    """Storage → bytes that it writes."""
     dims: tuple[int, int, int, int] | None = None
+    """Of a matmul: (batch, m, n, k)."""
     itemsize: int = 2
+    """Bytes of an element."""
     is_backward: bool = False
     collective: str = ""
+    """Name of the collective, such as "all_gather"."""
     sent_bytes: int = 0
+    """Bytes that this rank sends in a ring collective."""
     fetched_tokens: int = 0
+    """Of local attention under context parallelism: the most tokens whose keys a rank sends; 0: keys go around."""
     is_eager: bool = False
+    """Whether its module stays eager in compiled blocks."""
 
     @property
     def moved_bytes(self) -> int:

@@ -107,6 +107,16 @@ def test_a_blocks_first_gradient_is_added_after_its_input_is_freed() -> None:
     assert down.live == HIDDEN + weight
 
 
+@pytest.mark.parametrize("preset", ["gpt2-124m", "llama3-8b"])
+def test_a_backward_pass_frees_what_its_block_alone_saves(preset: str) -> None:
+    """Its input remains, and the gradients of its output, of the hidden vectors between its branches, of the first
+    branch, and of its input. All blocks save rotary tables, which the first block frees."""
+    heads = ["model.attention.head_dim=16", "model.attention.n_kv_heads=4"] if preset == "llama3-8b" else []
+    block = profile_parts(preset, *TEXT, *heads)["decoder.layers.1"]
+    assert bool(block.shared_inputs) == (preset == "llama3-8b")
+    assert block.peak_after_gradients == 5 * HIDDEN - block.saved_bytes("none", compiled=False)
+
+
 @pytest.mark.parametrize(("preset", "part"), [("gpt2-124m", "head"), ("bert-base", "head"), ("bert-base", "sentence")])
 def test_a_head_has_its_input_in_the_forward_pass_alone(preset: str, part: str) -> None:
     """Chunks of the loss save gradients instead, and heads of BERT the tokens that they read."""
