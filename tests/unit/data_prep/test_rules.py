@@ -181,13 +181,20 @@ def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
-    path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
+    path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\ndot.com.\nsearch.org?q=bad\n")
     for url, why in {
         "http://bad.com/": "domain",
         "https://www.sub.BAD.com:8080/x": "domain",
         "https://notbad.com/": "",
         "https://mixed.org/good": "",
         "http://mixed.org/bad/page": "url",
+        "http://mixed.org./bad/page": "url",
+        "http://bad.com.": "domain",
+        "http://bad.com?a=1": "domain",
+        "http://dot.com/": "domain",
+        "http://search.org?q=bad&n=2": "url",
+        "http://search.org/?q=bad": "url",
+        "http://search.org?q=good": "",
         "http://[broken/": "",
         "": "",
     }.items():

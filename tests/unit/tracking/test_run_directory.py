@@ -1,5 +1,6 @@
 """The run directory: its lock, its files, and what a crash leaves in the log."""
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -235,6 +236,24 @@ def test_a_file_of_another_tokenizer_that_cannot_be_removed_is_named(tmp_path: P
     run = RunDirectory(tmp_path / "a", 0)
     (tmp_path / "a" / "tokenizer.json").mkdir(parents=True)
     with pytest.raises(MegatfmError, match=r"a/tokenizer\.json: belongs to another tokenizer, and can't be removed"):
+        run.write_run_files(config, "", CPU)
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_named(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    run.write_run_files(config, "", CPU)
+    copy = next((tmp_path / "a").glob("tokenizer*"))
+    genuine = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == copy:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(MegatfmError, match=r"a/tokenizer\S*: can't be read: Permission denied: remove it"):
         run.write_run_files(config, "", CPU)
 
 
