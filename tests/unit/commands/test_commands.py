@@ -261,9 +261,8 @@ def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_estimate_suggests_changes_for_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run_estimate("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", "train.micro_batch=16", "parallel.zero=0") == 1
-    )
+    overrides = ("train.micro_batch=16", "parallel.zero=0")
+    assert run_estimate("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", *overrides) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: every rank needs" in text
     assert "fits with" in text

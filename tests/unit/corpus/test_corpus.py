@@ -133,9 +133,8 @@ def test_show_gives_a_sample(folder: Path) -> None:
     text = describe_corpus(folder, 7, decode)
     for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
         assert fact in text
-    assert describe_corpus(folder, 7).splitlines()[-1].split() == list(
-        map(str, Corpus.open(folder).read_sample(7).tokens)
-    )
+    tokens = describe_corpus(folder, 7).splitlines()[-1].split()
+    assert tokens == list(map(str, Corpus.open(folder).read_sample(7).tokens))
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +238,8 @@ def test_text_is_decoded_unchanged(exported_from: Path, tmp_path: Path) -> None:
     assert [json.loads(line) for line in data.decode().splitlines()] == expected
     packed = (tmp_path / "new/a.jsonl.zst").read_bytes()
     assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == data
-    assert pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist() == [
-        {**record, "fields": None} for record in expected
-    ]
+    rows = pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist()
+    assert rows == [{**record, "fields": None} for record in expected]
 
 
 def test_sources_that_are_no_unicode_are_exported(tmp_path: Path) -> None:
@@ -338,9 +336,7 @@ def test_url_is_no_folder_of_that_name(exported_from: Path, tmp_path: Path, out:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_writes_both_files_or_none(
-    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_write_both_files_or_none(exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""
     (tmp_path / "a.idx").write_text("mine")
     with pytest.raises(UsageError, match=r"a\.idx: is there already"):

@@ -275,9 +275,7 @@ def save(path: Path, documents: list[Document]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_a_text_that_grows_while_it_is_read_is_refused(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_grow_while_read_are_refused(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts are counted first; two documents of one name, or parts of two versions, would be in the corpus."""
     path = write_file(tmp_path / "in" / "a.txt", b"x" * size)
     inputs = InputFiles(ReadConfig(folder=str(path.parent)))

@@ -70,9 +70,8 @@ def by_hand(model: nn.Module, continuation: Continuation) -> Likelihood:
     with torch.no_grad():
         logs = model(tokens, **inputs).logits[0].double().log_softmax(-1)[len(continuation.context) - 1 :]
     targets = torch.tensor(continuation.targets)
-    return Likelihood(
-        float(logs[range(len(targets)), targets].sum()), len(targets), bool((logs.argmax(-1) == targets).all())
-    )
+    is_greedy = bool((logs.argmax(-1) == targets).all())
+    return Likelihood(float(logs[range(len(targets)), targets].sum()), len(targets), is_greedy)
 
 
 def check(results: list[Likelihood], expected: list[Likelihood]) -> None:
@@ -87,10 +86,8 @@ def check(results: list[Likelihood], expected: list[Likelihood]) -> None:
 def test_any_batch_gives_what_each_row_alone_gives(name: str, batch_size: int) -> None:
     model = random_model(MODELS[name])
     continuations = draw_continuations(23, encoder=name == "encoder-decoder")
-    check(
-        score(model, continuations, batch_size=batch_size),
-        [by_hand(model, continuation) for continuation in continuations],
-    )
+    expected = [by_hand(model, continuation) for continuation in continuations]
+    check(score(model, continuations, batch_size=batch_size), expected)
 
 
 def test_all_tokens_of_a_prefix_see_one_another() -> None:

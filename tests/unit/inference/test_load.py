@@ -272,9 +272,8 @@ def test_a_prompt_of_a_converted_model_is_tokenized_unchanged(
 
     assert encode_prompt_ids(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
-    assert encode_prompt_ids(replace(run, knows_objective=False)) == (
-        [*plain, first] if sentinel == "always" else plain
-    )
+    expected = [*plain, first] if sentinel == "always" else plain
+    assert encode_prompt_ids(replace(run, knows_objective=False)) == expected
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 

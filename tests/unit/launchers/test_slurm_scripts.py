@@ -92,11 +92,8 @@ def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, mo
     assert arguments[arguments.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert arguments[-1 - arguments[::-1].index("prolog_epilog") :][1:4] == [
-            "-m",
-            "megatfm.launchers.prolog_epilog",
-            "epilog",
-        ]
+        begin = -1 - arguments[::-1].index("prolog_epilog")
+        assert arguments[begin:][1:4] == ["-m", "megatfm.launchers.prolog_epilog", "epilog"]
     assert not (folder / "owned").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
 

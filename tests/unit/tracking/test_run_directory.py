@@ -39,9 +39,7 @@ def enter(run: RunDirectory) -> None:
 
 def test_a_run_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "a", 0):
-        with pytest.raises(
-            LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
-        ):
+        with pytest.raises(LockedError, match=rf"/a: another process .* \(process {os.getpid()} on .*\): wait"):
             enter(RunDirectory(tmp_path / "a", 0))
         enter(RunDirectory(tmp_path / "a", 1))  # another rank of the first
         enter(RunDirectory(tmp_path / "b", 0))
@@ -139,9 +137,7 @@ def test_checkpoints_and_logs_may_be_linked(tmp_path: Path, name: str, caplog: p
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)
-    with pytest.raises(
-        MegatfmError, match=rf"run/{name} is a symbolic link to a missing folder: create .*/disk/of-run, or"
-    ):
+    with pytest.raises(MegatfmError, match=rf"run/{name} is a .*link to a missing folder: create .*/disk/of-run, or"):
         enter(RunDirectory(tmp_path / "run", 0))
     target.mkdir(parents=True)
     caplog.set_level("INFO", logger="megatfm")

@@ -49,9 +49,8 @@ def test_flops_of_gpt3_equal_its_paper() -> None:
 
 
 def test_recomputation_does_not_count_in_mfu() -> None:
-    plain, again = (
-        load_config("gpt2", ["model.vocab_size=50257", f"train.recompute={how}"]) for how in ("none", "full")
-    )
+    words = (["model.vocab_size=50257", f"train.recompute={how}"] for how in ("none", "full"))
+    plain, again = (load_config("gpt2", overrides) for overrides in words)
     assert flops_per_token(plain) == flops_per_token(again)
 
 
