@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ from megatfm.verify.shrink import shrink
 def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
     probe_disk(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == [".probe-3"]
+
+
+def test_a_probe_that_rank_0_can_not_remove_does_not_end_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for its answer."""
+    for rank in range(2):
+        (tmp_path / f".probe-{rank}").mkdir()
+    ranks = SimpleNamespace(barrier=lambda: None, get_world_size=lambda: 2)
+    monkeypatch.setattr(startup_checks, "dist", ranks)
+    run: Any = SimpleNamespace(folder=tmp_path, is_main=True)
+    assert startup_checks._find_missing_probes(run) == []
 
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
