@@ -35,7 +35,7 @@ SERVE_SECONDS = 20.0
 STOPPED_KEY = "megatfm/stopped"
 """Key in the store that names the stopped rank."""
 WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM}
+STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}
 
 _sentinels: list[tuple[int, int]] = []
 """Process id of each sentinel, and the file descriptor whose closing ends it."""

@@ -44,8 +44,7 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if func.namespace in NAMESPACES and name not in WAITS:
+        if func.namespace in NAMESPACES and (name := func._schema.name.partition("::")[2]) not in WAITS:
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             self._count(name, {**named, **(kwargs or {})})
         return func(*args, **(kwargs or {}))

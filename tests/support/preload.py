@@ -13,13 +13,16 @@ MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
     "megatfm.engines.native.engine", "megatfm.inference.samples", "megatfm.describe.description",
+    "megatfm.commands.training",  # and the launchers, which most commands import
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
     MODULES += [
         "scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert",
         "torch._inductor.compile_fx",  # DeepSpeed's optimizers import it, too
-        # What commands import when they run.
-        "megatfm.commands.from_model", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
+        # The other commands, and what they import when they run.
+        "megatfm.commands.conversion", "megatfm.commands.estimate", "megatfm.commands.evaluation",
+        "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
+        "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
         "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 

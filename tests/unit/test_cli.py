@@ -2,6 +2,7 @@
 
 import io
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -156,19 +157,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--help"], 0, "corpora -> tokenizer"),
-        (["verify", "--help"], 0, "NAME,..."),
-        (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
-        (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
-        (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
-        (["report", "runs/数据"], 2, "must be UTF-8"),
-        (["config", "show", "…"], 2, "…: no such config file or preset"),
-    ],
-    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["--help"], 0, "corpora -> tokenizer"),
+    (["verify", "--help"], 0, "NAME,..."),
+    (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
+    (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
+    (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
+    (["report", "runs/数据"], 2, "must be UTF-8"),
+    (["config", "show", "…"], 2, "…: no such config file or preset"),
+], ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "")  # fmt: skip
 def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[str], code: int, message: str) -> None:
     completed = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],
@@ -196,6 +193,18 @@ def test_a_command_runs_with_closed_streams_and_no_file_takes_their_numbers(clos
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, OPEN_A_FILE]
     completed = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
     assert (completed.returncode, completed.stderr) == (0, b"")
+
+
+def test_output_to_a_terminal_that_was_closed_is_dropped() -> None:
+    program = "import sys; from megatfm.terminal import *; input(); mute_closed_streams(); print('x', flush=True)"
+    other_end, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.PIPE
+    )
+    os.close(terminal)
+    os.close(other_end)
+    assert process.communicate(b"\n", timeout=60) == (None, b"")
+    assert process.returncode == 0
 
 
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:

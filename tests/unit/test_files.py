@@ -338,16 +338,13 @@ def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, mo
     del sys.modules["found_for_a_run"]
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
-        ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
-        ("\nimport nothing_of_that_name", r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name"),
-        ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
-        ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
-    ],
-)
+@pytest.mark.parametrize(("code", "why"), [
+    ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
+    ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
+    ("\nimport nothing_of_that_name", r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name"),
+    ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
+    ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
+])  # fmt: skip
 def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_plugin.py").write_text(code)
@@ -360,15 +357,12 @@ def test_a_missing_plugin() -> None:
         import_plugins(["no_such_parts"])
 
 
-@pytest.mark.parametrize(
-    ("field", "kind"),
-    [
-        ("norm.name", "norm"),
-        ("ffn.activation", "activation"),
-        ("position.name", "position"),
-        ("norm.placement", "norm position"),
-    ],
-)
+@pytest.mark.parametrize(("field", "kind"), [
+    ("norm.name", "norm"),
+    ("ffn.activation", "activation"),
+    ("position.name", "position"),
+    ("norm.placement", "norm position"),
+])  # fmt: skip
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
     config = ModelConfig.from_dotted(
         {"vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8, field: "nothing"},

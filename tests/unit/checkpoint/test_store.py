@@ -172,14 +172,11 @@ def test_saving_a_step_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert "damaged" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        ({"absent": torch.zeros(2)}, r"step-00000001 not loaded: it has no tensor absent$"),
-        ({"weight": torch.zeros(4, 6)}, r"tensor weight has shape \(6, 4\) there, but \(4, 6\) here$"),
-        ({"weight": torch.zeros(6, 4).half()}, r"tensor weight is F32 there, but F16 here: pass cast=True"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "message"), [
+    ({"absent": torch.zeros(2)}, r"step-00000001 not loaded: it has no tensor absent$"),
+    ({"weight": torch.zeros(4, 6)}, r"tensor weight has shape \(6, 4\) there, but \(4, 6\) here$"),
+    ({"weight": torch.zeros(6, 4).half()}, r"tensor weight is F32 there, but F16 here: pass cast=True"),
+])  # fmt: skip
 def test_a_request_that_does_not_fit(tmp_path: Path, targets: dict[str, Tensor], message: str) -> None:
     path = save(tmp_path, 1, sample(), {})
     with pytest.raises(MegatfmError, match=message):

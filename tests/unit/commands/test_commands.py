@@ -15,7 +15,7 @@ import megatfm
 from megatfm.cli import main
 from megatfm.commands import finetuning, training
 from megatfm.commands.training import enable_expandable_segments
-from megatfm.config import load_config
+from megatfm.config import list_presets, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
@@ -142,14 +142,11 @@ def test_evaluate_names_the_pictures(
     assert (line in capfd.readouterr().out) == bool(images)
 
 
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        (["code=corpora/a", "code=corpora/b"], "--validation code=corpora/b: code is corpora/a already"),
-        (["code"], "--validation code: expected NAME=DIR"),
-        (["=corpora/a"], "--validation =corpora/a: expected NAME=DIR"),
-    ],
-)
+@pytest.mark.parametrize(("sets", "message"), [
+    (["code=corpora/a", "code=corpora/b"], "--validation code=corpora/b: code is corpora/a already"),
+    (["code"], "--validation code: expected NAME=DIR"),
+    (["=corpora/a"], "--validation =corpora/a: expected NAME=DIR"),
+])  # fmt: skip
 def test_validation_sets_have_distinct_names(sets: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = [argument for validation_set in sets for argument in ("--validation", validation_set)]
     assert run_command("evaluate", "runs/none", *arguments) == 2
@@ -346,3 +343,39 @@ def test_the_refusal_names_the_base_model_where_it_is_known(folder: Path, capfd:
         megatfm.load("adapter")
     assert run_command("convert", "adapter", "out", "--to", "hf", "--base", "llama") == 2
     assert "in two steps, --to megatfm --base llama and then --to hf" in capfd.readouterr().err
+
+
+def test_presets_are_described_in_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`et al.` ends no sentence. Lines break at the terminal's width; in a pipe, a preset is one line for grep."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run_command("config", "presets", "GPT3", "medium") == 0
+    assert capfd.readouterr().out.split() == (
+        ["gpt3-medium", "GPT-3", "Medium", "(Brown", "et", "al.", "2020,", "table", "2.1", "and", "appendix", "B)."]
+    )
+    assert run_command("config", "presets") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(list_presets())
+    assert not [line for line in lines if line.count("(") != line.count(")")]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run_command("config", "presets") == 0
+    wrapped = capfd.readouterr().out
+    assert max(map(len, wrapped.splitlines())) <= 60
+    assert wrapped.split() == " ".join(lines).split()
+    assert run_command("config", "presets", "gpt3", "t5") == 2
+    assert "error: no preset mentions gpt3 and t5: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "setting"), [
+    (["train", "quickstart", "--tensor-model-parallel-size", "2"], "parallel.tp=2"),
+    (["train", "quickstart", "--bf16", "--lr", "1e-3"], "train.precision=…"),
+    (["launch", "quickstart", "--nproc", "2", "--lr=1e-3"], "optimizer.lr=1e-3"),
+    (["prep", "quickstart-data", "--vocab-size", "9"], "tokenizer.vocab_size=9"),
+    (["train", "quickstart", "--train.steps=4"], "train.steps=4"),
+])  # fmt: skip
+def test_a_flag_that_is_a_setting_names_the_setting(
+    arguments: list[str], setting: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*arguments) == 2
+    assert capfd.readouterr().err.endswith(f": settings have no dashes: {setting}\n")

@@ -103,14 +103,11 @@ def test_optimizers_have_their_own_fields(load: Load) -> None:
     assert (muon.matrix_lr, muon.lr) == (0.5, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("optimizer.name=muon", "optimizer.lr=0.1", "run_dir=somewhere", 'resume.allow=["seed"]'),
-        ("model.attention.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    (),
+    ("optimizer.name=muon", "optimizer.lr=0.1", "run_dir=somewhere", 'resume.allow=["seed"]'),
+    ("model.attention.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
+])  # fmt: skip
 def test_the_resolved_config_gives_itself_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

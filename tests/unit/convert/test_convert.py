@@ -168,15 +168,12 @@ def test_max_shard_size_is_parsed() -> None:
             parse_size(wrong)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
-        (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
-        (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
-        (["megatfm", "--hf-config", "c", "--base", "b"], "--to megatfm: leave it out with --hf-config"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
+    (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
+    (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
+    (["megatfm", "--hf-config", "c", "--base", "b"], "--to megatfm: leave it out with --hf-config"),
+])  # fmt: skip
 def test_options_of_another_format_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         run(str(tmp_path), str(tmp_path / "new"), "--to", *flags)

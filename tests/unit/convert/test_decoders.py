@@ -263,13 +263,10 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     assert getattr(transformers, name).config_class.from_dict(expected).vocab_size == 4096
 
 
-@pytest.mark.parametrize(
-    ("preset", "words"),
-    [
-        ("llama3-8b", ["model.d_model=100", "model.attention.n_heads=6", "model.attention.n_kv_heads=2"]),
-        ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
-    ],
-)
+@pytest.mark.parametrize(("preset", "words"), [
+    ("llama3-8b", ["model.d_model=100", "model.attention.n_heads=6", "model.attention.n_kv_heads=2"]),
+    ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
+])  # fmt: skip
 def test_a_decoder_that_transformers_could_not_run_is_not_exported(preset: str, words: list[str]) -> None:
     words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
     with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):

@@ -116,19 +116,16 @@ def test_released_names_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(our_answer(tmp_path), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("encoder", "changes", "message"),
-    [
-        ("clip", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
-        ("clip", {"vision_feature_layer": 9}, "vision_feature_layer = 9"),
-        ("clip", {"vision_feature_select_strategy": "full"}, "'full' passes on its class token too of a clip_vision_"),
-        ("siglip", {"vision_feature_select_strategy": "default"}, "'default' passes on all but the first patch of a"),
-        ("clip", {"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
-        ("clip", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
-        ("clip", {"text_config": {"model_type": "qwen2"}}, "model_type = 'qwen2'"),
-        ("clip", {"vision_config": {"model_type": "vit"}}, "'vit': megatfm reads LLaVA with clip_vision_model or sig"),
-    ],
-)
+@pytest.mark.parametrize(("encoder", "changes", "message"), [
+    ("clip", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
+    ("clip", {"vision_feature_layer": 9}, "vision_feature_layer = 9"),
+    ("clip", {"vision_feature_select_strategy": "full"}, "'full' passes on its class token too of a clip_vision_"),
+    ("siglip", {"vision_feature_select_strategy": "default"}, "'default' passes on all but the first patch of a"),
+    ("clip", {"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
+    ("clip", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
+    ("clip", {"text_config": {"model_type": "qwen2"}}, "model_type = 'qwen2'"),
+    ("clip", {"vision_config": {"model_type": "vit"}}, "'vit': megatfm reads LLaVA with clip_vision_model or sig"),
+])  # fmt: skip
 def test_options_of_llava_that_megatfm_lacks_are_refused(
     encoder: str, changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:

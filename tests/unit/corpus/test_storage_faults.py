@@ -72,20 +72,16 @@ class NoCredentialsError(Exception):
     """Stand-in for botocore's error of that name."""
 
 
-@pytest.mark.parametrize(
-    ("error", "accesses"),
-    [
-        (PermissionError("Access Denied"), 1),
-        (NoCredentialsError("Unable to locate credentials"), 1),
-        (Status(status=403), 1),
-        (Status(code=401), 1),
-        (TypeError("a mistake"), 1),
-        (Status(status=429), 3),
-        (Status(code=503), 3),
-        (TimeoutError(), 3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "accesses"), [
+    (PermissionError("Access Denied"), 1),
+    (NoCredentialsError("Unable to locate credentials"), 1),
+    (Status(status=403), 1),
+    (Status(code=401), 1),
+    (TypeError("a mistake"), 1),
+    (Status(status=429), 3),
+    (Status(code=503), 3),
+    (TimeoutError(), 3),
+], ids=str)  # fmt: skip
 def test_permanent_errors_of_storage_are_not_retried(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
 ) -> None:

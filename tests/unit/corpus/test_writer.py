@@ -152,13 +152,10 @@ def test_the_same_samples_give_the_same_bytes(write: Write, make_documents: Any)
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("pack", "pinned"),
-    [
-        (False, "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"),
-        (True, "614469c0d150a2fbf133dfca4a57bbfc3feb3b917af1a16eef1d4cc7d4fad294"),
-    ],
-)
+@pytest.mark.parametrize(("pack", "pinned"), [
+    (False, "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"),
+    (True, "614469c0d150a2fbf133dfca4a57bbfc3feb3b917af1a16eef1d4cc7d4fad294"),
+])  # fmt: skip
 def test_the_tar_is_pinned(write: Write, pack: bool, pinned: str) -> None:
     """Another release must not change the hash of a corpus (the compressed bytes may change with zstd)."""
     folder = write([np.arange(n, dtype=np.uint16) for n in (0, 1, 70, 700)], pack=pack)
@@ -180,20 +177,17 @@ def test_a_large_sample_gets_its_own_frame(write: Write) -> None:
     assert [len(tokens) for i in range(3) for _, tokens in corpus.read_block(i)] == sizes
 
 
-@pytest.mark.parametrize(
-    ("key", "tokens", "reason"),
-    [
-        ("../key", np.ones(1, np.uint16), "sample key"),
-        ("a.b", np.ones(1, np.uint16), "sample key"),
-        ("", np.ones(1, np.uint16), "sample key"),
-        ("k" * 81, np.ones(1, np.uint16), "sample key"),
-        ("used", np.ones(1, np.uint16), "used twice"),
-        ("key", np.array([1, 65_536]), "65536 does not fit uint16"),
-        ("key", np.array([-1, 5]), "-1 does not fit uint16"),
-        ("key", np.ones(3), "float64[3], not integers"),
-        ("key", np.ones((2, 2), np.uint16), "uint16[2, 2], not integers"),
-    ],
-)
+@pytest.mark.parametrize(("key", "tokens", "reason"), [
+    ("../key", np.ones(1, np.uint16), "sample key"),
+    ("a.b", np.ones(1, np.uint16), "sample key"),
+    ("", np.ones(1, np.uint16), "sample key"),
+    ("k" * 81, np.ones(1, np.uint16), "sample key"),
+    ("used", np.ones(1, np.uint16), "used twice"),
+    ("key", np.array([1, 65_536]), "65536 does not fit uint16"),
+    ("key", np.array([-1, 5]), "-1 does not fit uint16"),
+    ("key", np.ones(3), "float64[3], not integers"),
+    ("key", np.ones((2, 2), np.uint16), "uint16[2, 2], not integers"),
+])  # fmt: skip
 def test_unfit_samples_are_refused(tmp_path: Path, key: str, tokens: np.ndarray, reason: str) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
         writer.add("used", np.ones(1, np.uint16), "source", 1)

@@ -253,15 +253,12 @@ def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
     assert list(samples["a"]) == ["0.png", "2.png", "10.png"]
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [
-        ({"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with numbers .*: \.png and \.1\.png"),
-        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
-        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
-        ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
-    ],
-)
+@pytest.mark.parametrize(("members", "reason"), [
+    ({"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with numbers .*: \.png and \.1\.png"),
+    ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
+    ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
+    ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
+])  # fmt: skip
 def test_prep_refuses_images_by_name(tmp_path: Path, members: dict[str, bytes], reason: str) -> None:
     with pytest.raises(MegatfmError, match=f"a.*{reason}"):
         prepare(tmp_path, members)
@@ -297,15 +294,12 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
     assert sorted(counts) == [1, 1, 1, 1, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
-        ({"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
-        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.jpg and \.1\.png"),
-        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
-    ],
-)
+@pytest.mark.parametrize(("files", "reason"), [
+    ({"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
+    ({"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
+    ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.jpg and \.1\.png"),
+    ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
+])  # fmt: skip
 def test_prep_refuses_images_of_a_folder_by_name(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
     with pytest.raises(MegatfmError, match=f"a.*{reason}"):
         prepare_folder(tmp_path, {**files, "a.txt": b"text"})

@@ -145,14 +145,11 @@ def test_an_out_that_is_a_file(prep: Callable[..., int], tmp_path: Path, capfd: 
     assert "choose another out" in error_line(capfd)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError("the store said no"), "error: the store said no"),
-        (OSError(), "error: OSError"),
-        (PermissionError(13, "Permission denied", "a.txt"), "error: a.txt: Permission denied"),
-    ],
-)
+@pytest.mark.parametrize(("error", "message"), [
+    (OSError("the store said no"), "error: the store said no"),
+    (OSError(), "error: OSError"),
+    (PermissionError(13, "Permission denied", "a.txt"), "error: a.txt: Permission denied"),
+])  # fmt: skip
 def test_errors_of_the_system_are_said(
     prep: Callable[..., int],
     capfd: pytest.CaptureFixture[str],

@@ -81,18 +81,15 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     assert 20 < n_kept < 390
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("Enable Javascript { here } and now.\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
-        ("One two three {four} five. A. B.", None),
-        ("One two three lorem ipsum five. A. B.", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "left"), [
+    ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("Enable Javascript { here } and now.\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
+    ("One two three {four} five. A. B.", None),
+    ("One two three lorem ipsum five. A. B.", None),
+])  # fmt: skip
 def test_c4_s_rules_follow_its_code_where_the_paper_is_silent(text: str, left: str | None) -> None:
     assert apply_step(build_step("c4"), text)[0] == left
 

@@ -321,14 +321,11 @@ def test_ranks_and_batches_change_no_decision(
         assert [record["text"] for record in alone[0].records] == texts
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("choice", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
-        ("cloze", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
-        ("generation", r"row 2: a prompt of \d+ tokens and 6 more, but .*max_positions = 20: shorten it by"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "message"), [
+    ("choice", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
+    ("cloze", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
+    ("generation", r"row 2: a prompt of \d+ tokens and 6 more, but .*max_positions = 20: shorten it by"),
+])  # fmt: skip
 def test_a_question_beyond_the_positions_is_named_by_its_row(
     tmp_path: Path, tokenizer_model: bytes, kind: str, message: str
 ) -> None:

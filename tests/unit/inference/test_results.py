@@ -41,16 +41,13 @@ def test_a_length_penalty_without_a_beam_search_is_refused(
         predict_file(run, "new.jsonl", search=search)
 
 
-@pytest.mark.parametrize(
-    ("loss", "stored_loss", "perplexity"),
-    [
-        (2.0, 2.0, pytest.approx(7.389056098930650)),
-        (709.0, 709.0, pytest.approx(8.218407461554972e307)),
-        (1000.0, 1000.0, "Infinity"),
-        (math.nan, "NaN", "NaN"),
-        (math.inf, "Infinity", "Infinity"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "stored_loss", "perplexity"), [
+    (2.0, 2.0, pytest.approx(7.389056098930650)),
+    (709.0, 709.0, pytest.approx(8.218407461554972e307)),
+    (1000.0, 1000.0, "Infinity"),
+    (math.nan, "NaN", "NaN"),
+    (math.inf, "Infinity", "Infinity"),
+])  # fmt: skip
 def test_a_finetuned_model_that_diverged_has_results(
     loss: float, stored_loss: object, perplexity: object, run: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -207,20 +207,17 @@ def test_a_job_that_is_forgotten_has_no_record(fake_slurm: FakeSlurm) -> None:
         scheduler.show_job("7")
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("05:04", 304),
-        ("00:10:00", 600),
-        ("1-02:03:04", 93784),
-        ("90", 5400),
-        ("1-02", 93600),
-        ("1-02:03", 93780),
-        ("UNLIMITED", None),
-        ("", None),
-        ("INVALID", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("05:04", 304),
+    ("00:10:00", 600),
+    ("1-02:03:04", 93784),
+    ("90", 5400),
+    ("1-02", 93600),
+    ("1-02:03", 93780),
+    ("UNLIMITED", None),
+    ("", None),
+    ("INVALID", None),
+])  # fmt: skip
 def test_slurm_durations_are_parsed(text: str, seconds: int | None) -> None:
     assert scheduler.parse_time(text) == seconds
 

@@ -106,18 +106,15 @@ def test_rows_hold_samples_side_by_side() -> None:
     assert row["targets"].tolist() == [*[NONE] * 4, 22, 22, EOS, *[NONE] * 4, 23, 23, 23, EOS, *[NONE] * 15]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ([7, IMG], {}, "names its image 1 times .* 'before_text' wants 0"),
-        ([7, 8], {"image_placement": "in_text"}, "names its image 0 times .* 'in_text' wants 1"),
-        ([IMG, 7, IMG], {"image_placement": "in_text"}, "names its image 2 times"),
-        ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
-        ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
-        ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
-        ([7] * 9 + [IMG], {"image_placement": "in_text", "lengths": (10, 12)}, "has 9 tokens before its image of 4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ([7, IMG], {}, "names its image 1 times .* 'before_text' wants 0"),
+    ([7, 8], {"image_placement": "in_text"}, "names its image 0 times .* 'in_text' wants 1"),
+    ([IMG, 7, IMG], {"image_placement": "in_text"}, "names its image 2 times"),
+    ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
+    ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
+    ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
+    ([7] * 9 + [IMG], {"image_placement": "in_text", "lengths": (10, 12)}, "has 9 tokens before its image of 4"),
+])  # fmt: skip
 def test_samples_are_refused(text: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
         build(text, **options)

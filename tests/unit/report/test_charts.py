@@ -78,20 +78,17 @@ def test_smoothing_ignores_values_that_are_not_finite() -> None:
     assert [value for value in smoothed if not math.isnan(value)] == pytest.approx([1.0] * 199)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.003, "0.003"),
-        (3e-5, "3e-5"),
-        (1.23456, "1.235"),
-        (12_500, "12,500"),
-        (3_210_000, "3.21 M"),
-        (7e9, "7 B"),
-        (-1500, "-1,500"),
-        (NAN, "nan"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (0, "0"),
+    (0.003, "0.003"),
+    (3e-5, "3e-5"),
+    (1.23456, "1.235"),
+    (12_500, "12,500"),
+    (3_210_000, "3.21 M"),
+    (7e9, "7 B"),
+    (-1500, "-1,500"),
+    (NAN, "nan"),
+])  # fmt: skip
 def test_numbers_are_formatted_for_people(value: float, text: str) -> None:
     assert format_number(value) == text
 

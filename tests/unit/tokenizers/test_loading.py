@@ -237,26 +237,23 @@ def ids(text: str) -> dict[str, int]:
     return {name: token for token, name in enumerate(text.split())}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ("<s> </s> <pad> <unk>", {"bos": 0, "eos": 1, "pad": 2, "unk": 3}),
-        ("[PAD] [UNK] [CLS] [SEP] [MASK]", {"bos": 2, "eos": 3, "pad": 0, "cls": 2, "sep": 3, "mask": 4}),
-        ("<|endoftext|>", {"bos": 0, "eos": 0, "pad": 0, "unk": None}),
-        ("<pad> </s> <unk>", {"bos": 1, "eos": 1, "pad": 0, "unk": 2}),  # T5
-        (
-            "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|>",
-            {"bos": 0, "eos": 1, "pad": 1, "unused": (2,)},  # Llama 3
-        ),
-        ("<pad> <eos> <bos> <unk>", {"bos": 2, "eos": 1, "pad": 0}),  # Gemma
-        ("</s> <extra_id_2> <extra_id_1> <extra_id_0>", {"sentinels": (3, 2, 1), "unused": ()}),
-        ("</s> ▁<extra_id_1> ▁<extra_id_0>", {"sentinels": (2, 1)}),  # mT5
-        ("</s> <extra_0> <extra_2>", {"sentinels": (1,), "unused": (2,)}),  # without 1, 2 can't be reached
-        ("</s> [S2S] [NLU] [NLG]", {"modes": {"R": 2, "S": 1, "X": 3}}),  # UL2
-        ("</s> <R> <S> <X>", {"modes": {"R": 1, "S": 2, "X": 3}}),
-        ("</s> [R] [X]", {"modes": {}, "unused": (1, 2)}),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "expected"), [
+    ("<s> </s> <pad> <unk>", {"bos": 0, "eos": 1, "pad": 2, "unk": 3}),
+    ("[PAD] [UNK] [CLS] [SEP] [MASK]", {"bos": 2, "eos": 3, "pad": 0, "cls": 2, "sep": 3, "mask": 4}),
+    ("<|endoftext|>", {"bos": 0, "eos": 0, "pad": 0, "unk": None}),
+    ("<pad> </s> <unk>", {"bos": 1, "eos": 1, "pad": 0, "unk": 2}),  # T5
+    (
+        "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|>",
+        {"bos": 0, "eos": 1, "pad": 1, "unused": (2,)},  # Llama 3
+    ),
+    ("<pad> <eos> <bos> <unk>", {"bos": 2, "eos": 1, "pad": 0}),  # Gemma
+    ("</s> <extra_id_2> <extra_id_1> <extra_id_0>", {"sentinels": (3, 2, 1), "unused": ()}),
+    ("</s> ▁<extra_id_1> ▁<extra_id_0>", {"sentinels": (2, 1)}),  # mT5
+    ("</s> <extra_0> <extra_2>", {"sentinels": (1,), "unused": (2,)}),  # without 1, 2 can't be reached
+    ("</s> [S2S] [NLU] [NLG]", {"modes": {"R": 2, "S": 1, "X": 3}}),  # UL2
+    ("</s> <R> <S> <X>", {"modes": {"R": 1, "S": 2, "X": 3}}),
+    ("</s> [R] [X]", {"modes": {}, "unused": (1, 2)}),
+])  # fmt: skip
 def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
     special_tokens = find_special_tokens(ids(tokens), {}, "x")
     assert {name: getattr(special_tokens, name) for name in expected} == expected

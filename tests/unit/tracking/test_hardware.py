@@ -26,13 +26,10 @@ model name\t: another
 ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "cpu", "sets"),
-    [
-        (X86, "AuthenticAMD, 26, 2, AMD EPYC 9575F, 1", "avx avx2 avx512f fma sse4_1"),
-        (ARM, "0x41, 0xd4f", "asimd sve2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "cpu", "sets"), [
+    (X86, "AuthenticAMD, 26, 2, AMD EPYC 9575F, 1", "avx avx2 avx512f fma sse4_1"),
+    (ARM, "0x41, 0xd4f", "asimd sve2"),
+])  # fmt: skip
 def test_processor_name_and_instruction_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cpu: str, sets: str
 ) -> None:
