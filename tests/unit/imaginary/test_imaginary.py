@@ -159,6 +159,26 @@ def test_a_guard_that_can_not_be_loaded_is_one_line(tmp_path: Path) -> None:
     assert re.match(r"the imaginary GPU's guard can't be loaded \(.*\): remove /.*/guard\.so, or set", completed.stdout)
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "line"),
+    [
+        (["--steps", "0"], 2, "error: --steps must be 1 or more, and --rank one of 0 to 0"),
+        (["--world", "4", "--rank", "4"], 2, "and --rank one of 0 to 3, as --world is 4"),
+        ([], 1, "error: the imaginary GPU needs a C++ compiler"),
+    ],
+)
+def test_mistakes_on_the_command_line_need_no_compiler(
+    options: list[str], code: int, line: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("CXX", None)
+    command = [sys.executable, "-m", "megatfm.imaginary", "gpt2-124m", *options]
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert completed.returncode == code
+    assert line in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
 def test_the_guard_must_come_before_torch() -> None:
     code = "import torch; from megatfm.imaginary.guard import load_guard; load_guard()"
     completed = subprocess.run(
