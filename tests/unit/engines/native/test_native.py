@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, OptimizerSection, ParallelConfig
+from megatfm.engines.base import count_threads
 from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import NativeEngine, shard_parameters
 from megatfm.engines.native.zero import ZeroOptions
@@ -35,6 +37,14 @@ from tests.support.parity import (
 )
 from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
 from tests.support.workers import Workers
+
+
+def test_threads_that_draw_weights_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for local_ranks, threads in (("3", 4), ("24", 1), ("", 1)):  # an empty variable is that of no launcher
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert count_threads() == threads
 
 
 def test_a_scalar_parameter_is_refused_with_the_shape_that_works() -> None:
