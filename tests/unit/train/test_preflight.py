@@ -1,5 +1,6 @@
 """Checks before training, a part at a time: config, memory, pipeline stages."""
 
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
-from megatfm.train.profiling import explain_out_of_memory, should_record_allocations
+from megatfm.train.profiling import StepProfile, explain_out_of_memory, should_record_allocations
 from megatfm.train.startup_checks import check_local_disk, check_space, find_slow, get_free_memory, probe_disk
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
@@ -246,3 +247,19 @@ def test_stages_are_those_of_the_whole_model(tp: int) -> None:
     with open_estimator(config, load_cluster("h100", 3 * tp)) as opened:
         estimated = opened.pipeline(config)
     assert [len(stage.split_points) for stage in estimated.stages] == expected
+
+
+def test_a_profile_that_can_not_be_written_leaves_nothing_and_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(_: Any, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write_half)
+    run: Any = SimpleNamespace(folder=tmp_path, rank=0)
+    with StepProfile("1:2", run, torch.device("cpu")) as step_profile:
+        step_profile.before_step(1)
+        step_profile.before_step(2)
+    assert list((tmp_path / "profile").iterdir()) == []
+    assert "rank-0-steps-1-2.json: [Errno 28] No space left on device" in caplog.text
