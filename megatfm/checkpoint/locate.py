@@ -10,6 +10,15 @@ from megatfm.errors import UsageError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """Owner and name, as the Hugging Face Hub names a model."""
+FOREIGN_FILES = {
+    "latest_checkpointed_iteration.txt": "Megatron-LM",
+    "common.pt": "Megatron-LM",
+    "mp_rank_*/model_optim_rng.pt": "Megatron-LM",
+    "checkpoint_metadata.json": "nanotron",
+    "*.distcp": "torch.distributed.checkpoint (torchtitan, OLMo-core)",
+    "model_and_optim/*.distcp": "OLMo-core",
+}
+"""Files, by pattern, that only another framework's checkpoints have → the framework."""
 ADAPTER_CONFIG = "adapter_config.json"
 """File of a folder in PEFT's format, which holds an adapter and not its model."""
 
@@ -20,6 +29,7 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises UsageError if there is none.
     """
     path = Path(path)
+    refuse_foreign_checkpoint(path)
     if (path / METADATA_FILENAME).is_file():
         return path
     newest = find_latest(path / "checkpoints") if path.is_dir() else None
@@ -38,6 +48,16 @@ def find_checkpoint(path: str | Path) -> Path:
     if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
         hint = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
     raise UsageError(f"{path}: there is no such folder: give one with a run or checkpoint{hint}")
+
+
+def refuse_foreign_checkpoint(path: Path) -> None:
+    """Raise UsageError for a checkpoint in another framework's format, with the way by which its weights come here."""
+    for pattern, framework in FOREIGN_FILES.items():
+        if any(path.glob(pattern)):
+            raise UsageError(
+                f"{path} is a checkpoint of {framework}, which is not read: export it there to the Hugging Face "
+                "format, then use `megatfm convert FOLDER NEW --to megatfm`"
+            )
 
 
 def is_peft_folder(path: str | Path) -> bool:
