@@ -41,18 +41,18 @@ def dispatch_and_combine(
 ) -> Callable[..., Tensor]:
     """Wrap a function of local experts in two all-to-alls, so that it applies the experts of all ranks of the group.
 
-    Every rank holds the same number of experts. The wrapped function takes `meanwhile`, a function to call while rows
+    Every rank holds the same number of experts. The wrapped function takes `overlapped`, a function to call while rows
     are being sent (shared experts). reached_share: of all choices, those of the group's experts, for fake tensors.
     """
     ranks = group.size()
 
-    def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, overlapped: Callable[[], None] | None = None) -> Tensor:
         send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
         input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, round(len(rows_MD) * reached_share))
         sent_MD = rows_MD[: sum(input_splits)]
-        if meanwhile:
-            received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
+        if overlapped:
+            received_RD = all_to_all_overlapped(overlapped, sent_MD, input_splits, output_splits, group)
         else:
             received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
         order_R, inverse_R = sort_rows_by_expert(recv_counts_PE, sum(output_splits))
