@@ -64,7 +64,7 @@ class Operator:
     is_eager: bool = False
     """Whether its module stays eager in compiled blocks."""
     variant: str = ""
-    """Of a measured operator: its name with what its time depends on beside bytes; of a matmul: its operands' layout."""
+    """Name with what the time depends on beside bytes (`describe_variant`); of a matmul: its operands' layouts."""
 
     @property
     def moved_bytes(self) -> int:

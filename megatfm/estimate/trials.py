@@ -268,7 +268,7 @@ def tabulate_operators(times: TrialTimes) -> dict[str, list[list[float]]]:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a step takes beside its kernels' times.
+    """Seconds of a step beside those of its kernels.
 
     host_seconds: of Python and autograd, an operator. update_seconds: of the optimizer's update, a tensor and a byte
     that it reads or writes.

@@ -43,7 +43,7 @@ def test_a_first_pass_has_the_gradients_that_it_has_computed() -> None:
 
 
 def test_a_bucket_is_packed_once_its_gradients_are_complete() -> None:
-    """Of 24 elements in one bucket, each of four ranks keeps 6."""
+    """Four ranks share a bucket of 24 elements, 6 each."""
     *before, packed, after = list_moments(make_config("parallel.zero=1"), is_last=True)
     assert before == [(100, 0), (50 + 64, 0), (10, 64), (-40 + 32, 64)]
     assert packed == (-40 - 16 + 96, 96)
@@ -56,7 +56,7 @@ def test_later_passes_add_to_all_gradients() -> None:
 
 
 def test_a_compiled_block_returns_all_gradients_at_its_end() -> None:
-    """It frees 7 bytes fewer than the eager one, and casts all of its 24 elements before it adds the first."""
+    """A compiled block frees 7 bytes fewer than an eager one, and casts all of its 24 elements before it adds the first."""
     moments = list_moments(make_config("parallel.zero=0"), is_last=False, compiled=True)
     assert moments == [(120, 0), (-60 + 7 + 4 * 24, 0), (-60, 96)]
 

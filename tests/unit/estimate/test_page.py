@@ -229,7 +229,7 @@ def test_products_that_take_too_long_are_left_out() -> None:
 
 
 def test_functions_take_turns_until_their_least_times_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a fourth, fifth and sixth call in quiet, three agree; the first two calls warm up."""
+    """The disturbed function goes on until three calls agree; the first two calls warm up."""
     now, order = 0.0, list[str]()
     durations = {"steady": itertools.repeat(1.0), "disturbed": iter([9.0, 9.0, 4.0, 2.0, 3.0, 2.01, 2.02, 2.0])}
 
