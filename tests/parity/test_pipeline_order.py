@@ -24,9 +24,9 @@ from tests.support.layouts import PIPELINE_SCHEDULES, bubble_fraction, simulate_
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
+    microbatches,
     model_gradient_errors,
     one_device_reference,
-    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
@@ -102,7 +102,7 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: st
             model, objective, loss = one_device_reference(config, batch)
             for parallel in layouts:
                 engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
-                stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
+                stats = engine.forward_backward(microbatches(engine, batch), objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12)
                 assert model_gradient_errors(engine, model) == {}
                 torch._dynamo.reset()
