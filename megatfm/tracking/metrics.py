@@ -23,6 +23,8 @@ from megatfm.registry import Registry
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+SNAPSHOT_DIR = "memory"
+"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 
 _log = logging.getLogger("megatfm")
 

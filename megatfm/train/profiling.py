@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatfm.errors import MegatfmError
+from megatfm.tracking.metrics import SNAPSHOT_DIR
 from megatfm.tracking.run_directory import RunDirectory
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-SNAPSHOT_DIR = "memory"
-"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 
