@@ -59,7 +59,7 @@ def test_later_passes_add_to_all_gradients() -> None:
 
 
 def test_a_compiled_block_returns_all_gradients_at_its_end() -> None:
-    """A compiled block frees 7 bytes fewer than an eager one, and casts all of its 24 elements before it adds the first."""
+    """A compiled block frees 7 bytes fewer than an eager one, and casts all 24 elements before it adds the first."""
     moments = list_moments(make_config("parallel.zero=0"), is_last=False, compiled=True)
     assert moments == [(120, 0), (-60 + 7 + 4 * 24, 0), (-60, 96)]
 
