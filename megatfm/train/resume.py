@@ -85,16 +85,8 @@ class ResumePoint:
         config = self.state.get("config")
         if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
-<<<<<<< HEAD
-        if part := _find_malformed_part(self.state):
-            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
-||||||| 16e8cb56
-        if (key := _find_malformed_part(self.state)) is not None:
-            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {key} in this form")
-=======
         if (part := _find_malformed_part(self.state)) is not None:
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
->>>>>>> defects2
         object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property
