@@ -27,7 +27,14 @@ from megatfm.data_prep.execution.executors import (
     supports_flock,
 )
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.errors import (
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+    MegatfmError,
+    UsageError,
+    describe_impossible_path,
+)
 from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
 DASK_HELP = "have the workers of a Dask cluster do the parts: its scheduler's address (tls://…) or file"
@@ -65,12 +72,14 @@ def cli(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except OSError as error:
-        if arguments.debug:
+    except (OSError, ValueError) as error:
+        message = describe_impossible_path(error)
+        if arguments.debug or not (message or isinstance(error, OSError)):
             raise
-        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        code = EXIT_USAGE if message else EXIT_FAILED
+        if message is None and isinstance(error, OSError):
+            message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"error: {message or type(error).__name__}", file=sys.stderr)
-        code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted: committed parts are kept; run the same command to resume", file=sys.stderr)
         code = EXIT_REQUEUE

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
 from megatfm.terminal import list_hangup_signals, open_closed_streams, spell_unencodable
 from megatfm.version import __version__
 
@@ -104,6 +104,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
+    except (OSError, ValueError) as error:
+        message = describe_impossible_path(error)
+        if args.debug or message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        code = EXIT_USAGE
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

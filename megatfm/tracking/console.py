@@ -2,13 +2,14 @@
 
 import faulthandler
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import open_nofollow
-from megatfm.terminal import is_closed_error, mute_closed_streams
+from megatfm.terminal import is_closed_error
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -28,22 +29,36 @@ MAX_SHOWN_SECONDS = 1e10
 class ConsoleHandler(logging.Handler):
     """A handler for the console. If that is closed (`megatfm train … | head`), the run continues without it."""
 
+    @property
+    def output(self) -> IO[str]:
+        """The stream to which it writes."""
+        raise NotImplementedError
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Stop writing after the console was closed. Other errors are handled as `logging` does."""
         if not is_closed_error(sys.exception()):
             super().handleError(record)
             return
         log.removeHandler(self)
-        mute_closed_streams()
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), self.output.fileno())
         log.warning("the console was closed: the run continues, and writes to its log file only")
 
 
 class PlainHandler(ConsoleHandler, logging.StreamHandler[TextIO]):
     """Writes log lines to stdout as they are."""
 
+    @property
+    def output(self) -> IO[str]:
+        return self.stream
+
 
 class TerminalHandler(ConsoleHandler, RichHandler):
     """Writes log lines above the progress bar of a terminal."""
+
+    @property
+    def output(self) -> IO[str]:
+        return self.console.file
 
 
 class RunLog:

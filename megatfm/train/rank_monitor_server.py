@@ -247,7 +247,7 @@ class RankMonitorServer(_Hub):
         if self._warn_without_message_at and now > self._warn_without_message_at:
             self._warn_without_message_at = None
             self._warn_of_ranks_without_message()
-        if now < self._next_diagnosis:
+        if now < self._next_diagnosis and not self._detector.all_gone:  # ranks wait for the farewell
             return None
         self._next_diagnosis = now + DIAGNOSE_INTERVAL_SECONDS
         if diagnosis := self._detector.diagnose(now):

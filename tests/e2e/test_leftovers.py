@@ -243,13 +243,10 @@ ACCIDENTS: dict[Accident, int] = {lose_a_node: 9, damage_both_copies: 8}
 FURTHER_ACCIDENTS: dict[Accident, int] = {damage_the_shared: 9, lose_all_nodes: 8}
 
 
-@pytest.mark.parametrize(
-    "accidents",
-    [
-        pytest.param(ACCIDENTS, id="of nodes"),
-        pytest.param(FURTHER_ACCIDENTS, id="of either", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("accidents", [
+    pytest.param(ACCIDENTS, id="of nodes"),
+    pytest.param(FURTHER_ACCIDENTS, id="of either", marks=pytest.mark.extended),
+])  # fmt: skip
 def test_the_newest_whole_one_of_either_tier_is_taken(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path, accidents: dict[Accident, int]
 ) -> None:

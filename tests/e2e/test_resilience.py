@@ -76,7 +76,7 @@ def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) ->
     While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for.
     """
     layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
-    run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
+    run = start(*layout, "train.micro_batch=2", ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)
     ended = time.monotonic()
     assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(rank)[-300:] for rank in range(ranks)]

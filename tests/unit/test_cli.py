@@ -35,9 +35,8 @@ sys.exit(code)
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
 def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int) -> None:
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *words]
-    completed = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert completed.returncode == code, completed.stderr
     if words == ["--help"]:
         assert all(f"    {name}" in completed.stdout for name in COMMANDS)
@@ -87,9 +86,7 @@ def bash_script() -> str:
     ("completion f", ["fish"]),
     ("nonsense x", []),
 ])  # fmt: skip
-def test_bash_completes_the_line_with_these_words(
-    bash_script: str, tmp_path: Path, line: str, completions: list[str]
-) -> None:
+def test_bash_completes_a_line_with_words(bash_script: str, tmp_path: Path, line: str, completions: list[str]) -> None:
     for name in ("first", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
@@ -150,9 +147,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("terminal")
     for name, steps in (("a-name-longer-than-half-a-terminal", 10), ("数据", 20)):
         (folder / "runs" / name).mkdir(parents=True)
-        config = load_config(
-            "quickstart", [f"train.steps={steps}", "lr_schedule.warmup_steps=5", "model.vocab_size=400"]
-        )
+        words = [f"train.steps={steps}", "lr_schedule.warmup_steps=5", "model.vocab_size=400"]
+        config = load_config("quickstart", words)
         (folder / "runs" / name / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return folder
 

@@ -203,10 +203,8 @@ def test_permutations_are_uniform() -> None:
 
 def test_hashes_keep_their_golden_values() -> None:
     """Masks, plans of packing and dropout hang on these: they are never to change."""
-    assert rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
-        2514947007226666148,
-        15164154967367666321,
-    ]
+    rows = rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5]))
+    assert rows.tolist() == [2514947007226666148, 15164154967367666321]
     assert rng.chunk_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
         6198772376103169062,
         15343448976193684557,
@@ -286,9 +284,8 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_parts_of_a_test").mkdir()
     (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
-    config = load_config(
-        "quickstart", ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"]
-    )
+    words = ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"]
+    config = load_config("quickstart", words)
     with torch.device("meta"), pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm' .*; there are: "):
         build(config.model)
     import_plugins(config.plugins)

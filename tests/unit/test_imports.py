@@ -145,23 +145,16 @@ def literal_axes(source: str) -> list[int]:
     """Lines in which an axis of the mesh is written out, other than as a key of a dict ([parallel] of a config)."""
     tree = ast.parse(source)
     keys = {key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in AXES and node not in keys
-    ]
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in keys)
+    return [node.lineno for node in names if node.value in AXES]
 
 
 def test_only_the_mesh_names_its_axes() -> None:
     """Sharding and reductions read axes from the layout table, so a new axis needs no search for literals."""
-    files = [
-        path
-        for path in sorted((ROOT / "megatfm").rglob("*.py"))
-        if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)
-    ]
-    literals = [
-        f"{path.relative_to(ROOT)}:{line}" for path in files for line in literal_axes(path.read_text(encoding="utf-8"))
-    ]
+    paths = sorted((ROOT / "megatfm").rglob("*.py"))
+    files = [path for path in paths if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)]
+    lines = ((path, line) for path in files for line in literal_axes(path.read_text(encoding="utf-8")))
+    literals = [f"{path.relative_to(ROOT)}:{line}" for path, line in lines]
     assert not literals, literals
 
 

@@ -30,10 +30,8 @@ def rows(value: float | None = None, split: int | None = None) -> dict[str, Shar
     start, count = 12 // world * rank, 12 // world
     values = torch.arange(start, start + count).repeat(2, 1).T.float()
     filled = values + value if value is not None else torch.full_like(values, -1)
-    return {
-        "rows": ShardedTensor(filled, (12, 2), (start, 0)),
-        "all": torch.full((3,), value if value is not None else -1),
-    }
+    replica = torch.full((3,), -1 if value is None else value)
+    return {"rows": ShardedTensor(filled, (12, 2), (start, 0)), "all": replica}
 
 
 def save_steps(folder: Path, steps: list[int], per_node: int = 1) -> None:
@@ -63,14 +61,12 @@ def go_on(folder: Path, per_node: int = 1) -> int | None:
     if latest is None:
         return None
     expected = rows()
-    path = fetch_missing_files(
-        nodes, latest, {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
-    )
+    wanted = {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
+    path = fetch_missing_files(nodes, latest, wanted)
     assert load(path, expected) == {"step": latest.step}
     for name, tensor in rows(latest.step).items():
-        assert torch.equal(
-            ShardedTensor.from_tensor(expected[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
-        ), name
+        same = (ShardedTensor.from_tensor(values).tensor for values in (expected[name], tensor))
+        assert torch.equal(*same), name
     assert read_state(path) == {"step": latest.step}
     return latest.step
 

@@ -147,9 +147,8 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
     ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
 ])  # fmt: skip
 def test_options_of_decoders_that_transformers_lacks_are_refused(changes: dict[str, Any], lacks: str) -> None:
-    config = ModelConfig.from_dotted(
-        vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
-    )
+    sizes = {"vocab_size": 60, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
+    config = ModelConfig.from_dotted(sizes | changes)
     with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
         find_architecture(config)
 

@@ -82,9 +82,8 @@ def answer(model: LlavaForConditionalGeneration) -> Tensor:
 def our_answer(folder: Path, encoder: str = "clip") -> Tensor:
     image = make_batch([draw_pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, int(encoder == "clip"), [[0]])
     with torch.no_grad():
-        return megatfm.load(folder)(
-            tokens=tokens(), **{f"encoder_{name}": field for name, field in image.items()}
-        ).logits
+        image = {f"encoder_{name}": field for name, field in image.items()}
+        return megatfm.load(folder)(tokens=tokens(), **image).logits
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -156,19 +155,16 @@ def test_the_released_config_is_read(tmp_path: Path) -> None:
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "hidden_size": 24}
 IDS = {"bos_token_id": 47, "eos_token_id": 48, "pad_token_id": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "CLIPModel": {"projection_dim": 12, "logit_scale_init_value": 1.5},
-    "SiglipModel": {},
-}
+CLIP = {"projection_dim": 12, "logit_scale_init_value": 1.5}
+CASES: dict[str, dict[str, Any]] = {"CLIPModel": CLIP, "SiglipModel": {}}
 CAPTIONS = [[47, 5, 6, 48], [47, 7, 8, 9, 10, 11, 48]]
 
 
 def make(name: str, folder: Path) -> PreTrainedModel:
     kind = getattr(transformers, name)
     text = SIZES | IDS | {"vocab_size": 50, "max_position_embeddings": 7}
-    config = kind.config_class(
-        text_config=text, vision_config=SIZES | {"image_size": 16, "patch_size": 4}, **CASES[name]
-    )
+    vision = SIZES | {"image_size": 16, "patch_size": 4}
+    config = kind.config_class(text_config=text, vision_config=vision, **CASES[name])
     model = perturb_parameters(kind(config))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))

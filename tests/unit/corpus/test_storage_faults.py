@@ -55,9 +55,8 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
     assert not set(waits) & set(remaining), "ranks don't ask together"
     failing_first(monkeypatch, 99)
     bad = corpus.shard_blocks(1)[0]
-    assert_refused(
-        lambda: corpus.read_block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
-    )
+    reason = f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
+    assert_refused(lambda: corpus.read_block(bad), reason)
 
 
 class Status(Exception):
@@ -119,9 +118,8 @@ def test_a_corpus_replaced_behind_its_url_is_read_anew(
     remaining = write(texts, "others", frame_bytes=3000)
     swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
     plain = write(texts, "plain", compress=False)
-    assert [s.bytes for s in Corpus.open(swapped).manifest.shards] == [
-        s.bytes for s in Corpus.open(plain).manifest.shards
-    ]
+    sizes = [[shard.bytes for shard in Corpus.open(folder).manifest.shards] for folder in (swapped, plain)]
+    assert sizes[0] == sizes[1]
     fs = fsspec.filesystem("memory")
     for new in (remaining, plain, swapped, folder):
         for path in new.iterdir():

@@ -187,21 +187,17 @@ def test_a_large_sample_gets_its_own_frame(write: Write) -> None:
     ("key", np.array([-1, 5]), "-1 does not fit uint16"),
     ("key", np.ones(3), "float64[3], not integers"),
     ("key", np.ones((2, 2), np.uint16), "uint16[2, 2], not integers"),
+    ("large", np.ones(5_000, np.uint16), "cut its text"),
 ])  # fmt: skip
-def test_unfit_samples_are_refused(tmp_path: Path, key: str, tokens: np.ndarray, reason: str) -> None:
+def test_unfit_samples_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, tokens: np.ndarray, reason: str
+) -> None:
+    monkeypatch.setattr("megatfm.corpus.writer.MAX_FRAME_BYTES", 10_000)
     with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
-        writer.add("used", np.ones(1, np.uint16), "source", 1)
+        writer.add("used", np.ones(3_000, np.uint16), "source", 1)
         with pytest.raises(MegatfmError, match="sample") as caught:
             writer.add(key, tokens, "source", 1)
         assert reason in str(caught.value)
-
-
-def test_a_sample_over_the_largest_frame_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatfm.corpus.writer.MAX_FRAME_BYTES", 10_000)
-    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
-        writer.add("fits", np.ones(3_000, np.uint16), "source", 1)
-        with pytest.raises(MegatfmError, match="cut its text"):
-            writer.add("large", np.ones(5_000, np.uint16), "source", 1)
 
 
 def test_no_corpus_without_documents(tmp_path: Path) -> None:

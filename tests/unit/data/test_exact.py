@@ -104,9 +104,7 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
 
 @pytest.mark.parametrize("times", [16, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("of", ["rows", "mixture"])
-def test_repeated_kills_do_not_change_the_rows(
-    of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None
-) -> None:
+def test_kills_do_not_change_rows(of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None) -> None:
     rows: RowDataset = request.getfixturevalue(of)
     warmup = BatchSchedule(BATCH, (BatchStage(times // 5, 24, 4), BatchStage(times // 3, 48, 2)))
     draw = np.random.default_rng(0)
@@ -239,9 +237,7 @@ def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
 
     counts = np.full(24, 2)
     for max_units in (6, 24):
-        first = [
-            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units).find_row(0).block
-            for s in range(2400)
-        ]
+        orders = (make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units) for s in range(2400))
+        first = [order.find_row(0).block for order in orders]
         first_counts = np.bincount(first, minlength=24)
         assert ((first_counts - 100) ** 2 / 100).sum() < 58

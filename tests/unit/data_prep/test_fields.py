@@ -117,9 +117,8 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     of_all = summary.result["train"]
     assert sum(value["tokens"] for value in of_all["corpora"].values()) == of_all["tokens"]
     assert sum(Corpus.open(train / name).n_tokens for name in of_all["corpora"]) == of_all["tokens"]
-    assert data_prep.run(
-        of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
-    ).already_done
+    split = {"validation": 0.2, "partition_by": "licence"}
+    assert data_prep.run(of_file(tmp_path, ("licence",), split=split)).already_done
     with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
         Corpus.open(train)
     selected = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
@@ -181,10 +180,8 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     summary = data_prep.run(PrepConfig.model_validate(values))
     assert summary.result["held_out"]["names"] == ["b/held.jsonl"]
     assert summary.result["notes"] == []
-    urls = {
-        name: {fields["url"] for fields in fields_of(tmp_path / "out" / name).values()}
-        for name in ("train", "validation")
-    }
+    rows = {name: fields_of(tmp_path / "out" / name).values() for name in ("train", "validation")}
+    urls = {name: {fields["url"] for fields in of_split} for name, of_split in rows.items()}
     assert urls["validation"] == {item["url"] for item in training}
     assert urls["train"] == {item["url"] for item in inputs}
     assert data_prep.run(PrepConfig.model_validate(values)).already_done

@@ -107,6 +107,8 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     assert reader.addresses == ["data:,"]
     assert "gpt2-124m, estimated" in reader.texts
     assert "fits" in reader.texts
+    caption = "Tokens a second by number of GPUs, both axes logarithmic; dashed: in proportion to the GPUs."
+    assert {caption, "4 GPUs", "64"} <= set(reader.texts), "the curve says what it shows, and from where to where"
 
 
 def test_scaling_lines_of_a_run_that_scales_perfectly_are_one() -> None:

@@ -266,9 +266,8 @@ def test_transformers_attention() -> None:
     reached, logits = recorded(pair.model, make_batch(images, SIDE, 1, [[0, 1], [2]]))
     for number, (row, begin) in enumerate([(0, 0), (0, 17), (1, 0)]):
         block = reached[row, begin : begin + 17]
-        torch.testing.assert_close(
-            block[:, begin : begin + 17], torch.from_numpy(expected_rollout[number]), rtol=1e-9, atol=1e-11
-        )
+        rollout = torch.from_numpy(expected_rollout[number])
+        torch.testing.assert_close(block[:, begin : begin + 17], rollout, rtol=1e-9, atol=1e-11)
         assert block.sum(-1) == pytest.approx(torch.ones(17).tolist())
     assert (reached[0, :17, 17:] == 0).all()
     torch.testing.assert_close(logits, expected.logits, rtol=1e-9, atol=1e-10)

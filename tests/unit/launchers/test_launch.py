@@ -311,9 +311,8 @@ def test_json_that_is_nested_too_deep_counts_as_damaged(tmp_path: Path) -> None:
 
 def test_processes_of_a_job() -> None:
     assert make_job(min_nodes=2, nproc_per_node=4).world_size == 8
-    assert (
-        LocalLauncher().render(make_job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
-    )  # and LOCAL_WORLD_SIZE
+    script = LocalLauncher().render(make_job(nproc_per_node=3))["launch.sh"]
+    assert script.count("WORLD_SIZE=3") == 6  # and LOCAL_WORLD_SIZE
     assert "mpirun -n 5" in MpiLauncher().render(make_job(nproc_per_node=5))["launch.sh"]
 
 

@@ -138,10 +138,8 @@ def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm)
     for command in ("squeue", "scontrol-show"):
         fake_slurm.fail(command, "Invalid job id specified\n")
     fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == (
-        "OUT_OF_MEMORY",
-        "job 7: exit code 0:125",
-    )
+    state = get_run_status(run).state
+    assert (state.name, state.reason) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
 
 
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:

@@ -72,10 +72,9 @@ def test_a_prompt_end_that_is_another_token_is_refused() -> None:
 def test_an_image_token_that_pads_begins_or_ends_is_refused() -> None:
     for special in ({"bos": IMG}, {"eos": IMG}, {"pad": IMG}):
         roles = SpecialTokens(**({"bos": BOS, "eos": EOS, "pad": PAD, "vocab_size": VOCABULARY} | special))
+        model = ModelConfig.from_dotted(LLAVA)
         with pytest.raises(UsageError, match=f"image_token_id = {IMG} is the tokenizer's begin, end or padding token"):
-            build_objective(
-                ImageToTextObjective(), ModelConfig.from_dotted(LLAVA), roles, (10, 40), ImagesConfig(size=8)
-            )
+            build_objective(ImageToTextObjective(), model, roles, (10, 40), ImagesConfig(size=8))
 
 
 def test_a_long_text_is_cut_off_at_the_row() -> None:

@@ -159,10 +159,8 @@ def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
     expected: dict[str, torch.Tensor] = {}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        gradients = {
-            name: torch.randn(model.get_parameter(name).shape, generator=generator, dtype=torch.float64)
-            for name in names
-        }
+        shapes = {name: model.get_parameter(name).shape for name in names}
+        gradients = {name: torch.randn(shapes[name], generator=generator, dtype=torch.float64) for name in names}
         for optimizer in (plain, averaged):
             optimizer.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
         for name in names:

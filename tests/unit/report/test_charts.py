@@ -36,10 +36,8 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
 
 def test_non_finite_values_are_null_and_counted_once() -> None:
     values = [3.0, NAN, 2.0, 1.5, float("inf"), 1.0]
-    raw, smoothed = (
-        Line("loss", make_curve(values), kind="raw"),
-        Line("loss", smooth(make_curve(values)), kind="smooth"),
-    )
+    curve = make_curve(values)
+    raw, smoothed = Line("loss", curve, kind="raw"), Line("loss", smooth(curve), kind="smooth")
     chart = make_chart("Loss", "", [raw, smoothed])
     assert chart is not None
     assert chart.n_nonfinite == 2

@@ -230,10 +230,8 @@ def test_chrf_is_that_of_popovic() -> None:
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
             hypothesis_grams, reference_grams = (n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference))
             hits += sum((hypothesis_grams & reference_grams).values())
-            guessed, n_reference = (
-                guessed + sum(hypothesis_grams.values()),
-                n_reference + sum(reference_grams.values()),
-            )
+            guessed += sum(hypothesis_grams.values())
+            n_reference += sum(reference_grams.values())
         precisions.append(hits / guessed)
         recalls.append(hits / n_reference)
     precision, recall = sum(precisions) / 6, sum(recalls) / 6

@@ -228,9 +228,8 @@ def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
 
 def test_a_cloze_is_right_where_each_token_is_the_likeliest() -> None:
     question = Question(0, "", (" word",))
-    results = [
-        score_cloze(question, Likelihood(-nats, 2, is_greedy), " ") for nats, is_greedy in ((1.0, True), (3.0, False))
-    ]
+    answers = (1.0, True), (3.0, False)
+    results = [score_cloze(question, Likelihood(-nats, 2, is_greedy), " ") for nats, is_greedy in answers]
     metrics = summarise_results(task("cloze"), results)["metrics"]
     assert metrics == pytest.approx({"accuracy": 0.5, "bits_per_byte": 4 / math.log(2) / 8, "perplexity": math.exp(2)})
 

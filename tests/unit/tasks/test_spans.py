@@ -107,12 +107,8 @@ def test_a_missing_answer_is_none() -> None:
     assert find_answer("in Bern", "bern", 3)[0] is None, "another case is another word"
 
 
-ROW = {
-    "id": "a",
-    "question": "where ?",
-    "context": "the old lamp was in Bern .",
-    "answers": [{"text": "Bern", "answer_start": 20}],
-}
+ANSWER = {"text": "Bern", "answer_start": 20}
+ROW = {"id": "a", "question": "where ?", "context": "the old lamp was in Bern .", "answers": [ANSWER]}
 
 
 @pytest.mark.parametrize(("change", "config", "message"), [

@@ -37,9 +37,7 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
         loaded = load(path)
         assert isinstance(loaded, SentencePieceTokenizer)
         assert loaded.hash == tokenizer.hash
-    with pytest.raises(
-        UsageError, match=r"tokenizer.json: this is prep's description of a tokenizer, .*: give tokenizer.model"
-    ):
+    with pytest.raises(UsageError, match=r"tokenizer.json: this is prep's description .*: give tokenizer.model"):
         load(corpus / "tokenizer.json")
 
 
@@ -103,9 +101,8 @@ def test_chat_templates_are_copied_with_a_tokenizer(tmp_path: Path, has_config: 
     templates = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}", "tool_use": "{{ 'c' }}"}
     (source / "tokenizer.json").parent.mkdir()
     (source / "tokenizer.json").write_bytes(train_byte_bpe(texts, vocab_size=400))
-    PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=templates).save_pretrained(
-        source
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=templates)
+    tokenizer.save_pretrained(source)
     if not has_config:
         (source / "tokenizer_config.json").unlink()
     for name, content in read_tokenizer_files(source).items():
@@ -204,9 +201,7 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
     ('{"do_lower_case": "yes", "add_prefix_space": "yes"}', "= 'yes': write true or false"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["vocab.txt", "vocab.json"])
-def test_a_damaged_config_beside_an_old_vocabulary_is_one_line(
-    name: str, config: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_damaged_config_beside_a_vocabulary_is_one_line(name: str, config: str, reason: str, tmp_path: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
