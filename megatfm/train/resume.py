@@ -156,9 +156,19 @@ def find_resume_point(
 
 
 def choose_stored_precision(config: Config, start: ResumePoint | None) -> str:
-    """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision."""
-    name = config.train.precision
-    return str(start.state["precision"]) if start and name == "auto" else name
+    """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision.
+
+    Raises UsageError for a precision of a later version.
+    """
+    if start is None or config.train.precision != "auto":
+        return config.train.precision
+    stored = str(start.state["precision"])
+    if stored not in PRECISIONS:
+        raise UsageError(
+            f"{start.path}: was saved with train.precision = {stored!r:.40}, which this version lacks: continue with "
+            f"the version that saved it, or set one of {', '.join(PRECISIONS)}"
+        )
+    return stored
 
 
 def find_branch_point(branch_from: str) -> ResumePoint:
