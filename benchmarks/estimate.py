@@ -69,7 +69,6 @@ def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
 
 
 def measure_products(precision: str, rounds: int, count: int) -> None:
-    """Print the errors of held-out products."""
     device, known, held_out = torch.device("cpu"), list_matmul_shapes("cpu"), draw_shapes(count, 3)
     functions = [make_matmul(shape, DTYPES[precision], device) for shape in (*known, *held_out)]
     seconds = Clock(device).measure_fastest(functions, rounds)
@@ -118,14 +117,9 @@ def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
     return estimate.time.step, vars(estimate.time)
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--held-out", type=int, default=40)
-    return run_calibrate
-
-
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--held-out", type=int, default=40)
 def run_calibrate(args: argparse.Namespace) -> None:
-    """Print both tables."""
     for precision in DTYPES:
         measure_products(precision, args.rounds, args.held_out)
     for precision in DTYPES:
@@ -186,7 +180,6 @@ LLAMA = (
 
 
 def make_gpt_config(row: Row) -> Config:
-    """Load the model and layout of a row of table 1."""
     words = [
         *(f"model.d_model={row.width}", f"model.n_layers={row.layers}", f"model.ffn.d_ff={4 * row.width}"),
         *(f"model.attention.n_heads={row.heads}", f"model.attention.head_dim={row.width // row.heads}"),
@@ -199,7 +192,6 @@ def make_gpt_config(row: Row) -> Config:
 
 
 def iter_variants(row: Row) -> Iterator[dict[str, object]]:
-    """Yield settings that the paper leaves open."""
     for micro_batch in (1, 2, 4, 8):
         yield {"train.micro_batch": micro_batch}
         for virtual in (2, 3, 4, 5) if row.pp > 1 else ():
@@ -299,12 +291,7 @@ def add_llama(page: common.Page) -> None:
         page.add(f"| {name} | {published} | {tflops:.0f} | {error:+.1f} % |")
 
 
-def add_published(parser: argparse.ArgumentParser) -> common.Run:
-    return run_published
-
-
 def run_published(args: argparse.Namespace) -> None:
-    """Print both tables."""
     how = "`python benchmarks/estimate.py published`; what papers leave open, see its head"
     page = common.Page(None, "Estimates against published runs", f"TFLOP/s a GPU: {how}.")
     add_ptd_p(page)
@@ -320,13 +307,8 @@ SEARCHES = (
 """Presets and GPUs. OLMoE's have 1, 2.1, 4, 6.4 and 9.2 times as many candidates."""
 
 
-def add_search(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--only", nargs="*", help="presets to search layouts of")
-    return run_search
-
-
+@common.argument("--only", nargs="*", help="presets to search layouts of")
 def run_search(args: argparse.Namespace) -> None:
-    """Print one row for each search."""
     page = common.Page(
         None,
         "Searching for a layout",
@@ -344,7 +326,7 @@ def run_search(args: argparse.Namespace) -> None:
         page.add(f"| {preset} | {gpus} | {counts} | {seconds:.1f} | {1e3 * seconds / result.tried:.2f} |")
 
 
-PARTS = {"calibrate": add_calibrate, "published": add_published, "search": add_search}
+PARTS = {"calibrate": run_calibrate, "published": run_published, "search": run_search}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

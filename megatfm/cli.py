@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.terminal import open_closed_streams, spell_unencodable
+from megatfm.errors import EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
+from megatfm.terminal import list_hangup_signals, open_closed_streams, spell_unencodable
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -78,7 +78,8 @@ LAUNCH_FLAGS = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
 """Flags of `launch` that users may give to `train` by mistake."""
 
 BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""Stop signals. Training blocks them until its handlers are installed, since they would kill it before."""
+"""Stop signals, with that of a closed terminal. Training blocks them until its handlers are installed, since they would
+kill it before."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     spell_unencodable()
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] in (["train"], ["finetune"]):
-        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*BLOCKED_SIGNALS, *list_hangup_signals()))
     parser = build_parser(arguments[0] if arguments else "")
     args = parser.parse_args(arguments)
     try:
@@ -103,6 +104,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
+    except (OSError, ValueError) as error:
+        message = describe_impossible_path(error)
+        if args.debug or message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        code = EXIT_USAGE
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

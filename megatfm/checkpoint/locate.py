@@ -78,7 +78,7 @@ def refuse_adapter(path: Path) -> None:
 def read_adapter_base(path: Path) -> str | None:
     """Return the base model that an adapter's folder names: a path, or a name on the Hugging Face Hub."""
     try:
-        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None

@@ -207,7 +207,7 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
 def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
     from megatfm.estimate.write import make_launch_arguments, write_layout
-    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+    from megatfm.files import atomic_write, name_write_errors
     from megatfm.launchers import cli
 
     write_layout(args.config, estimate, args.write)
@@ -220,7 +220,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
         path = job_config if name == "config.toml" else script
-        with disk_errors_as_megatfm_errors(path):
+        with name_write_errors(path):
             atomic_write(path, text)
     names = ", ".join(map(str, (args.write, script, job_config)))
     print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")

@@ -236,9 +236,9 @@ def write_table(table: Mapping[str, Any], path: Path) -> None:
     """Write a measured table. Raises UsageError for a file that exists, MegatfmError if it can't be written."""
     import tomli_w
 
-    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+    from megatfm.files import atomic_write, name_write_errors
 
     if path.exists():
         raise UsageError(f"--calibrate {path}: the file exists: give another name")
-    with disk_errors_as_megatfm_errors(path):
+    with name_write_errors(path):
         atomic_write(path, tomli_w.dumps(table))

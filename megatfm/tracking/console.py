@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import open_nofollow
+from megatfm.terminal import is_closed_error
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -25,18 +26,39 @@ MAX_SHOWN_SECONDS = 1e10
 """Time left, some 300 years, above which none is shown: a run without an end, whose steps a person stops."""
 
 
-class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes log lines to the console. If that is closed (`megatfm train … | head`), the run continues without it."""
+class ConsoleHandler(logging.Handler):
+    """A handler for the console. If that is closed (`megatfm train … | head`), the run continues without it."""
+
+    @property
+    def output(self) -> IO[str]:
+        """The stream to which it writes."""
+        raise NotImplementedError
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Stop writing after the console was closed. Other errors are handled as `logging` does."""
-        if not isinstance(sys.exception(), BrokenPipeError):
+        if not is_closed_error(sys.exception()):
             super().handleError(record)
             return
         log.removeHandler(self)
         with open(os.devnull, "wb") as devnull:
-            os.dup2(devnull.fileno(), self.stream.fileno())
+            os.dup2(devnull.fileno(), self.output.fileno())
         log.warning("the console was closed: the run continues, and writes to its log file only")
+
+
+class PlainHandler(ConsoleHandler, logging.StreamHandler[TextIO]):
+    """Writes log lines to stdout as they are."""
+
+    @property
+    def output(self) -> IO[str]:
+        return self.stream
+
+
+class TerminalHandler(ConsoleHandler, RichHandler):
+    """Writes log lines above the progress bar of a terminal."""
+
+    @property
+    def output(self) -> IO[str]:
+        return self.console.file
 
 
 class RunLog:
@@ -59,10 +81,12 @@ class RunLog:
             handlers: list[logging.Handler] = [self._file_handler]
             if self._has_console and self._console.is_terminal:
                 handlers.append(
-                    RichHandler(console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
+                    TerminalHandler(
+                        console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S"
+                    )
                 )
             elif self._has_console:
-                console_handler = ConsoleHandler(sys.stdout)
+                console_handler = PlainHandler(sys.stdout)
                 console_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
                 handlers.append(console_handler)
             for handler in handlers:

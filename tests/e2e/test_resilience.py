@@ -76,7 +76,7 @@ def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) ->
     While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for.
     """
     layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
-    run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
+    run = start(*layout, "train.micro_batch=2", ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)
     ended = time.monotonic()
     assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(rank)[-300:] for rank in range(ranks)]
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     full = Fault(1, "second save", "has_no_room_for_a_file")
     run = start(f"checkpoint.mode={mode}", "log.sinks=[]", fault=full)
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED], run.said(0)
-    refused = rf"rank 1 on {HOST}: cannot write \S+/rank-00001-000\.safetensors: File too large"
+    refused = rf"rank 1 on {HOST}: can't write \S+/rank-00001-000\.safetensors: File too large"
     for rank in range(2):
         output = run.said(rank)
         assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", output, re.MULTILINE), output

@@ -100,16 +100,13 @@ FIRST = {"llama": ["tp2", "zero3"], "towers": ["tp2"], "llava": ["zero3", "pp2"]
 OTHERS = {name: [layout for layout in LAYOUTS if layout not in ("one", *layouts)] for name, layouts in FIRST.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts"),
-    [
-        ("llama", ["tp2"]),
-        (SHALLOW, ["zero3"]),
-        pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
-        pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),
-        pytest.param("llava", FIRST["llava"], marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("name", "layouts"), [
+    ("llama", ["tp2"]),
+    (SHALLOW, ["zero3"]),
+    pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
+    pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),
+    pytest.param("llava", FIRST["llava"], marks=pytest.mark.extended),
+])  # fmt: skip
 def test_compiled_blocks_equal_one_device(workers: Workers, name: str, layouts: list[str]) -> None:
     check(workers, name, layouts, "eager")
 

@@ -81,14 +81,10 @@ def compare_recomputed(names: Sequence[str]) -> None:
         assert model_gradient_errors(engine, model) == {}, name
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["patterns of decoders", "deberta", "soft experts", "latent"],
-        pytest.param(["xlnet", "patterns of encoders", "t5 positions, patterns"], marks=EXTENDED),
-    ],
-    ids=["decoders, DeBERTa and experts", "encoders and biases"],
-)
+@pytest.mark.parametrize("names", [
+    ["patterns of decoders", "deberta", "soft experts", "latent"],
+    pytest.param(["xlnet", "patterns of encoders", "t5 positions, patterns"], marks=EXTENDED),
+], ids=["decoders, DeBERTa and experts", "encoders and biases"])  # fmt: skip
 def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers, names: list[str]) -> None:
     workers.run(compare_recomputed, 2, names, timeout=180.0)
 
@@ -120,16 +116,13 @@ OBJECTIVES = {
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts_by_model"),
-    [
-        *(pytest.param(ranks, layouts, id=f"{ranks}") for ranks, layouts in TRAFFIC.items()),
-        *(
-            pytest.param(ranks, layouts, id=f"{ranks}, extended", marks=EXTENDED)
-            for ranks, layouts in EXTENDED_TRAFFIC.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layouts_by_model"), [
+    *(pytest.param(ranks, layouts, id=f"{ranks}") for ranks, layouts in TRAFFIC.items()),
+    *(
+        pytest.param(ranks, layouts, id=f"{ranks}, extended", marks=EXTENDED)
+        for ranks, layouts in EXTENDED_TRAFFIC.items()
+    ),
+])  # fmt: skip
 def test_counted_traffic_is_expected(
     workers: Workers, ranks: int, layouts_by_model: dict[str, tuple[str, ...]]
 ) -> None:

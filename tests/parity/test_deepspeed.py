@@ -119,14 +119,11 @@ MORE: dict[str, tuple[int, list[Config]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *SOME,
-        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *SOME,
+    *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
+])  # fmt: skip
 def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers, name: str) -> None:
     steps, cases = (SOME | EXTENDED | MORE)[name]
     compare_all(workers, cases, steps)
@@ -214,14 +211,11 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *IN_FILES,
-        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED_IN_FILES),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES),
-    ],
-)
+@pytest.mark.parametrize("row", [
+    *IN_FILES,
+    *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED_IN_FILES),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES),
+])  # fmt: skip
 def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, row: str) -> None:
     cases = (IN_FILES | EXTENDED_IN_FILES | MORE_IN_FILES)[row]
     for result in workers.run(compare_offloaded_runs, count_ranks(cases[0]), tmp_path, cases, 4, timeout=250):

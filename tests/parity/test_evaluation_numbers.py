@@ -142,14 +142,11 @@ def refused(folder: Path, changes: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.sequence_length": 16}, r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16"),
-        ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
-        ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"data.sequence_length": 16}, r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16"),
+    ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
+    ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
+])  # fmt: skip
 def test_a_task_that_a_layout_can_not_evaluate_is_refused(
     workers: Workers, folder: Path, changes: dict[str, Any], message: str
 ) -> None:

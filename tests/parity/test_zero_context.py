@@ -54,15 +54,12 @@ def test_gradients_equal_one_device(workers: Workers, ranks: int) -> None:
     assert workers.run(compare_context_layouts, ranks, "llama", layouts, timeout=180.0)[0] == [*layouts]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "layouts", "optimizer"),
-    [
-        *(pytest.param("llama", ranks, LAYOUTS[ranks], ADAMW, id=f"adamw on {ranks}") for ranks in (2, 4)),
-        pytest.param("llama", 4, LAYOUTS[4], MUON, id="muon on 4"),
-        pytest.param("llama", 8, LAYOUTS[8], MUON, id="muon on 8", marks=EXTENDED),
-        pytest.param("experts", 4, EXPERTS, MUON, id="experts and muon on 4", marks=EXTENDED),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks", "layouts", "optimizer"), [
+    *(pytest.param("llama", ranks, LAYOUTS[ranks], ADAMW, id=f"adamw on {ranks}") for ranks in (2, 4)),
+    pytest.param("llama", 4, LAYOUTS[4], MUON, id="muon on 4"),
+    pytest.param("llama", 8, LAYOUTS[8], MUON, id="muon on 8", marks=EXTENDED),
+    pytest.param("experts", 4, EXPERTS, MUON, id="experts and muon on 4", marks=EXTENDED),
+])  # fmt: skip
 def test_counted_traffic_is_expected(
     workers: Workers, name: str, ranks: int, layouts: Mapping[str, ParallelConfig], optimizer: OptimizerSection
 ) -> None:

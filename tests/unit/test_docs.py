@@ -86,9 +86,8 @@ CONFIGS = [
 @pytest.mark.parametrize(("page", "text"), CONFIGS)
 def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
     values = tomllib.loads(text)
-    kind, preset = (
-        (PrepConfig, "quickstart-data") if set(values) <= set(PrepConfig.model_fields) else (Config, "quickstart")
-    )
+    is_prep = set(values) <= set(PrepConfig.model_fields)
+    kind, preset = (PrepConfig, "quickstart-data") if is_prep else (Config, "quickstart")
     if "name" not in values and "out" not in values:
         values = overlay(tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8")), values)
     path = tmp_path / "config.toml"
@@ -96,19 +95,13 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
     load_section(kind, path)
 
 
-def test_the_site_file_loads(tmp_path: Path) -> None:
+def test_the_files_of_a_site_and_of_a_task_load(tmp_path: Path) -> None:
+    blocks = {title: text for _, title, text in list_code_blocks("toml")}
+    for title, path in (("slurm/site.toml", tmp_path / "site.toml"), ("questions.toml", tmp_path / "task.toml")):
+        path.write_text(blocks[title])
     site = importlib.import_module("megatfm.launchers.slurm_site")
-    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "slurm/site.toml")
-    path = tmp_path / "site.toml"
-    path.write_text(text)
-    assert site.load_site(path, {}).partition == "gpu"
-
-
-def test_the_file_of_a_task_loads(tmp_path: Path) -> None:
-    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "questions.toml")
-    path = tmp_path / "questions.toml"
-    path.write_text(text)
-    assert load_section(EvaluationTaskConfig, path).shots == 3
+    assert site.load_site(tmp_path / "site.toml", {}).partition == "gpu"
+    assert load_section(EvaluationTaskConfig, tmp_path / "task.toml").shots == 3
 
 
 @cache
@@ -310,9 +303,8 @@ def plan_rows() -> str:
 
 
 def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
-    assert f"```text\n{plan_rows()}\n```" in (ROOT / "docs" / "internals" / "parallelism.md").read_text(
-        encoding="utf-8"
-    )
+    page = ROOT / "docs" / "internals" / "parallelism.md"
+    assert f"```text\n{plan_rows()}\n```" in page.read_text(encoding="utf-8")
 
 
 def test_the_stations_of_a_batch_are_where_the_page_says() -> None:

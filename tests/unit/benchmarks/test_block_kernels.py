@@ -17,17 +17,14 @@ pytestmark = [
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("preset", "dtype"),
-    [
-        ("gpt2-124m", "bf16"),
-        *(
-            pytest.param(preset, dtype, marks=SLOW)
-            for preset in ("bert-base", "llama3-8b")
-            for dtype in ("bf16", "fp32")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("preset", "dtype"), [
+    ("gpt2-124m", "bf16"),
+    *(
+        pytest.param(preset, dtype, marks=SLOW)
+        for preset in ("bert-base", "llama3-8b")
+        for dtype in ("bf16", "fp32")
+    ),
+])  # fmt: skip
 def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str) -> None:
     """Kernels include dropout: Triton takes no constant of 64 bits beside an index of 32."""
     compiled = list(load_script("compiled_kernels").compile_preset(preset, dtype))

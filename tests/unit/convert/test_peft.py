@@ -161,9 +161,8 @@ def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
     for layer in range(2):
         prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
         for wrapper, keys in (("base_layer.", ("w_gate", "w_up")), ("", ("w_down",))):
-            a_grads, b_grads = (
-                [named[f"decoder.layers.{layer}.ffn.experts.{key}_lora_{x}"].grad for key in keys] for x in "ab"
-            )
+            experts = f"decoder.layers.{layer}.ffn.experts"
+            a_grads, b_grads = ([named[f"{experts}.{key}_lora_{x}"].grad for key in keys] for x in "ab")
             a, b = flatten_experts(sum(a_grads), torch.cat(b_grads, dim=1))
             for letter, actual in (("A", a), ("B", b)):
                 expected = grads[f"{prefix}.{wrapper}lora_{letter}.default.weight"]

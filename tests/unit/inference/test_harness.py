@@ -275,9 +275,7 @@ def test_a_task_file_with_the_name_of_a_harness_task_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shots", [0, 2])
-def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int
-) -> None:
+def test_chat_tasks_equal_the_harness_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int) -> None:
     """Choices and texts of two offline tasks, with solved examples as earlier turns: prompts and results alike."""
     pytest.importorskip("accelerate")
     harness = pytest.importorskip("lm_eval.models.huggingface")

@@ -181,20 +181,16 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return run
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "run"],
-        ["generate", "run/checkpoints/step-00000031"],
-        ["convert", "run", "new", "--to", "hf"],
-        ["convert", "run", "new", "--to", "moe", "--experts", "2"],
-        ["evaluate", "run"],
-        ["describe", "run"],
-        ["describe", "run/config.toml", "model.n_layers=1"],
-        ["verify", "run", "parallel.tp=2"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [
+    ["generate", "run"],
+    ["generate", "run/checkpoints/step-00000031"],
+    ["convert", "run", "new", "--to", "hf"],
+    ["convert", "run", "new", "--to", "moe", "--experts", "2"],
+    ["evaluate", "run"],
+    ["describe", "run"],
+    ["describe", "run/config.toml", "model.n_layers=1"],
+    ["verify", "run", "parallel.tp=2"],
+], ids=" ".join)  # fmt: skip
 def test_a_stranger_s_run_runs_no_code(stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -296,9 +292,8 @@ def test_a_prompt_of_a_converted_model_is_tokenized_unchanged(
 
     assert encode_prompt_ids(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
-    assert encode_prompt_ids(replace(run, knows_objective=False)) == (
-        [*plain, first] if sentinel == "always" else plain
-    )
+    expected = [*plain, first] if sentinel == "always" else plain
+    assert encode_prompt_ids(replace(run, knows_objective=False)) == expected
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 
