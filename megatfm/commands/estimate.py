@@ -151,6 +151,7 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
+    notes = sys.stderr if args.json else sys.stdout
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = config.train.precision
     if precision == "auto":
@@ -162,12 +163,13 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     config = config.with_changes({"train.precision": precision, "train.device": device.type})
     trials = list_trials(config, device.type)
     if not trials:
-        print(f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}")
+        fallback = f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}"
+        print(fallback, file=notes)
         overrides = [f"train.precision={precision}", f"train.device={device.type}"]
         trials = list_trials(load_config(TRIAL_PRESET, overrides), device.type)
     times = measure_trials(trials, Clock(device))
     write_table(measure_device(device, precision, times), args.calibrate)
-    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}")
+    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)
     args.hardware, args.device = args.calibrate, NODE
 
 

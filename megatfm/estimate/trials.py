@@ -38,28 +38,35 @@ if TYPE_CHECKING:
 
 MAX_FLOPS: Mapping[str, float] = {"cpu": 2e10, "cuda": 1e14}
 """FLOPs of the largest trial step, which takes about half a second."""
-MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 2**31}
+MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
+"""Parameters of the largest trial: all trials are in memory at once."""
+MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
+"""Tokens of the largest vocabulary of a trial."""
 WIDTH_DIVISORS = (1, 2, 4, 8, 16, 32, 64)
 """Divisors of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
 N_WIDTHS = 3
-ROWS = ((1, 128), (2, 128), (1, 384))
+ROWS: Mapping[str, Sequence[tuple[int, int]]] = {
+    "cpu": ((1, 128), (2, 128), (1, 384)),
+    "cuda": ((1, 1024), (2, 1024), (1, 4096)),
+}
 """Rows and tokens of a row of trials."""
 FUSED_ATTENTION = "_scaled_dot_product_"
 """Prefix of torch's kernels of fused attention."""
-ROWS = ((1, 128), (2, 128), (1, 384))
-"""Rows and tokens of a row of trials."""
+OF_UPDATES = ("_foreach_", "_fused_")
+"""Prefixes of torch's kernels of lists of tensors."""
 
 
 def list_trials(config: Config, kind: str) -> list[Config]:
     """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens."""
     trials: list[Config] = []
     widths = set[int]()
-    for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS):
+    for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
         trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind])
         if trial is None or trial in trials or (len(widths) == N_WIDTHS and divisor not in widths):
             continue
         description = describe(trial)
-        if 6 * description.active * rows * description.tokens_per_row <= MAX_FLOPS[kind]:
+        flops = 6 * description.active * rows * description.tokens_per_row
+        if flops <= MAX_FLOPS[kind] and description.parameters <= MAX_PARAMETERS[kind]:
             widths.add(divisor)
             trials.append(trial)
     return trials
@@ -209,7 +216,9 @@ class CallCollector(OperatorRecorder):
         self.signatures.append(signature)
         if signature in self._calls:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+        copies: tuple[Any, Any] = args, kwargs
+        if not name.startswith(OF_UPDATES):  # others may write into tensors that serve as indices
+            copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), copies)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         operator = self.recording.operators[-1]
         if name.startswith(FUSED_ATTENTION):
@@ -287,11 +296,14 @@ def fit_overheads(times: TrialTimes, device: Device) -> Overheads:
         beyond.append(1 - (passes + trial.update) / trial.step)
         moved.append(update * device.memory_bandwidth * device.memory_efficiency / trial.update)
         tensors.append(len(describe(trial.config).shapes) / trial.update)
-    host = float(np.dot(per_operator, beyond) / np.dot(per_operator, per_operator))
+    if device.kind == "cuda":  # the host works beside the device: a step takes at least its time
+        host = min(1 / share for share in per_operator)
+    else:
+        host = max(0.0, float(np.dot(per_operator, beyond) / np.dot(per_operator, per_operator)))
     (per_tensor, per_byte), *_ = np.linalg.lstsq(np.stack([tensors, moved], 1), np.ones(len(moved)), rcond=None)
     if per_tensor < 0 or per_byte < 0:
         per_tensor, per_byte = 0.0, float(np.sum(moved) / np.dot(moved, moved))
-    return Overheads(max(0.0, host), (float(per_tensor), float(per_byte)))
+    return Overheads(host, (float(per_tensor), float(per_byte)))
 
 
 def _estimate_by_roofline(config: Config, device: Device) -> tuple[float, float, float]:

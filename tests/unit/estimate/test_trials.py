@@ -35,7 +35,11 @@ ON_CPU = ("train.device=cpu", "train.precision=fp32")
 
 @pytest.mark.parametrize(
     ("preset", "min_widths"),
-    [("llama3-8b", 3), ("t5-base", 2), ("vit-b16", 2)],
+    [
+        ("vit-b16", 2),
+        pytest.param("llama3-8b", 3, marks=pytest.mark.extended),
+        pytest.param("t5-base", 2, marks=pytest.mark.extended),
+    ],
 )
 def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> None:
     configs = list_trials(load_config(preset, ON_CPU), "cpu")
@@ -46,6 +50,7 @@ def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> No
         assert set(sizes.values()) == {1}
         tokens = describe(config).tokens_per_row * config.train.micro_batch
         assert 6 * describe(config).active * tokens <= trials.MAX_FLOPS["cpu"]
+        assert describe(config).parameters <= trials.MAX_PARAMETERS["cpu"]
 
 
 def test_a_model_that_can_not_be_divided_has_no_trials() -> None:
@@ -125,7 +130,7 @@ SMALL = (
     [
         ("gpt2-124m", ()),
         ("mixtral-8x7b", ("model.attention.n_kv_heads=1", "model.ffn.n_experts=4")),
-        ("t5-base", ("model.n_encoder_layers=1", "data.target_length=16")),
+        pytest.param("t5-base", ("model.n_encoder_layers=1", "data.target_length=16"), marks=pytest.mark.extended),
     ],
 )
 def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequence[str]) -> None:
@@ -175,6 +180,11 @@ def estimate(config: Config, device: Device) -> Estimate:
         return opened.estimate(opened.base)
 
 
+def len_operators(config: Config, device: Device) -> int:
+    with open_estimator(config, replace(load_cluster("cpu", 1), device=device)) as opened:
+        return sum(len(part.forward) + len(part.backward) for part in opened.profile(opened.base).parts)
+
+
 def test_overheads_are_those_of_the_steps() -> None:
     """Steps are made of known overheads: the fit finds them."""
     host, per_tensor, per_byte = 3e-5, 2e-5, 4e-11
@@ -187,4 +197,9 @@ def test_overheads_are_those_of_the_steps() -> None:
         measured.append(Trial(config, time.step - time.checkpoint - time.data, time.optimizer))
     overheads = fit_overheads(TrialTimes(trials=measured), device)
     assert overheads.host_seconds == pytest.approx(host, rel=1e-6)
+    # A GPU's host works beside it: no step is shorter than the host's time.
+    gpu = replace(device, kind="cuda", operators={}, moves=[], compiles=False)
+    n_operators = [len_operators(trial.config, gpu) for trial in measured]
+    most = min(trial.step / n for trial, n in zip(measured, n_operators, strict=True))
+    assert fit_overheads(TrialTimes(trials=measured), gpu).host_seconds == pytest.approx(most, rel=1e-3)
     assert overheads.update_seconds == pytest.approx((per_tensor, per_byte), rel=1e-6)
