@@ -167,22 +167,16 @@ def test_a_rare_label_is_predicted_more_often_if_labels_are_balanced(folder: Pat
     transformers.AutoModelForSequenceClassification.from_pretrained("out")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["task.train=nowhere.csv"], "task.train = .*nowhere.csv: there is no such file"),
-        (["task.text=words"], "has no column 'words', which task.text names; there are: first, second, kind"),
-        (['task.labels=["animal","tool"]'], "label 'sharp' is none of the task's"),
-        (["data.sequence_length=8"], "more than data.sequence_length = 8: choose"),
-        (["task.metric=bleu"], "form = 'classification' has accuracy, f1, f1_macro, matthews"),
-        (
-            ["lr_schedule={name='linear', warmup_steps=9999}"],
-            "warmup_steps = 9999 is longer than the run, train.steps = ",
-        ),
-        (["~task"], "has no .task.: name the training file"),
-        (["task.test=bad.jsonl"], "bad.jsonl, row 2: label 'plant' is none of the task's"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["task.train=nowhere.csv"], "task.train = .*nowhere.csv: there is no such file"),
+    (["task.text=words"], "has no column 'words', which task.text names; there are: first, second, kind"),
+    (['task.labels=["animal","tool"]'], "label 'sharp' is none of the task's"),
+    (["data.sequence_length=8"], "more than data.sequence_length = 8: choose"),
+    (["task.metric=bleu"], "form = 'classification' has accuracy, f1, f1_macro, matthews"),
+    (["lr_schedule={name='linear', warmup_steps=9999}"], "warmup_steps = 9999 is longer than the run, train.steps = "),
+    (["~task"], "has no .task.: name the training file"),
+    (["task.test=bad.jsonl"], "bad.jsonl, row 2: label 'plant' is none of the task's"),
+])  # fmt: skip
 def test_a_wrong_task_is_refused_and_leaves_no_run(
     folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:

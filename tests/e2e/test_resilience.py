@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     full = Fault(1, "second save", "has_no_room_for_a_file")
     run = start(f"checkpoint.mode={mode}", "log.sinks=[]", fault=full)
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED], run.said(0)
-    refused = rf"rank 1 on {HOST}: cannot write \S+/rank-00001-000\.safetensors: File too large"
+    refused = rf"rank 1 on {HOST}: can't write \S+/rank-00001-000\.safetensors: File too large"
     for rank in range(2):
         output = run.said(rank)
         assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", output, re.MULTILINE), output
