@@ -15,6 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     # The numbers of a single process must not depend on the machine's cores; `make test-cpus` takes two threads, too.
     OMP_NUM_THREADS=os.environ.get("MEGATFM_TEST_THREADS", "1"),
+    TORCHINDUCTOR_COMPILE_THREADS="1",  # in the process itself: helpers of its own would each import torch first
     WANDB_MODE="offline",
 )
 
