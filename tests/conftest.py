@@ -26,11 +26,13 @@ from xdist.scheduler import LoadScopeScheduling
 gc.disable()  # until libraries and test modules are imported: they make much and drop little
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
+from tests.support.page_cache import leave_files_in_page_cache  # noqa: E402
 from tests.support.seeding import seed_by_name  # noqa: E402
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
 from tests.support.workers import GARBAGE_THRESHOLD, Workers  # noqa: E402
 
 gc.set_threshold(GARBAGE_THRESHOLD)
+leave_files_in_page_cache()
 atexit.register(gc.unfreeze)  # libraries say so where any of their objects is left
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
