@@ -323,7 +323,6 @@ FLAT = (f"window {WINDOW}", "bigbird", f"longformer {WINDOW}", LINFORMER)
 
 
 def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
-    """Measure all parts; yield keys of the figures in the results, and the figures."""
     for part in args.parts:
         if part == "memory":
             yield from measure_memory(args)
@@ -338,7 +337,6 @@ def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
 
 
 def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
-    """Add figures to the results of the day."""
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     place = results
     for key in where[:-1]:
@@ -348,16 +346,16 @@ def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
     common.write_json(path, results)
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parts = ["speed", "flat", "packed", "linformer", "peers", "memory"]
-    parser.add_argument("--out", type=common.make_output_folder)
-    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
-    parser.add_argument("--only", nargs="+", default=[""])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--rounds", type=int, default=10)
-    args = parser.parse_args()
+PARTS = ["speed", "flat", "packed", "linformer", "peers", "memory"]
+
+
+@common.argument("--out", type=common.make_output_folder)
+@common.argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+@common.argument("--only", nargs="+", default=[""])
+@common.argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+@common.argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+@common.argument("--rounds", type=int, default=10)
+def main(args: argparse.Namespace) -> None:
     args.wanted = lambda name: any(name.startswith(only) for only in args.only)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -371,4 +369,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

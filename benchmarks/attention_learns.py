@@ -122,7 +122,6 @@ class Recall:
         return self.facts * self.values + self.facts + self.fillers
 
     def draw_batch(self, count: int, length: int, seed: int) -> Batch:
-        """Draw a batch [count, length]."""
         random = torch.Generator().manual_seed(seed)
         keys = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
         values = torch.randint(self.values, (count, self.facts), generator=random)
@@ -321,16 +320,12 @@ def add_to_results(out: Path, task: str, settings: Figures, name: str, figures: 
     common.write_json(path, {**settings, "models": {**models, name: figures}})
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--out", type=common.make_output_folder)
-    parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of weights and rows; another than 1 is named in the result"
-    )
-    args = parser.parse_args()
+@common.argument("task", choices=TASKS)
+@common.argument("--out", type=common.make_output_folder)
+@common.argument("--only", nargs="+", default=[])
+@common.argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
+@common.argument("--seed", type=int, default=1, help="of weights and rows; another than 1 is named in the result")
+def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     learn, full_size = TASKS[args.task]
     sizes = (Sizes(*args.sizes) if args.sizes else full_size)._replace(seed=args.seed)
@@ -347,4 +342,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

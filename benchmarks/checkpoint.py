@@ -59,15 +59,11 @@ Read = tuple[str, Callable[[], object], bool]
 """Name, function that is timed, and whether all ranks call it."""
 
 
-def add_speed(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("folder", type=Path, help="a new folder on the disk to measure")
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON")
-    return run_speed
-
-
+@common.argument("folder", type=Path, help="a new folder on the disk to measure")
+@common.argument("--gigabytes", type=float, default=1.0)
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--ranks", type=int, nargs="*", default=[1, 2])
+@common.argument("--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON")
 def run_speed(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True)
     results = []
@@ -84,7 +80,6 @@ def run_speed(args: argparse.Namespace) -> None:
 
 
 def describe_run() -> dict[str, str]:
-    """Return date, machine and version, for a result."""
     return {"date": common.today(), "machine": common.describe_system(), "torch": torch.__version__}
 
 
@@ -248,16 +243,12 @@ vocab_size = 512
 """
 
 
-def add_kills(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=common.make_output_file, help="where to write the result as JSON")
-    return run_kills
-
-
+@common.argument("--kills", type=int, default=100)
+@common.argument("--minutes", type=float, default=30.0)
+@common.argument("--between", type=float, default=20.0, help="seconds between kills, on average")
+@common.argument("--ranks", type=int, default=2)
+@common.argument("--seed", type=int, default=1)
+@common.argument("--out", type=common.make_output_file, help="where to write the result as JSON")
 def run_kills(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
@@ -333,18 +324,12 @@ def train_with_kills(
     assert numbers == list(range(1, len(numbers) + 1)), "every step once"
     useful = sum(line["step_seconds"] for line in lines if line["step"] <= saved)
     return {
-        "seconds": round(wall, 1),
-        "starting seconds": round(starting, 1),
-        "kills": starts,
-        "ranks": world,
-        "steps": saved,
-        **lost,
-        "effective": round(useful / (wall - starting), 4),
-    }
+        "seconds": round(wall, 1), "starting seconds": round(starting, 1), "kills": starts, "ranks": world,
+        "steps": saved, **lost, "effective": round(useful / (wall - starting), 4),
+    }  # fmt: skip
 
 
 def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
-    """Fork all ranks of a run."""
     port = find_free_port()
     pids = []
     for rank in range(world):
@@ -369,7 +354,7 @@ def read_last_step(run: Path) -> dict[str, Any]:
     return {"step": 0, "time": 0.0}
 
 
-PARTS = {"speed": add_speed, "kills": add_kills}
+PARTS = {"speed": run_speed, "kills": run_kills}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

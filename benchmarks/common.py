@@ -33,8 +33,7 @@ Step = Callable[[], object]
 Side = Callable[[], dict[str, float]]
 """A function that takes a step and returns its seconds by clock."""
 Run = Callable[[argparse.Namespace], int | None]
-Part = Callable[[argparse.ArgumentParser], Run]
-"""A function that declares arguments, and returns what runs with them."""
+"""What a part of a script runs with its arguments."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -42,15 +41,39 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def run_part(description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None = None) -> int:
-    """Run the part of a script that the first argument names; return its exit code."""
+def argument(*names: str, **options: Any) -> Callable[[Run], Run]:
+    """Decorate a function with an argument that it reads, declared as for `ArgumentParser.add_argument`."""
+
+    def declare(run: Run) -> Run:
+        run.__dict__.setdefault("arguments", []).insert(0, (names, options))
+        return run
+
+    return declare
+
+
+def run_part(description: str | None, parts: Mapping[str, Run], words: Sequence[str] | None = None) -> int:
+    """Run the part of a script that the first word names, with the arguments that it declares; return its exit code."""
     parser = make_parser(description)
     commands = parser.add_subparsers(metavar="PART", required=True)
-    for name, add in parts.items():
-        command = commands.add_parser(name)
-        command.set_defaults(run=add(command))
-    args = parser.parse_args(arguments)
+    for name, run in parts.items():
+        add_arguments(commands.add_parser(name), run)
+    args = parser.parse_args(words)
     return args.run(args) or 0
+
+
+def run_script(description: str | None, run: Run, words: Sequence[str] | None = None) -> int:
+    """Run a script of one part; return its exit code."""
+    parser = make_parser(description)
+    add_arguments(parser, run)
+    args = parser.parse_args(words)
+    return args.run(args) or 0
+
+
+def add_arguments(parser: argparse.ArgumentParser, run: Run) -> None:
+    """Add the arguments that a function declares, and the function as `run`."""
+    for names, options in run.__dict__.get("arguments", ()):
+        parser.add_argument(*names, **options)
+    parser.set_defaults(run=run)
 
 
 def make_output_folder(path: str) -> Path:

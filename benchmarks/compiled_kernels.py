@@ -83,13 +83,8 @@ def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any]
     return KernelResources(int(registers[1]), sum(map(int, spills)), binary.metadata.shared)
 
 
-def add_resources(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_resources
-
-
+@common.argument("--out", type=common.make_output_file)
 def run_resources(args: argparse.Namespace) -> None:
-    """Compile all, print a table and write it."""
     page = common.Page(
         args.out,
         "Kernels compiled for sm_90",
@@ -121,7 +116,6 @@ CASES = {
 
 
 def load_case(case: str) -> ModelConfig:
-    """Return the config of a case with one block."""
     preset, smaller = CASES[case]
     return load_config(preset, [*smaller, *ONE_BLOCK_WITHOUT_DROPOUT]).model
 
@@ -178,13 +172,8 @@ def list_kernels(
         return forward, ran[len(forward) :]
 
 
-def add_fusion(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-fusion.md")
-    return run_fusion
-
-
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-fusion.md")
 def run_fusion(args: argparse.Namespace) -> None:
-    """Print the lists, and write them with --out."""
     page = common.Page(
         common.make_dated_path(args.out, "fusion.md"),
         "Kernels of a compiled block",
@@ -218,7 +207,6 @@ PRESETS: dict[str, list[str]] = {
 
 
 def load_preset(preset: str) -> ModelConfig:
-    """Return the config of a preset with one block."""
     return load_config(preset, [*ONE_BLOCK, *PRESETS[preset]]).model
 
 
@@ -261,15 +249,10 @@ def compile_preset(preset: str, dtype: str) -> Iterator[tuple[str, WrittenKernel
             yield way, written, compile_ahead(written)
 
 
-def add_blocks(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-block-kernels.md")
-    return run_blocks
-
-
+@common.argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
+@common.argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-block-kernels.md")
 def run_blocks(args: argparse.Namespace) -> None:
-    """Print a table, and write it where asked to."""
     page = common.Page(
         common.make_dated_path(args.out, "block-kernels.md"),
         "Kernels of compiled blocks on sm_90",
@@ -286,7 +269,7 @@ def run_blocks(args: argparse.Namespace) -> None:
                 page.add(f"| `{preset}`, {dtype} | {way} | {len(uses)} | {registers} | {spilled} |")
 
 
-PARTS = {"resources": add_resources, "fusion": add_fusion, "blocks": add_blocks}
+PARTS = {"resources": run_resources, "fusion": run_fusion, "blocks": run_blocks}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -57,12 +57,8 @@ ROUNDS = 5
 HEARTBEAT = Heartbeat(1, "step", 1, 0.01, True, "megatfm/engines/native/engine.py:141, in forward_backward").__dict__
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--out", type=common.make_output_folder)
-    return run_ranks
-
-
+@common.argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
+@common.argument("--out", type=common.make_output_folder)
 def run_ranks(args: argparse.Namespace) -> None:
     raise_descriptor_limit(4 * max(args.ranks))
     threading.stack_size(256 * 1024)
@@ -96,7 +92,6 @@ class Clients:
         self.lines = {relay: connect(listener, relay) for relay in self.members}
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message of every rank."""
         for relay, line in self.lines.items():
             ranks = self.members[relay]
             line.send({"relayed": [(rank, message) for rank in ranks]} if len(ranks) > 1 else message)
@@ -216,14 +211,10 @@ Shapes = dict[str, tuple[tuple[int, ...], int | None]]
 TP = 8
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--out", type=common.make_output_folder)
-    return run_checkpoint
-
-
+@common.argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
+@common.argument("--replicas", type=int, nargs="*", default=[1, 8])
+@common.argument("--layers", type=int, default=80)
+@common.argument("--out", type=common.make_output_folder)
 def run_checkpoint(args: argparse.Namespace) -> None:
     shapes, rows = load_shapes(args.layers), []
     for replicas in args.replicas:
@@ -301,16 +292,12 @@ def measure_plan(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     elsewhere = dict(iter_shards(shapes, ranks // 3, TP // 2, ranks // 4 // replicas))
     reader = timed("reader_s", lambda: Reader(Path("step-00000001"), content, elsewhere))
     return figures | {
-        "groups": len(plan),
-        "pieces": sum(len(group.pieces) * len(group.names) for group in plan),
-        "gathered_kib": kib(hashes, ranks),
-        "names_kib": kib(list(by_digest.values())),
-        "plan_kib": kib(plan),
+        "groups": len(plan), "pieces": sum(len(group.pieces) * len(group.names) for group in plan),
+        "gathered_kib": kib(hashes, ranks), "names_kib": kib(list(by_digest.values())), "plan_kib": kib(plan),
         "fullest_to_mean": round(max(loads) / (sum(loads) / len(loads)), 4),
-        "reported_kib": kib((results[-1], None), ranks),
-        "metadata_mib": round(len(raw) / 2**20, 2),
+        "reported_kib": kib((results[-1], None), ranks), "metadata_mib": round(len(raw) / 2**20, 2),
         "files_of_reader": len(reader.files),
-    }
+    }  # fmt: skip
 
 
 def write_result(plan: Any, rank: int) -> writer.WriteResult:
@@ -324,7 +311,7 @@ def write_result(plan: Any, rank: int) -> writer.WriteResult:
     return writer.WriteResult(files, {piece: run_lengths(indices) for piece, indices in numbers.items()})
 
 
-PARTS = {"ranks": add_ranks, "checkpoint": add_checkpoint}
+PARTS = {"ranks": run_ranks, "checkpoint": run_checkpoint}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -11,6 +11,7 @@ has read ahead is left uncounted. "With opening" opens the corpus each time: man
 are packed: int64 tokens, targets, documents and positions. Rounds end after `--seconds`, but there are five.
 """
 
+import argparse
 import io
 import json
 import mmap
@@ -61,7 +62,6 @@ class Contender(NamedTuple):
 
 
 def make_contenders(folder: Path) -> dict[str, Contender]:
-    """Return all contenders by name."""
     corpus, plain = Corpus.open(folder / "ours"), Corpus.open(folder / "tars")
     tars = sorted(str(path) for path in (folder / "tars").glob("*.tar"))
     objective, seeds = Causal(SPECIAL), iter(range(10**9))
@@ -154,7 +154,6 @@ def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> f
 
 
 def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[Speeds]:
-    """Return the speeds of every contender by round."""
     rounds, begin = list[Speeds](), time.perf_counter()
     for number in range(most + 1):
         speeds = {}
@@ -172,7 +171,6 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[Speed
 
 
 def write_page(path: Path | None, folder: Path, runs: dict[str, Contender], rounds: list[Speeds]) -> None:
-    """Print the result, and write it."""
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
     page = common.Page(
@@ -194,17 +192,12 @@ def write_page(path: Path | None, folder: Path, runs: dict[str, Contender], roun
 
 
 def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
-    """Yield the uint16 tokens of each document."""
     model, sample = io.BytesIO(), random.Random(0).sample(documents, min(len(documents), 300))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in sample for line in text.splitlines()[:400] if len(line) < 2000),
-        model_writer=model,
-        vocab_size=VOCABULARY,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
+        model_writer=model, vocab_size=VOCABULARY, model_type="bpe", byte_fallback=True, minloglevel=2,
         num_threads=os.cpu_count(),
-    )
+    )  # fmt: skip
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for start in range(0, len(documents), 512):
         for ids in processor.encode(documents[start : start + 512], num_threads=os.cpu_count()):
@@ -233,15 +226,13 @@ def write_corpora(folder: Path, megabytes: float, places: list[str]) -> None:
     common.write_json(folder / "facts.json", facts)
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--corpus", required=True, metavar="FOLDER")
-    parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
-    parser.add_argument("--rounds", type=int, default=10, help="at most")
-    parser.add_argument("--seconds", type=float, default=400, help="after which no round begins, but for five")
-    parser.add_argument("--out", type=common.make_output_folder, metavar="FOLDER", help="for DATE-data.md")
-    args = parser.parse_args()
+@common.argument("--corpus", required=True, metavar="FOLDER")
+@common.argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
+@common.argument("--megabytes", type=float, default=1100, help="of text, at most")
+@common.argument("--rounds", type=int, default=10, help="at most")
+@common.argument("--seconds", type=float, default=400, help="after which no round begins, but for five")
+@common.argument("--out", type=common.make_output_folder, metavar="FOLDER", help="for DATE-data.md")
+def main(args: argparse.Namespace) -> None:
     folder = Path(args.corpus)
     if not (folder / "facts.json").exists():
         write_corpora(folder, args.megabytes, args.places)
@@ -251,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

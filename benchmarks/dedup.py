@@ -44,15 +44,13 @@ Case = tuple[str, float, int]
 """Kind, gigabytes, and bytes of memory."""
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
-    parser.add_argument("--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-dedup.json")
-    parser.add_argument("--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+@common.argument("--gigabytes", type=float, nargs="+", default=[1, 2, 4, 8])
+@common.argument("--rounds", type=int, default=3)
+@common.argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
+@common.argument("--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-dedup.json")
+@common.argument("--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS)
+def main(args: argparse.Namespace) -> None:
     if args.one:
         kind, folder, size, memory = args.one
         print(json.dumps(measure_here(kind, Path(folder), float(size), int(memory))))
@@ -243,7 +241,6 @@ def _count_marked(
     find: Callable[[Any, Any], dict[str, Any]],
     parts: int = PARTS,
 ) -> int:
-    """Return the number of rows that are marked as duplicates."""
     from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 
     def run(step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}) -> Any:
@@ -307,4 +304,4 @@ def summarize(measurements: Mapping[Case, Sequence[Figures]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    main()
+    common.run_script(__doc__, main)

@@ -81,7 +81,6 @@ def load_case(engine: str, words: Sequence[str], ranks: int) -> Config:
 
 
 def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
-    """Build an engine; return it and a function that takes a step."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     engine = build_engine(config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision)
     objective, rows = objective_for(config), draw_batch(config)
@@ -101,7 +100,6 @@ def read_peak_memory(device: str) -> int:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Reset the peak memory."""
     (torch.cuda.reset_peak_memory_stats if device == "cuda" else common.reset_peak_memory)()
 
 
@@ -173,7 +171,6 @@ def measure_memory(name: str, config: Config, args: argparse.Namespace) -> str:
 
 
 def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
-    """Measure a case; return its row of the table."""
     extra = {"native": [], "deepspeed": list(offloaded)}
     configs = {name: load_case(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
     steps, _, sent = run_ranks(configs, args, args.rounds)[0]
@@ -204,7 +201,6 @@ def measure_disk(folder: Path) -> float:
 
 
 def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
-    """Add a table of DeepSpeed's offload targets."""
     words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
     kinds = "deepspeed.offload_optimizer", "deepspeed.offload_parameters"
     configs = {
@@ -229,17 +225,14 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     page.add("", f"The disk by itself, one process: {disk_speed / 1e6:,.0f} MB/s.")
 
 
-def main() -> None:
-    """Run what the arguments ask for; print a table and write it."""
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
-    parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
-    parser.add_argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
-    parser.add_argument("--out", type=common.make_output_file)
-    args = parser.parse_args()
+@common.argument("--ranks", type=int, default=2)
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--device", choices=["cpu", "cuda"], default="cpu")
+@common.argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
+@common.argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
+@common.argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
+@common.argument("--out", type=common.make_output_file)
+def main(args: argparse.Namespace) -> None:
     os.environ["DS_ACCELERATOR"] = args.device
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(["deepspeed", "megatfm.train.build", "megatfm.verify.shrink"])
@@ -264,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

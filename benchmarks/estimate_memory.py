@@ -81,7 +81,6 @@ def make_config(preset: str, ranks: int, layout: str) -> Config:
 
 
 def build_allocator(folder: str) -> Path:
-    """Compile the counting allocator into a folder."""
     library, torch_folder = Path(folder, "counting_allocator.so"), Path(torch.__file__).parent
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch_folder}/include"]
     command += [str(Path(__file__).with_name("counting_allocator.cpp")), "-o", str(library)]
@@ -139,11 +138,9 @@ def model(preset: str, ranks: int, layout: str, device: str) -> int:
     return worst.total - worst.reserved
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--only", nargs="*", help="presets to run")
-    parser.add_argument("--device", default="h100", help="device of the estimate (h100)")
-    args: argparse.Namespace = parser.parse_args()
+@common.argument("--only", nargs="*", help="presets to run")
+@common.argument("--device", default="h100", help="device of the estimate (h100)")
+def main(args: argparse.Namespace) -> None:
     command = f"OMP_NUM_THREADS=1 python benchmarks/estimate_memory.py --device {args.device}"
     print("# Modelled and executed peak memory\n")
     print(f"MB of the fullest rank, {common.today()}: `{command}`.\n")
@@ -164,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

@@ -105,22 +105,18 @@ COMPARISONS: Mapping[str, Comparison] = {
 }  # fmt: skip
 
 
-def add_compare(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
-    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder for runs")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
-    parser.add_argument("--page", default="tasks-help", help="its name, after the date")
-    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
-    parser.add_argument("--steps", type=int, default=2000, help="of pretraining, by Muon")
-    parser.add_argument("--width", type=int, default=64, help="d_model")
-    parser.add_argument("--heads", type=int, default=4, help="pairs are learnt with 2")
-    parser.add_argument("--vocab", type=int, default=4096, help="size of the tokenizer's vocabulary")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning, for all arms")
-    return run_compare
-
-
+@common.argument("texts", type=Path, help="folder that texts.py wrote")
+@common.argument("--work", type=common.make_output_folder, required=True, help="folder for runs")
+@common.argument("--out", type=common.make_output_folder, help="folder of the dated page")
+@common.argument("--page", default="tasks-help", help="its name, after the date")
+@common.argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
+@common.argument("--seeds", type=int, default=3)
+@common.argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+@common.argument("--steps", type=int, default=2000, help="of pretraining, by Muon")
+@common.argument("--width", type=int, default=64, help="d_model")
+@common.argument("--heads", type=int, default=4, help="pairs are learnt with 2")
+@common.argument("--vocab", type=int, default=4096, help="size of the tokenizer's vocabulary")
+@common.argument("--lr", type=float, default=1e-3, help="of fine-tuning, for all arms")
 def run_compare(args: argparse.Namespace) -> None:
     """Prepare, pretrain and compare, as far as it isn't done yet; rewrite the page after every run."""
     chosen = {name: COMPARISONS[name] for name in args.only}
@@ -202,7 +198,6 @@ def prepare_labelled_subset(texts: Path, work: Path, comparison: Comparison) -> 
 def write_page(
     path: Path | None, scores: Mapping[str, Mapping[str, Sequence[float]]], args: argparse.Namespace
 ) -> None:
-    """Write the results so far."""
     page = common.Page(
         path,
         "Fine-tuning with and without pretraining",
@@ -232,20 +227,15 @@ TASKS = {
 """Row of the table → file, and the columns of its texts."""
 
 
-def add_speed(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
-    parser.add_argument("--examples", type=int, default=1200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens")
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="rows of the table")
-    parser.add_argument("--width", type=int, default=256, help="of the model")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
-    return run_speed
-
-
+@common.argument("texts", type=Path, help="folder that texts.py wrote")
+@common.argument("--examples", type=int, default=1200)
+@common.argument("--rounds", type=int, default=3)
+@common.argument("--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens")
+@common.argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="rows of the table")
+@common.argument("--width", type=int, default=256, help="of the model")
+@common.argument("--layers", type=int, default=4)
+@common.argument("--out", type=common.make_output_folder, help="folder of the dated page")
 def run_speed(args: argparse.Namespace) -> None:
-    """Write the model and the files; time both sides in turns; write the page."""
     import transformers
 
     page = common.Page(
@@ -389,7 +379,7 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
 TRAINERS = {"megatfm": train_by_megatfm, "trainer": train_by_transformers}
 """Side → its function."""
 
-PARTS = {"compare": add_compare, "speed": add_speed}
+PARTS = {"compare": run_compare, "speed": run_speed}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:

@@ -100,7 +100,6 @@ def check_torch(*, tiny: bool) -> None:
 
 
 def make_environment(site: Path) -> dict[str, str]:
-    """Return the environment of the parts."""
     paths = [str(common.ROOT), str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     # Every torch still reads the older name, so that nothing is set where a user has set that.
@@ -129,7 +128,6 @@ def run_part(name: str, environment: Mapping[str, str], out: Path, *, tiny: bool
 
 
 def main() -> int:
-    """Install what is missing and run the parts; return 1 if one failed."""
     parser = common.make_parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {' '.join(PARTS)}; all if none is given")
     parser.add_argument("--out", type=common.make_output_folder, default=common.RESULTS, help="folder for the results")

@@ -7,6 +7,7 @@ and gradients are searched for numbers that are not finite and compared with flo
 of the pairs that are seen. Times are medians after warming up. "Expected" was written before a GPU was there.
 """
 
+import argparse
 import functools
 import inspect
 import statistics
@@ -208,13 +209,11 @@ def compute_relative_error(values: Tensor, exact: Tensor) -> float:
     return float((values.detach().float() - exact).norm() / exact.norm())
 
 
-def main(arguments: list[str] | None = None) -> int:
+@common.argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
+@common.argument("--repeats", type=int, default=10)
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-facts.md")
+def main(args: argparse.Namespace) -> int:
     """Print and write the tables, anew after each row; 1 where a number is not finite."""
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-facts.md")
-    args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     repeats, elements, shrink = (1, 2**12, 256) if args.tiny else (args.repeats, 2**31, 1)
     shapes = [Shape(name, *size, documents) for name, size in ATTENTION.items() for documents in (1, 8)]
@@ -241,4 +240,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run_script(__doc__, main))

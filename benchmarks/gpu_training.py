@@ -148,14 +148,10 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> str:
     return f"| {case.preset} | {description.parameters:,} | {case.sizes} | {' | '.join(cells)} |"
 
 
-def add_steps(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--case", choices=CASES, nargs="+", default=["124m", "1.3b"])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-CASE.md")
-    return run_steps
-
-
+@common.argument("--case", choices=CASES, nargs="+", default=["124m", "1.3b"])
+@common.argument("--steps", type=int, default=10)
+@common.argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-CASE.md")
 def run_steps(args: argparse.Namespace) -> int:
     """Write a table for each size; a case that fails has its error in its line, and the result is then 1."""
     device = torch.device("cpu" if args.tiny else "cuda")
@@ -234,16 +230,11 @@ def read_losses(run: Path) -> dict[int, str]:
     return {line["step"]: repr((line["loss"], line["grad_norm"])) for line in records if "loss" in line}
 
 
-def add_run(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--text", type=Path, help="a folder of text instead of Python's own sources")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-run.md")
-    return run_stages
-
-
+@common.argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
+@common.argument("--steps", type=int, default=120)
+@common.argument("--text", type=Path, help="a folder of text instead of Python's own sources")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-run.md")
 def run_stages(args: argparse.Namespace) -> int:
-    """Run all stages; return 1 if one failed or a number differs."""
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     result = common.make_dated_path(args.out and args.out.resolve(), "gpu-run.md")
     with tempfile.TemporaryDirectory() as name:
@@ -264,7 +255,7 @@ def run_stages(args: argparse.Namespace) -> int:
     return int(stages.failed)
 
 
-PARTS = {"steps": add_steps, "run": add_run}
+PARTS = {"steps": run_steps, "run": run_stages}
 
 if __name__ == "__main__":
     sys.exit(common.run_part(__doc__, PARTS))

@@ -56,8 +56,6 @@ MAE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Folders, and how long runs are."""
-
     work: Path
     images: Path
     steps: int
@@ -107,7 +105,6 @@ def prepare_corpora(plan: Plan) -> dict[str, int]:
 
 
 def choose_few(samples: list[Sample], per_class: int, seed: int) -> list[Sample]:
-    """Return so many samples of each class."""
     shuffled = random.Random(seed).sample(samples, len(samples))
     counts: dict[bytes, int] = defaultdict(int)
     chosen = []
@@ -152,22 +149,17 @@ def find_best_scale(plan: Plan, name: str, scales: Sequence[float], words: Seque
     return max(scales, key=lambda scale: train_on_few(plan, name, scale, 0, words)["held_out"])
 
 
-def add_labels(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("images", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/vision-learns"))
-    parser.add_argument("--out", type=common.make_output_folder)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--pretraining-steps", type=int, default=1000)
-    parser.add_argument("--few-steps", type=int, default=200)
-    parser.add_argument("--per-class", type=int, default=10)
-    parser.add_argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
-    parser.add_argument("--supervised-seeds", type=int, default=2)
-    parser.add_argument("--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates")
-    return run_labels
-
-
+@common.argument("images", type=Path)
+@common.argument("--work", type=Path, default=Path("runs/vision-learns"))
+@common.argument("--out", type=common.make_output_folder)
+@common.argument("--steps", type=int, default=1200)
+@common.argument("--pretraining-steps", type=int, default=1000)
+@common.argument("--few-steps", type=int, default=200)
+@common.argument("--per-class", type=int, default=10)
+@common.argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
+@common.argument("--supervised-seeds", type=int, default=2)
+@common.argument("--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates")
 def run_labels(args: argparse.Namespace) -> None:
-    """Train all models, one after the other, and write the table."""
     plan = Plan(args.work, args.images, args.steps, args.pretraining_steps, args.few_steps, args.per_class)
     counts = prepare_corpora(plan)
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -306,17 +298,12 @@ def train_towers(work: Path, groups: list[str], steps: int, seed: int) -> dict[s
     return figures
 
 
-def add_captions(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("images", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/captions"))
-    parser.add_argument("--out", type=common.make_output_folder)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=3)
-    return run_captions
-
-
+@common.argument("images", type=Path)
+@common.argument("--work", type=Path, default=Path("runs/captions"))
+@common.argument("--out", type=common.make_output_folder)
+@common.argument("--steps", type=int, default=1500)
+@common.argument("--seeds", type=int, default=3)
 def run_captions(args: argparse.Namespace) -> None:
-    """Prepare, train with each seed, write the page."""
     work = args.work.absolute()
     pairs = read_samples(args.images / "train.tar", "txt")
     train_tokenizer(work, pairs)
@@ -340,7 +327,7 @@ def run_captions(args: argparse.Namespace) -> None:
         page.add(f"| {seed} | {100 * figures['top1']:.1f} | {100 * figures['top5']:.1f} | {figures['cpu_seconds']} |")
 
 
-PARTS = {"labels": add_labels, "captions": add_captions}
+PARTS = {"labels": run_labels, "captions": run_captions}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -6,6 +6,7 @@
 `walk.jsonl` gets one line a layout. `tests/unit/imaginary/test_walk.py` asserts the same quantities.
 """
 
+import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -94,13 +95,11 @@ def format_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
-    parser.add_argument("--only", nargs="*", help="presets to trace")
-    parser.add_argument("--table", action="store_true", help="print the table of recorded results")
-    args = parser.parse_args()
+@common.argument("results", type=Path)
+@common.argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
+@common.argument("--only", nargs="*", help="presets to trace")
+@common.argument("--table", action="store_true", help="print the table of recorded results")
+def main(args: argparse.Namespace) -> None:
     rows = common.read_rows(args.results) if args.results.exists() else []
     if args.table:
         print("\n".join(format_table(rows)))
@@ -115,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

@@ -107,20 +107,15 @@ def prepare_model(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Mo
     return torch.compile(model) if compiled else model  # type: ignore[return-value]
 
 
-def add_passes(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_passes
-
-
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--threads", type=int, default=2)
+@common.argument("--rows", type=int, default=2)
+@common.argument("--length", type=int, default=512)
+@common.argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+@common.argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+@common.argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+@common.argument("--out", type=common.make_output_file)
 def run_passes(args: argparse.Namespace) -> None:
-    """Run what the arguments ask for; print a table and write it."""
     torch.set_num_threads(args.threads)
     page = common.Page(
         args.out,
@@ -157,7 +152,6 @@ class Case:
     new_tokens: int
 
     def draw_prompts(self, vocabulary: int) -> list[Tensor]:
-        """Draw prompts of evenly spread lengths."""
         random = torch.Generator().manual_seed(0)
         lengths = torch.linspace(self.shortest, self.longest, self.rows).round().int().tolist()
         return [torch.randint(1, vocabulary, (length,), generator=random) for length in lengths]
@@ -188,17 +182,12 @@ def make_generators(folder: Path, case: Case) -> tuple[Callable[[], Tensor], Cal
     return generate_ours, generate_theirs
 
 
-def add_generation(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_generation
-
-
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--width", type=int, default=256)
+@common.argument("--layers", type=int, default=4)
+@common.argument("--vocabulary", type=int, default=8192)
+@common.argument("--out", type=common.make_output_file)
 def run_generation(args: argparse.Namespace) -> None:
-    """Run all cases, and print or write a table."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=args.vocabulary, n_positions=512, n_embd=args.width, n_layer=args.layers, n_head=args.width // 64,
@@ -235,12 +224,8 @@ def time_drawing(kind: Normal | TruncatedNormal, threads: int) -> float:
     return common.time_call(lambda: draw(kind, 0, "weight", FEED_FORWARD_SHAPE, (0, 0), FEED_FORWARD_SHAPE, threads))
 
 
-def add_initial(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    return run_initial
-
-
+@common.argument("--threads", type=int, default=2)
+@common.argument("--rounds", type=int, default=10)
 def run_initial(args: argparse.Namespace) -> None:
     for kind in (Normal(0.02), TruncatedNormal(0.02)):
         rounds = [(time_drawing(kind, 1), time_drawing(kind, args.threads)) for _ in range(args.rounds)]
@@ -280,13 +265,9 @@ def measure_layer_statistics(width: int, rounds: int) -> list[float]:
     return [recorded / plain for recorded, plain in zip(seconds[True], seconds[False], strict=True)]
 
 
-def add_layer_statistics(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-layer-statistics.md")
-    return run_layer_statistics
-
-
+@common.argument("--widths", type=int, nargs="+", default=[256, 768])
+@common.argument("--rounds", type=int, default=20)
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-layer-statistics.md")
 def run_layer_statistics(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     page = common.Page(
@@ -304,10 +285,10 @@ def run_layer_statistics(args: argparse.Namespace) -> None:
 
 
 PARTS = {
-    "passes": add_passes,
-    "generation": add_generation,
-    "initial": add_initial,
-    "layer-statistics": add_layer_statistics,
+    "passes": run_passes,
+    "generation": run_generation,
+    "initial": run_initial,
+    "layer-statistics": run_layer_statistics,
 }
 
 if __name__ == "__main__":

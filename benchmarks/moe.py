@@ -57,6 +57,7 @@ from tests.support.workers import Workers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY, HEAD = 4096, 64
 BARE = "bare products"
+THEIRS = "transformers': eager, batched_mm, grouped_mm"
 
 
 class Candidate(NamedTuple):
@@ -72,11 +73,9 @@ def build_megatfm(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> C
     if ffn:
         section = {"name": "moe", "d_ff": args.d_ff // args.top_k, "n_experts": args.experts, "top_k": args.top_k}
     config = ModelConfig.from_dotted(
-        vocab_size=VOCABULARY,
-        d_model=args.width,
-        n_layers=args.layers,
+        vocab_size=VOCABULARY, d_model=args.width, n_layers=args.layers,
         **{"attention.n_heads": args.width // HEAD, "ffn": {**section, **ffn}, "embedding.tied": False},
-    )
+    )  # fmt: skip
     model = build(config)
     initialise(model, 0)
     model = model.to(dtype).train()
@@ -116,19 +115,11 @@ class BareMatmuls:
 
 
 def build_mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
-    """Build transformers' Mixtral with the same shapes. experts: implementation of the experts."""
     config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=args.width,
-        intermediate_size=args.d_ff // args.top_k,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.width // HEAD,
-        num_key_value_heads=args.width // HEAD,
-        num_local_experts=args.experts,
-        num_experts_per_tok=args.top_k,
-        use_cache=False,
-        output_router_logits=False,
-    )
+        vocab_size=VOCABULARY, hidden_size=args.width, intermediate_size=args.d_ff // args.top_k,
+        num_hidden_layers=args.layers, num_attention_heads=args.width // HEAD, num_key_value_heads=args.width // HEAD,
+        num_local_experts=args.experts, num_experts_per_tok=args.top_k, use_cache=False, output_router_logits=False,
+    )  # fmt: skip
     options = {"attn_implementation": "sdpa", "experts_implementation": experts}
     model = transformers.MixtralForCausalLM._from_config(config, **options).to(dtype).train()
     return Candidate(model, lambda tokens: model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
@@ -176,7 +167,6 @@ def compute_imbalance(candidate: Candidate) -> float:
 
 
 def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
-    """Yield the rows of the table for a dtype."""
     dtype = DTYPES[name]
     router = {"name": "top_k"}
     sides = {
@@ -220,28 +210,22 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def add_speed(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=6, help="rounds that don't count")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--d-ff", type=int, default=1024, help="of the dense network")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--skew", type=float, default=0.0)
-    theirs = "transformers': eager, batched_mm, grouped_mm"
-    parser.add_argument("--experts-implementations", nargs="+", default=["eager", "grouped_mm"], help=theirs)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=common.make_output_file)
-    parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
-    return run_speed
-
-
+@common.argument("--rounds", type=int, default=12)
+@common.argument("--warmup", type=int, default=6, help="rounds that don't count")
+@common.argument("--threads", type=int, default=1)
+@common.argument("--width", type=int, default=256)
+@common.argument("--d-ff", type=int, default=1024, help="of the dense network")
+@common.argument("--layers", type=int, default=2)
+@common.argument("--experts", type=int, default=8)
+@common.argument("--top-k", type=int, default=2)
+@common.argument("--rows", type=int, default=8)
+@common.argument("--length", type=int, default=256)
+@common.argument("--skew", type=float, default=0.0)
+@common.argument("--experts-implementations", nargs="+", default=["eager", "grouped_mm"], help=THEIRS)
+@common.argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+@common.argument("--out", type=common.make_output_file)
+@common.argument("--compiled", action="store_true", help="dropless under train.compile as well")
 def run_speed(args: argparse.Namespace) -> None:
-    """Run what the arguments ask for; print a table, and write it where asked to."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     keep_freed_memory(torch.device("cpu"))  # as in training
@@ -335,12 +319,10 @@ def record_choices(parallel: ParallelConfig, precision: str, batches: int) -> Ch
 
 
 def record_all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
-    """Return the choices by layout."""
     return {name: record_choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
 
 
 def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
-    """Format the lines of the table."""
     merged = {
         name: {key: experts for rank in choices_of_ranks for key, experts in rank[name].items()}
         for name in choices_of_ranks[0]
@@ -355,16 +337,11 @@ def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, preci
     return lines
 
 
-def add_flips(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
-    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_flips
-
-
+@common.argument("--batches", type=int, default=8)
+@common.argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+@common.argument("--precisions", nargs="+", default=["bf16", "fp32"])
+@common.argument("--out", type=common.make_output_file)
 def run_flips(args: argparse.Namespace) -> None:
-    """Print a table, and write it with --out."""
     page = common.Page(
         args.out,
         "Routes that differ between layouts",
@@ -378,7 +355,7 @@ def run_flips(args: argparse.Namespace) -> None:
             page.add(*format_rows(choices_of_ranks, ranks, precision))
 
 
-PARTS = {"speed": add_speed, "flips": add_flips}
+PARTS = {"speed": run_speed, "flips": run_flips}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -70,12 +70,8 @@ def write_documents(folder: Path, middle: int, spread: float, tokens: int) -> No
         writer.finish({})
 
 
-def add_padding(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--longest", type=int, default=ROW_LENGTHS[-1])
-    return run_padding
-
-
+@common.argument("--tokens", type=int, default=20_000_000)
+@common.argument("--longest", type=int, default=ROW_LENGTHS[-1])
 def run_padding(args: argparse.Namespace) -> None:
     page = common.Page(None, "Padding of rows", table="| Documents | Row | Cut | Whole | Bytes on disk a token |")
     for kind, (middle, spread) in KINDS.items():
@@ -99,16 +95,11 @@ SPECIAL = SpecialTokens(
     word_starts=np.random.default_rng(1).random(VOCABULARY) < 0.6,
 )  # fmt: skip
 FAMILIES = {
-    "causal": ("decoder", "encoder_decoder"),
-    "prefix": ("decoder", "encoder_decoder"),
-    "masked": ("encoder",),
-    "next_sentence": ("encoder",),
-    "sentence_order": ("encoder",),
-    "span_boundary": ("encoder",),
-    "span_corruption": ("encoder_decoder", "decoder"),
-    "ul2": ("encoder_decoder", "decoder"),
+    "causal": ("decoder", "encoder_decoder"), "prefix": ("decoder", "encoder_decoder"), "masked": ("encoder",),
+    "next_sentence": ("encoder",), "sentence_order": ("encoder",), "span_boundary": ("encoder",),
+    "span_corruption": ("encoder_decoder", "decoder"), "ul2": ("encoder_decoder", "decoder"),
     "replaced_token": ("electra",),
-}
+}  # fmt: skip
 
 
 class CorpusStub:
@@ -131,8 +122,6 @@ class CorpusStub:
 
 
 class Partners:
-    """Other documents of the block."""
-
     def __init__(self, documents: list[NDArray[np.uint16]]) -> None:
         self.documents, self.lengths = documents, np.array([len(document) for document in documents])
 
@@ -179,15 +168,10 @@ def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     )
 
 
-def add_objectives(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--documents", type=int, default=64_000)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-objectives.md")
-    return run_objectives
-
-
+@common.argument("--documents", type=int, default=64_000)
+@common.argument("--rows", type=int, default=1024)
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-objectives.md")
 def run_objectives(args: argparse.Namespace) -> None:
-    """Print a table, and write it where asked to."""
     corpus = CorpusStub(args.documents)
     page = common.Page(
         common.make_dated_path(args.out, "objectives.md"),
@@ -317,13 +301,9 @@ def print_ranks(documents: int, ranks: int) -> None:
             page.add(f"| {title} | {measure_ranks(folder, ranks, cache, 20_000)} |")
 
 
-def add_memory(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
-    parser.add_argument("--ranks", type=int, help="measure the memory of this many processes together")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    return run_memory
-
-
+@common.argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
+@common.argument("--ranks", type=int, help="measure the memory of this many processes together")
+@common.argument("--measure", type=Path, help=argparse.SUPPRESS)
 def run_memory(args: argparse.Namespace) -> None:
     if args.measure:
         measure_memory(args.measure)
@@ -340,7 +320,7 @@ def run_memory(args: argparse.Namespace) -> None:
             subprocess.run([sys.executable, __file__, "memory", "--measure", place], check=True)
 
 
-PARTS = {"padding": add_padding, "objectives": add_objectives, "memory": add_memory}
+PARTS = {"padding": run_padding, "objectives": run_objectives, "memory": run_memory}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -169,7 +169,6 @@ def make_pass(blocks: nn.Module, data: DataParallel | None, width: int, tokens: 
 
 
 def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
-    """Make blocks without a layout."""
     blocks = Blocks(build(make_model_config(width, layers, parts)))
     for parameter in blocks.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -214,7 +213,6 @@ def count_state_bytes(blocks: nn.Module, data: DataParallel) -> int:
 
 
 def count_moved_bytes(run: Callable[[], None]) -> int:
-    """Return the bytes that a pass moves."""
     with MovedBytes() as moved:
         run()
     return moved.bytes
@@ -237,7 +235,6 @@ def time_calls(run: Callable[[], object], times: int) -> float:
 
 
 def compare(name: str, width: int, args: argparse.Namespace) -> str:
-    """Measure a layout; return its row of the table."""
     parallel = LAYOUTS[name]
     blocks, data = make_blocks(width, args.layers, parallel, 1)
     held = args.tokens // (parallel.tp if parallel.sequence_parallel else 1)
@@ -275,19 +272,14 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def add_blocks(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
-    parser.add_argument("--widths", nargs="+", type=int, default=[256, 1024])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--times", type=int, default=5, help="passes in a round")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-parallel.md")
-    return run_blocks
-
-
+@common.argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+@common.argument("--widths", nargs="+", type=int, default=[256, 1024])
+@common.argument("--tokens", type=int, default=128)
+@common.argument("--layers", type=int, default=4)
+@common.argument("--rounds", type=int, default=20)
+@common.argument("--times", type=int, default=5, help="passes in a round")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-parallel.md")
 def run_blocks(args: argparse.Namespace) -> None:
-    """Run what the arguments ask for; print a table, and write it where asked to."""
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))  # as in training
     args.copy_rate = measure_copy_rate()
@@ -377,13 +369,9 @@ def format_row(length: int, size: int, mean: int, draws: int) -> str:
     )
 
 
-def add_traffic(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32_768, 131_072])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--draws", type=int, default=8)
-    return run_traffic
-
-
+@common.argument("--rows", type=int, nargs="+", default=[8192, 32_768, 131_072])
+@common.argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+@common.argument("--draws", type=int, default=8)
 def run_traffic(args: argparse.Namespace) -> None:
     figures = "needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms"
     page = common.Page(None, "Traffic of context parallelism", table=f"| row | cp | mean document | {figures} |")
@@ -392,7 +380,7 @@ def run_traffic(args: argparse.Namespace) -> None:
             page.add(format_row(length, size, mean, args.draws))
 
 
-PARTS = {"blocks": add_blocks, "traffic": add_traffic}
+PARTS = {"blocks": run_blocks, "traffic": run_traffic}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -42,18 +42,13 @@ COMPARED = 40
 """Every n-th document is also encoded by the tokenizer itself, which is slow, and compared."""
 
 
-def add_speed(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--megabytes", type=int, default=1000, help="text for all rounds together")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-prep.md")
-    parser.add_argument("--encode", nargs=2, type=Path, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
-    return run_speed
-
-
+@common.argument("--megabytes", type=int, default=1000, help="text for all rounds together")
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--vocabulary", type=int, default=32_000)
+@common.argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-prep.md")
+@common.argument("--encode", nargs=2, type=Path, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
 def run_speed(args: argparse.Namespace) -> None:
-    """Measure all stages, and write the page."""
     if args.encode:
         print(encode(*args.encode))
         return
@@ -93,7 +88,6 @@ def encode_cold(folder: Path) -> list[tuple[str, float]]:
 
 
 def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Yield the name and speed of each stage on these documents, in random order."""
     from pydantic import TypeAdapter
 
     from megatfm.config.prep_steps import DedupConfig, StepConfig
@@ -138,7 +132,6 @@ def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
 
 
 def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) -> None:
-    """Train a tokenizer on some of the documents."""
     from itertools import accumulate
 
     from megatfm.config.prep import TokenizerConfig
@@ -235,14 +228,9 @@ EVALUATION = 120
 """Characters of an evaluation text."""
 
 
-def add_recall(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--rounds", type=int, default=40, help="texts of each language and share")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-language-recall.md")
-    return run_recall
-
-
+@common.argument("--rounds", type=int, default=40, help="texts of each language and share")
+@common.argument("--out", type=common.make_output_folder, help="folder for DATE-language-recall.md")
 def run_recall(args: argparse.Namespace) -> None:
-    """Measure all languages, and write the page."""
     page = common.Page(
         common.make_dated_path(args.out, "language-recall.md"),
         "Near duplicates and evaluation texts by language",
@@ -314,7 +302,7 @@ def compute_similarity(language: str, text: str, edited: str) -> float:
     return len(first & second) / len(first | second)
 
 
-PARTS = {"speed": add_speed, "recall": add_recall}
+PARTS = {"speed": run_speed, "recall": run_recall}
 
 if __name__ == "__main__":
     os.environ |= {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -106,8 +106,6 @@ NETWORKS = make_networks(D_FF)
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run."""
-
     active: int
     parameters: int
     loss: float
@@ -116,7 +114,6 @@ class Outcome(NamedTuple):
 
 
 def make_network_overrides(ffn: dict[str, object], corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
-    """Return the overrides of a run."""
     return [
         *QUIET, f"model.ffn={common.format_toml(ffn)}", f"train.steps={steps}", f"train.seed={seed}",
         f"run_dir={run}", f"data.corpus={corpora}",
@@ -143,7 +140,6 @@ def train(ffn: dict[str, object], corpora: Path, steps: int, seed: int, run: Pat
 
 
 def format_row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
-    """Format a row of the table."""
     losses = [outcome.loss for outcome in seeds]
     loads = [load for outcome in seeds for load in outcome.loads]
     better = [expected.loss - run.loss for run, expected in zip(seeds, dense, strict=True)]
@@ -159,18 +155,13 @@ def format_row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def add_moe(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart-512"))
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--models", nargs="+", default=list(NETWORKS), help="names, or their beginnings")
-    parser.add_argument("--out", type=common.make_output_file)
-    parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
-    return run_moe
-
-
+@common.argument("--corpus", type=Path, default=Path("corpora/quickstart-512"))
+@common.argument("--steps", type=int, default=1200)
+@common.argument("--seeds", type=int, nargs="+", default=[0])
+@common.argument("--models", nargs="+", default=list(NETWORKS), help="names, or their beginnings")
+@common.argument("--out", type=common.make_output_file)
+@common.argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
 def run_moe(args: argparse.Namespace) -> None:
-    """Train all, print a table and write it."""
     chosen = [name for name in NETWORKS if name.startswith(("dense", *args.models))]
     outcomes: dict[str, list[Outcome]] = {}
     page = common.Page(
@@ -204,7 +195,6 @@ WARM_STEPS = 36
 
 
 def measure_router(name: str, ffn: Mapping[str, object]) -> str:
-    """Train, and make a row of the table."""
     small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
     config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
     metrics = train_curves(config.model_dump())
@@ -217,13 +207,8 @@ def measure_router(name: str, ffn: Mapping[str, object]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def add_routers(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_routers
-
-
+@common.argument("--out", type=common.make_output_file)
 def run_routers(args: argparse.Namespace) -> None:
-    """Train all, print a table and write it."""
     page = common.Page(
         args.out,
         "Routers on made-up documents",
@@ -253,7 +238,6 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 
 def iter_documents(corpus: Path) -> Iterator[Tensor]:
-    """Yield the tokens of each document."""
     opened = Corpus.open(corpus)
     for block in range(opened.n_blocks):
         for _, tokens in opened.read_block(block):
@@ -269,7 +253,6 @@ def compute_entropy(corpus: Path) -> float:
 
 
 def make_preset_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
-    """Return the overrides of a run."""
     return [
         *SMALL, *PRESETS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
         f"data.validation={{ held-out = '{corpora}/validation' }}", f"data.tokenizer={corpora}/tokenizer.model",
@@ -284,15 +267,10 @@ def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dic
     return result.get("terms") or {"loss": result["loss"]}
 
 
-def add_zoo(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--out", type=common.make_output_file)
-    return run_zoo
-
-
+@common.argument("--corpus", type=Path, default=Path("corpora/quickstart"))
+@common.argument("--steps", type=int, default=1500)
+@common.argument("--out", type=common.make_output_file)
 def run_zoo(args: argparse.Namespace) -> None:
-    """Train all, print a table and write it."""
     corpora = args.corpus.resolve()
     page = common.Page(
         args.out,
@@ -371,16 +349,11 @@ def judge(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, 
     }
 
 
-def add_context(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
-    parser.add_argument("--longest", type=int, default=256, help="the longest context, a power of two")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for the result of the day")
-    return run_context
-
-
+@common.argument("runs", type=Path, nargs="+", metavar="RUN")
+@common.argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
+@common.argument("--longest", type=int, default=256, help="the longest context, a power of two")
+@common.argument("--out", type=common.make_output_folder, help="folder for the result of the day")
 def run_context(args: argparse.Namespace) -> None:
-    """Judge runs one after the other."""
     torch.set_num_threads(1)
     machine = f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}"
     result: dict[str, Any] = {"date": common.today(), "machine": machine, "runs": {}}
@@ -393,7 +366,7 @@ def run_context(args: argparse.Namespace) -> None:
         common.write_json(common.make_dated_path(args.out, "context-worth.json"), result)
 
 
-PARTS = {"moe": add_moe, "routers": add_routers, "zoo": add_zoo, "context": add_context}
+PARTS = {"moe": run_moe, "routers": run_routers, "zoo": run_zoo, "context": run_context}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -59,14 +59,9 @@ class Package(NamedTuple):
     description: str
 
 
-def add_debian(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("out", type=common.make_output_folder)
-    parser.add_argument("--language", help="of translations, for example de")
-    return run_debian
-
-
+@common.argument("out", type=common.make_output_folder)
+@common.argument("--language", help="of translations, for example de")
 def run_debian(args: argparse.Namespace) -> None:
-    """Fetch the lists, and write all files."""
     packages, translations = read_packages(args.language)
     kinds = {"topics": iter_topics(packages), "pairs": iter_pairs(packages), "translation": translations}
     rows: dict[str, list[Mapping[str, str]]] = {}
@@ -117,7 +112,6 @@ def fetch_lists(folder: Path, languages: list[str]) -> tuple[str, dict[tuple[str
 
 
 def capture_output(*command: str) -> str:
-    """Return what a command prints."""
     return subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "replace")
 
 
@@ -198,13 +192,8 @@ N_DOCUMENTS, N_LETTERS = 20_000, 8
 N_PAIRS = {"train": 10_000, "validation": 2_000, "test": 2_000}
 
 
-def add_letters(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("out", type=common.make_output_folder)
-    return run_letters
-
-
+@common.argument("out", type=common.make_output_folder)
 def run_letters(args: argparse.Namespace) -> None:
-    """Write all files."""
     folder: Path = args.out
     draw = random.Random(0)
     common.write_rows(
@@ -215,7 +204,6 @@ def run_letters(args: argparse.Namespace) -> None:
 
 
 def make_document(draw: random.Random) -> list[str]:
-    """Draw the letters of a document."""
     return draw.choices(draw.sample(string.ascii_lowercase, 2), k=N_LETTERS)
 
 
@@ -271,7 +259,7 @@ def read_text(path: Path) -> str:
     return text if text.strip() else ""
 
 
-PARTS = {"debian": add_debian, "letters": add_letters}
+PARTS = {"debian": run_debian, "letters": run_letters}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -35,16 +35,12 @@ CHARACTERS = 140
 """Longest beginning, and longest continuation."""
 
 
-def add_few_shot(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
-    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the runs")
-    parser.add_argument("--corpus", type=Path, required=True, help="what finetuning.py prepared: its WORK/corpus")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--questions", type=int, default=500)
-    return run_few_shot
-
-
+@common.argument("texts", type=Path, help="folder that texts.py wrote")
+@common.argument("--work", type=common.make_output_folder, required=True, help="folder of the runs")
+@common.argument("--corpus", type=Path, required=True, help="what finetuning.py prepared: its WORK/corpus")
+@common.argument("--out", type=common.make_output_folder, help="folder of the dated page")
+@common.argument("--steps", type=int, default=1500)
+@common.argument("--questions", type=int, default=500)
 def run_few_shot(args: argparse.Namespace) -> None:
     """Pretrain as far as it isn't done, evaluate each size with each number of shots, write the page."""
     questions = list(make_questions(args.texts / "topics.test.jsonl"))[: args.questions]
@@ -111,7 +107,6 @@ def pretrain_decoder(args: argparse.Namespace, width: int) -> Path:
 
 
 def evaluate(args: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """Return the results of every number of shots."""
     tasks = [word for shots in SHOTS for word in ("--task", str(args.work / f"shots-{shots}.toml"))]
     common.run_megatfm("evaluate", str(run), *tasks)
     return json.loads((run / "evaluation_tasks.json").read_text())["tasks"]
@@ -175,19 +170,15 @@ sinks = []
 """
 
 
-def add_translation(parser: argparse.ArgumentParser) -> common.Run:
-    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
-    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the run")
-    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=200, help="of the test file that are translated")
-    parser.add_argument("--width", type=int, default=128, help="d_model")
-    parser.add_argument("--layers", type=int, default=2, help="of encoder and decoder each")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--precision", default="fp32")
-    return run_translation
-
-
+@common.argument("texts", type=Path, help="folder that texts.py wrote")
+@common.argument("--work", type=common.make_output_folder, required=True, help="folder of the run")
+@common.argument("--out", type=common.make_output_folder, help="folder of the dated page")
+@common.argument("--epochs", type=int, default=4)
+@common.argument("--rows", type=int, default=200, help="of the test file that are translated")
+@common.argument("--width", type=int, default=128, help="d_model")
+@common.argument("--layers", type=int, default=2, help="of encoder and decoder each")
+@common.argument("--dropout", type=float, default=0.1)
+@common.argument("--precision", default="fp32")
 def run_translation(args: argparse.Namespace) -> None:
     """Train as far as it isn't done, translate by each search, and write the page."""
     from sacrebleu.metrics import BLEU, CHRF
@@ -249,7 +240,7 @@ def translate(work: Path, test: Path, beams: int, penalty: float) -> tuple[list[
     return [row["answer"] for row in common.read_rows(out)], elapsed
 
 
-PARTS = {"few-shot": add_few_shot, "translation": add_translation}
+PARTS = {"few-shot": run_few_shot, "translation": run_translation}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -46,8 +46,6 @@ CLIP = 1.0
 
 
 class Recipe(NamedTuple):
-    """Settings of AdamW."""
-
     lr: float
     betas: tuple[float, float]
     weight_decay: float
@@ -104,20 +102,28 @@ def serve_steps(job: argparse.Namespace) -> None:
             print(json.dumps(side()), flush=True)
 
 
-def add_step_arguments(parser: argparse.ArgumentParser, *, pairs: int, threads: int, rows: int) -> None:
-    """Add the arguments of whole steps, with a part's own defaults."""
-    parser.add_argument("--rounds", type=int, default=10, help="of each pair of processes")
-    parser.add_argument("--pairs", type=int, default=pairs, help="of processes, one after the other")
-    parser.add_argument("--threads", type=int, default=threads)
-    parser.add_argument("--rows", type=int, default=rows, help="rows or images of a step")
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--memory", nargs="+", default=["plain", "alike"], choices=["plain", "alike"])
-    parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the preset's")
-    parser.add_argument("--out", type=common.make_output_file)
+def step_arguments(*, pairs: int, threads: int, rows: int) -> Callable[[common.Run], common.Run]:
+    """Decorate a part with the arguments of whole steps, with its own defaults."""
+    arguments = [
+        common.argument("--rounds", type=int, default=10, help="of each pair of processes"),
+        common.argument("--pairs", type=int, default=pairs, help="of processes, one after the other"),
+        common.argument("--threads", type=int, default=threads),
+        common.argument("--rows", type=int, default=rows, help="rows or images of a step"),
+        common.argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"]),
+        common.argument("--memory", nargs="+", default=["plain", "alike"], choices=["plain", "alike"]),
+        common.argument("--set", nargs="*", default=[], help="settings of ours that are not the preset's"),
+        common.argument("--out", type=common.make_output_file),
+    ]
+
+    def declare(run: common.Run) -> common.Run:
+        for add in reversed(arguments):
+            add(run)
+        return run
+
+    return declare
 
 
 def make_page(args: argparse.Namespace, inputs: str) -> common.Page:
-    """Begin the table of a part."""
     return common.Page(
         args.out,
         f"A whole step of {args.preset}",
@@ -132,7 +138,6 @@ def make_page(args: argparse.Namespace, inputs: str) -> common.Page:
 
 
 def add_rows(page: common.Page, args: argparse.Namespace, states: list[str], peers: list[str]) -> None:
-    """Measure all cases of a part."""
     for precision, state, peer, memory in itertools.product(args.precisions, states, peers, args.memory):
         job = {**make_job(args, precision), "state": state}
         jobs = {**job, "side": "megatfm", "memory": "alike"}, {**job, "side": peer, "memory": memory}
@@ -191,7 +196,6 @@ class PlainGPT(nn.Module):
 
 
 def make_gpt2_step(job: argparse.Namespace) -> common.Step:
-    """Return a side's step on random tokens."""
     drawn = torch.randint(0, VOCABULARY, (job.rows, job.length + 1))
     tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     is_compiled = job.state == "compiled"
@@ -208,15 +212,11 @@ def make_gpt2_step(job: argparse.Namespace) -> common.Step:
     return make_engine_step(config, objective, batch, GPT2_RECIPE, "cpu", job.precision)
 
 
-def add_gpt2(parser: argparse.ArgumentParser) -> common.Run:
-    add_step_arguments(parser, pairs=3, threads=2, rows=2)
-    parser.set_defaults(preset=GPT2, device="cpu")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    return run_gpt2
-
-
+@step_arguments(pairs=3, threads=2, rows=2)
+@common.argument("--length", type=int, default=512)
+@common.argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
 def run_gpt2(args: argparse.Namespace) -> None:
+    args.preset, args.device = GPT2, "cpu"
     add_rows(make_page(args, f"{args.rows} rows of {args.length} tokens"), args, args.states, ["PyTorch"])
 
 
@@ -284,7 +284,6 @@ def build_timm_model(config: Config) -> nn.Module:
 
 
 def make_image_step(job: argparse.Namespace) -> common.Step:
-    """Return a side's step on random pixels."""
     for schema in MISSING:  # transformers, too, imports torchvision where it is there
         LIBRARY.define(schema)
     config = load_config(job.preset)
@@ -333,14 +332,10 @@ def measure_rate(job: dict[str, Any]) -> str:
     return f"Ours alone, {job['precision']}: {job['rows'] / seconds:,.1f} images/s{target}."
 
 
-def add_images(parser: argparse.ArgumentParser) -> common.Run:
-    add_step_arguments(parser, pairs=1, threads=1, rows=4)
-    parser.add_argument("--preset", default="vit-s16")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--theirs", nargs="+", default=["transformers", "timm"], choices=["transformers", "timm"])
-    return run_images
-
-
+@step_arguments(pairs=1, threads=1, rows=4)
+@common.argument("--preset", default="vit-s16")
+@common.argument("--device", default="cpu", choices=["cpu", "cuda"])
+@common.argument("--theirs", nargs="+", default=["transformers", "timm"], choices=["transformers", "timm"])
 def run_images(args: argparse.Namespace) -> None:
     size = load_config(args.preset).data.images.size
     page = make_page(args, f"{args.rows} images of {size} × {size}")
@@ -348,7 +343,7 @@ def run_images(args: argparse.Namespace) -> None:
     page.add("", *(measure_rate(make_job(args, precision)) for precision in args.precisions))
 
 
-PARTS = {"gpt2": add_gpt2, "images": add_images}
+PARTS = {"gpt2": run_gpt2, "images": run_images}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:

@@ -181,12 +181,10 @@ def compare_row(name: str, ours: common.Step, theirs: common.Step, n_images: int
     return f"| {name} | {' | '.join(cells)} | {np.median(rates[2:]):,.0f} |"
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=common.make_output_folder)
-    args = parser.parse_args()
+@common.argument("--images", type=int, default=512)
+@common.argument("--rounds", type=int, default=10)
+@common.argument("--out", type=common.make_output_folder)
+def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     n = args.images // BATCH * BATCH
     pictures = [draw_photo(number) for number in range(n)]
@@ -202,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_script(__doc__, main)

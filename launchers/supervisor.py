@@ -15,6 +15,7 @@ from types import FrameType
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS, MegatfmError
 from megatfm.files import open_nofollow
+from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # from the first failure to SIGTERM: the others may end by themselves and log why
@@ -56,7 +57,7 @@ class Child:
 def supervise(children: Sequence[Child]) -> int:
     """Run all children to their end; return the exit code that they agree on (0, 2, 75, 76 or 77), else 1.
 
-    Forwards SIGTERM, SIGINT and SIGUSR1 once each; a second SIGINT ends the children. If a child fails, ends the
+    Forwards TERM, INT, USR1 and HUP once each; a second SIGINT ends the children. If a child fails, ends the
     others within seconds, and prints to stderr which child failed first, with the end of its log.
     """
     group = _ChildGroup(children)
@@ -84,6 +85,7 @@ class _ChildGroup:
         self.log_starts: dict[str, int] = {}
         self._received: list[int] = []
         self._forwarded: set[int] = set()
+        self._ended_by_signal = False  # a child died of a forwarded signal, and so has said nothing itself
         self._terminate_at = self._kill_at = float("inf")
         self._is_terminating = False
         # Several children are background processes, which the system stops when they read the terminal.
@@ -102,8 +104,11 @@ class _ChildGroup:
 
         def receive(signum: int, _: FrameType | None) -> None:
             self._received.append(signum)
+            if signum == signal.SIGHUP:
+                mute_closed_streams()
 
-        original_handlers = {signum: signal.signal(signum, receive) for signum in FORWARDED}
+        forwarded = (*FORWARDED, *list_hangup_signals())
+        original_handlers = {signum: signal.signal(signum, receive) for signum in forwarded}
         try:
             yield
         finally:
@@ -188,7 +193,10 @@ class _ChildGroup:
     def _translate_code(self, child: Child, code: int) -> int:
         """Return a child's exit code; EXIT_REQUEUE if a forwarded signal killed it before it had a handler."""
         sent_signals = {int(child.stop_signal or signum) for signum in self._forwarded}
-        return EXIT_REQUEUE if {-code, code - 128} & sent_signals else code
+        if not {-code, code - 128} & sent_signals:
+            return code
+        self._ended_by_signal = True
+        return EXIT_REQUEUE
 
     def kill(self) -> None:
         """Send SIGKILL to the process groups of all children that still live."""
@@ -210,6 +218,8 @@ class _ChildGroup:
         code = distinct_codes.pop() if len(distinct_codes) == 1 else EXIT_FAILED
         if code not in COMMON_CODES:
             code = EXIT_FAILED
+        if code == EXIT_REQUEUE and self._ended_by_signal:
+            print("megatfm: stopped by a signal; start the same command again to go on", file=sys.stderr, flush=True)
         # The first child has already printed an error that all ranks share.
         is_printed = code in (EXIT_USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not is_printed:
@@ -264,7 +274,7 @@ def _make_exec_hook(child: Child) -> Callable[[], None]:
     """Return the child's hook before exec: it blocks stop signals, and ties its life to this process's (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
-    blocked_signals = (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else ()
+    blocked_signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP) if child.blocks_stop_signals else ()
 
     def prepare() -> None:
         if blocked_signals:

@@ -166,19 +166,15 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["train", "nowhere.toml"], 2, "nowhere.toml"),
-        (["train", "quickstart", "train.stepz=3"], 2, "did you mean 'steps'"),
-        (["train", "quickstart"], 2, "tokenizer.model"),
-        (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "is not a multiple of"),
-        (["report", "nowhere"], 2, "nowhere"),
-        (["evaluate", "nowhere"], 2, "nowhere"),
-        (["data", "check", "nowhere"], 2, "nowhere"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["train", "nowhere.toml"], 2, "nowhere.toml"),
+    (["train", "quickstart", "train.stepz=3"], 2, "did you mean 'steps'"),
+    (["train", "quickstart"], 2, "tokenizer.model"),
+    (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "is not a multiple of"),
+    (["report", "nowhere"], 2, "nowhere"),
+    (["evaluate", "nowhere"], 2, "nowhere"),
+    (["data", "check", "nowhere"], 2, "nowhere"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, words, code, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)

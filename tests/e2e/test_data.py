@@ -43,8 +43,8 @@ def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Conf
     config_file.write_text(text)
 
     def make(*overrides: str, run: str) -> Config:
-        more = [f"run_dir={tmp_path / run}", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9"]
-        return load_section(Config, config_file, [*more, *overrides])
+        more = ["train.steps=8", "train.micro_batch=2", "checkpoint.every=1", "checkpoint.keep=9"]
+        return load_section(Config, config_file, [f"run_dir={tmp_path / run}", *more, *overrides])
 
     return make
 
@@ -112,18 +112,15 @@ def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:
     assert sources == {"web", "code"}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.rampup=[{steps=1, global_batch=3}]", "global_batch = 3 is not a multiple of train.micro_batch"),
-        ("data.rampup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
-        ("data.train=x", "data.train, or several as data.mixture, and not both"),
-        ('data.quarantine=["3"]', "in a mixture this is a key of the source"),
-        ('data.mixture.code.quarantine=["999999"]', "quarantine '999999': give a sample"),
-        ("data.mixture_schedule=[{tokens=5, weights={web=1}}]", "the mixture has web, code: give one for each"),
-        ("data.mixture.code.weight=0.001", "comes to no row in a block of 8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("override", "message"), [
+    ("data.rampup=[{steps=1, global_batch=3}]", "global_batch = 3 is not a multiple of train.micro_batch"),
+    ("data.rampup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
+    ("data.train=x", "data.train, or several as data.mixture, and not both"),
+    ('data.quarantine=["3"]', "in a mixture this is a key of the source"),
+    ('data.mixture.code.quarantine=["999999"]', "quarantine '999999': give a sample"),
+    ("data.mixture_schedule=[{tokens=5, weights={web=1}}]", "the mixture has web, code: give one for each"),
+    ("data.mixture.code.weight=0.001", "comes to no row in a block of 8"),
+])  # fmt: skip
 def test_mistakes_are_named(mixed: Any, override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         open_corpora(*open_tokenizer(mixed(override, run="wrong")))

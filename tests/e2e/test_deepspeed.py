@@ -138,13 +138,10 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers
     assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), errors[0]
 
 
-@pytest.mark.parametrize(
-    ("how", "reason", "patience"),
-    [
-        ("is_killed", "ended without an error message", 600),
-        pytest.param("sleeps", r"has made no progress for \d+ s", 20, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("how", "reason", "patience"), [
+    ("is_killed", "ended without an error message", 600),
+    pytest.param("sleeps", r"has made no progress for \d+ s", 20, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, reason: str, patience: int) -> None:
     """Hangs are detected without the engine: see tests/e2e/test_resilience.py."""
     words = deepspeed("parallel.zero=3", f"train.hang_seconds={patience}")

@@ -28,7 +28,7 @@ SHORT = (
 SEQ2SEQ = ("model.family=encoder_decoder", "objective.name=span_corruption", "data.target_length=64")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
-    "zero3 of an encoder-decoder": (3, ("train.global_batch=6", *SEQ2SEQ)),
+    "zero3 of an encoder-decoder": (3, ("train.global_batch=6", "train.micro_batch=2", *SEQ2SEQ)),
     "tp x dp": (4, ("parallel.tp=2", "parallel.sequence_parallel=false", "parallel.dp_shard=2", "parallel.zero=1")),
     "experts": (2, ("model.ffn={name='moe', n_experts=4, top_k=2, d_ff=32}", "parallel.ep=2", "parallel.dp_shard=2")),
     "averaged weights": (2, ("optimizer={name='schedule_free_adamw', lr=1e-2}", "lr_schedule.name=constant")),
@@ -80,13 +80,10 @@ def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("model.position={name='learned', max_positions=64}",), r"sample_tokens = 64: the prompt 'import ' has"),
-        (("model.family=encoder", "objective.name=masked"), r"model\.family = 'encoder' makes no text"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    (("model.position={name='learned', max_positions=64}",), r"sample_tokens = 64: the prompt 'import ' has"),
+    (("model.family=encoder", "objective.name=masked"), r"model\.family = 'encoder' makes no text"),
+])  # fmt: skip
 def test_prompts_that_can_not_be_continued_are_refused_before_the_first_step(
     workers: Workers, make_config: Any, tmp_path: Path, settings: tuple[str, ...], message: str
 ) -> None:
@@ -96,15 +93,12 @@ def test_prompts_that_can_not_be_continued_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "instead"),
-    [
-        (("parallel.pp=2",), r"parallel\.pp = 2 .*set parallel\.pp = 1"),
-        (("parallel.cp=2",), r"parallel\.cp = 2 .*set parallel\.cp = 1"),
-        (("parallel.tp=2",), r"parallel\.tp = 2 .*set parallel\.sequence_parallel = false"),
-        (("train.precision=fp8",), r"train\.precision = 'fp8' .*set train\.precision = 'bf16'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "instead"), [
+    (("parallel.pp=2",), r"parallel\.pp = 2 .*set parallel\.pp = 1"),
+    (("parallel.cp=2",), r"parallel\.cp = 2 .*set parallel\.cp = 1"),
+    (("parallel.tp=2",), r"parallel\.tp = 2 .*set parallel\.sequence_parallel = false"),
+    (("train.precision=fp8",), r"train\.precision = 'fp8' .*set train\.precision = 'bf16'"),
+])  # fmt: skip
 def test_layouts_that_can_not_generate_are_refused_by_name(
     make_config: Any, settings: tuple[str, ...], instead: str
 ) -> None:
@@ -216,17 +210,14 @@ def test_the_command_leaves_results_in_the_run(
     assert metrics["choice"] == pytest.approx(stored["tasks"]["choice"]["metrics"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--batch", "3"], "--batch: are for tasks: give --task FILE or --harness NAME"),
-        (["--task", "x.toml", "--baselines"], "evaluate validation sets by a second command"),
-        (["--task", "x.toml"], "x.toml: there is no such file"),
-        (["--task", "a/x.toml", "--task", "b/x.toml"], "'x' is named already"),
-        (["--task", "x.toml", "--shots", "1"], "--shots: are for tasks of the harness"),
-        (["--task", "x.toml", "--limit", "-1"], "limit = -1: choose 1 or more"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--batch", "3"], "--batch: are for tasks: give --task FILE or --harness NAME"),
+    (["--task", "x.toml", "--baselines"], "evaluate validation sets by a second command"),
+    (["--task", "x.toml"], "x.toml: there is no such file"),
+    (["--task", "a/x.toml", "--task", "b/x.toml"], "'x' is named already"),
+    (["--task", "x.toml", "--shots", "1"], "--shots: are for tasks of the harness"),
+    (["--task", "x.toml", "--limit", "-1"], "limit = -1: choose 1 or more"),
+])  # fmt: skip
 def test_wrong_options_of_evaluate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:

@@ -26,7 +26,7 @@ from tests.support.workers import THREADS, WorkerFailure, Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
-HALF = ["train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
+HALF = ["train.micro_batch=2", "train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
 SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 
@@ -50,32 +50,25 @@ def stop_and_resume(
     assert [line["step"] for line in training_curve(tmp_path / "stopped")] == list(range(1, 13))
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        (["parallel.dp_shard=2"], signal.SIGTERM),
-        # tests/e2e/test_trouble.py has it with an adapter
-        pytest.param(["parallel.tp=2"], signal.SIGUSR1, marks=EXTENDED),
-        (["parallel.pp=2", "parallel.pp_schedule=zbv", "evaluate.every=0"], signal.SIGUSR1),
-        (["parallel.dp_shard=2", "parallel.zero=1", *HALF], signal.SIGINT),
-        pytest.param(["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1, marks=SLOW),
-    ],
-    ids=["zero3 on 2", "tp2", "zbv on 2", "zero1 on 2, float16, recomputed", "zero0 on 2"],
-)
+@pytest.mark.parametrize(("layout", "name"), [
+    (["parallel.dp_shard=2"], signal.SIGTERM),
+    # tests/e2e/test_trouble.py has it with an adapter
+    pytest.param(["parallel.tp=2"], signal.SIGUSR1, marks=EXTENDED),
+    (["parallel.pp=2", "parallel.pp_schedule=zbv", "evaluate.every=0"], signal.SIGUSR1),
+    (["parallel.dp_shard=2", "parallel.zero=1", *HALF], signal.SIGINT),
+    pytest.param(["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1, marks=SLOW),
+], ids=["zero3 on 2", "tp2", "zbv on 2", "zero1 on 2, float16, recomputed", "zero0 on 2"])  # fmt: skip
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout, name):
     stop_and_resume(workers, make_config, tmp_path, layout, name)
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
 
 
-@pytest.mark.parametrize(
-    ("options", "state"),
-    [
-        ('name="schedule_free_adamw"', ["z", "trained"]),
-        pytest.param('name="adamw", ema_decay=0.8', ["ema", "trained"], marks=EXTENDED),
-        ('name="muon", ema_decay=0.8', ["ema", "trained"]),
-        pytest.param('name="soap"', ["left_basis", "right_basis"], marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("options", "state"), [
+    ('name="schedule_free_adamw"', ["z", "trained"]),
+    pytest.param('name="adamw", ema_decay=0.8', ["ema", "trained"], marks=EXTENDED),
+    ('name="muon", ema_decay=0.8', ["ema", "trained"]),
+    pytest.param('name="soap"', ["left_basis", "right_basis"], marks=SLOW),
+])  # fmt: skip
 def test_optimizers_with_more_to_remember_resume_bitwise(workers, make_config, tmp_path, options, state):
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
     optimizer = [f"optimizer={{{options}, lr=3e-3}}", 'lr_schedule={name="constant", warmup_steps=2}']
@@ -240,21 +233,17 @@ def test_a_run_directory_holds_metrics_config_and_profile(workers, make_config, 
     assert "torch" in json.loads((run / "environment.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "words"),
-    [
-        (["parallel.tp=2"], 1, ["tp 2", "1 process", "start 2"]),
-        (["parallel.dp_shard=3"], 2, ["dp_shard 3", "2 processes", "start 3"]),
-        (["train.micro_batch=8"], 2, ["global batch 8", "micro-batches of 8", "16"]),
-        (["model.vocab_size=500"], 1, ["vocab_size = 500", "512"]),
-        (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
-        (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
-        (["data.sequence_length=10000000"], 1, ["10000000"]),
-        (["model.ffn.activation=swigul"], 2, ["unknown activation 'swigul'", "swiglu"]),
-        (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("overrides", "ranks", "words"), [
+    (["parallel.tp=2"], 1, ["tp 2", "1 process", "start 2"]),
+    (["parallel.dp_shard=3"], 2, ["dp_shard 3", "2 processes", "start 3"]),
+    (["train.micro_batch=8"], 2, ["global batch 8", "micro-batches of 8", "16"]),
+    (["model.vocab_size=500"], 1, ["vocab_size = 500", "512"]),
+    (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
+    (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
+    (["data.sequence_length=10000000"], 1, ["10000000"]),
+    (["model.ffn.activation=swigul"], 2, ["unknown activation 'swigul'", "swiglu"]),
+    (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
+], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_a_config_that_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_path, overrides, ranks, words):
     for kind, message in workers.run(error_of, ranks, make_config(*overrides, run="bad")):
         assert kind == UsageError.__name__, message

@@ -182,20 +182,17 @@ def test_no_expert_is_much_busier_than_the_mean(name: str, workers: Workers) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bert-base",
-        "electra-small",
-        VISION,
-        f"{VISION}-mae",
-        f"{VISION}-swin",
-        f"{VISION}-swin-v2",
-        f"{VISION}-mvit-v2",
-        "clip-b16",
-        "siglip-b16",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "bert-base",
+    "electra-small",
+    VISION,
+    f"{VISION}-mae",
+    f"{VISION}-swin",
+    f"{VISION}-swin-v2",
+    f"{VISION}-mvit-v2",
+    "clip-b16",
+    "siglip-b16",
+])  # fmt: skip
 def test_encoders_learn(name: str, workers: Workers) -> None:
     """A classifier better than guessing, an autoencoder better than the mean of each patch, towers than any pair."""
     config = config_of(name)

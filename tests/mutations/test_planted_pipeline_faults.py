@@ -156,14 +156,11 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
     assert actual == expected
 
 
-@pytest.mark.parametrize(
-    ("fault", "parallel", "weight"),
-    [
-        # The discriminator's shared tables have no gradient on the rank that has the generator's end, too.
-        (forget_weights_off_the_way, ZBV, "discriminator.encoder.embedding.positions.weight"),
-        (take_the_last_loss_only, TWO, "generator.encoder.embedding.norm.weight"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "parallel", "weight"), [
+    # The discriminator's shared tables have no gradient on the rank that has the generator's end, too.
+    (forget_weights_off_the_way, ZBV, "discriminator.encoder.embedding.positions.weight"),
+    (take_the_last_loss_only, TWO, "generator.encoder.embedding.norm.weight"),
+])  # fmt: skip
 def test_forgotten_weights_are_loud(
     workers: Workers, fault: Callable[[Patch], None], parallel: ParallelConfig, weight: str
 ) -> None:

@@ -46,10 +46,12 @@ LATER = (
 )
 """Dear ones that others are much like."""
 LONGER = {
-    2: ("window, rows of 11 tokens", "llama, rows of 11 tokens", "latent, patterns"),
+    2: ("window, rows of 11 tokens", "llama, rows of 11 tokens", "latent, patterns",
+        "patterns of decoders, rows of 11 tokens", "patterns of encoders, experts"),
     3: ("soft experts, rows of 11 tokens", "llama, rows of 11 tokens"),
-    4: ("patterns of encoders, rows of 11 tokens", "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5",
-        "alibi, patterns, rows of 11 tokens", "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
+    4: ("patterns of encoders", "patterns of encoders, rows of 11 tokens", "patterns of decoders, rows of 11 tokens",
+        "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5", "alibi, patterns, rows of 11 tokens",
+        "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
         "pp2 interleaved-zero-bubble × cp2", "pp2 dualpipev × cp2", "zero2 × cp2"),
     8: ("patterns of decoders",),
 }  # fmt: skip
@@ -81,14 +83,10 @@ def compare_recomputed(names: Sequence[str]) -> None:
         assert model_gradient_errors(engine, model) == {}, name
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["patterns of decoders", "deberta", "soft experts", "latent"],
-        pytest.param(["xlnet", "patterns of encoders", "t5 positions, patterns"], marks=EXTENDED),
-    ],
-    ids=["decoders, DeBERTa and experts", "encoders and biases"],
-)
+@pytest.mark.parametrize("names", [
+    ["patterns of decoders", "deberta", "soft experts", "latent"],
+    pytest.param(["xlnet", "patterns of encoders", "t5 positions, patterns"], marks=EXTENDED),
+], ids=["decoders, DeBERTa and experts", "encoders and biases"])  # fmt: skip
 def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers, names: list[str]) -> None:
     workers.run(compare_recomputed, 2, names, timeout=180.0)
 
@@ -120,16 +118,13 @@ OBJECTIVES = {
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts_by_model"),
-    [
-        *(pytest.param(ranks, layouts, id=f"{ranks}") for ranks, layouts in TRAFFIC.items()),
-        *(
-            pytest.param(ranks, layouts, id=f"{ranks}, extended", marks=EXTENDED)
-            for ranks, layouts in EXTENDED_TRAFFIC.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layouts_by_model"), [
+    *(pytest.param(ranks, layouts, id=f"{ranks}") for ranks, layouts in TRAFFIC.items()),
+    *(
+        pytest.param(ranks, layouts, id=f"{ranks}, extended", marks=EXTENDED)
+        for ranks, layouts in EXTENDED_TRAFFIC.items()
+    ),
+])  # fmt: skip
 def test_counted_traffic_is_expected(
     workers: Workers, ranks: int, layouts_by_model: dict[str, tuple[str, ...]]
 ) -> None:

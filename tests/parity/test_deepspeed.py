@@ -68,8 +68,6 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "experts": (2, [make_case("moe", zero=2, dp_shard=2, ep=2)]),
     "heads of tasks": (2, [make_case("bert, classes", zero=3, dp_shard=2)]),
     "heads of tasks in decoders": (2, [make_case("decoder, classes", zero=0, dp_shard=2)]),
-    "heads of answers": (2, [make_case("bert, answers", zero=3, dp_shard=2)]),
-    "heads of choices": (2, [make_case("bert, choices", zero=2, dp_shard=2)]),
     "adapters of experts": (2, [make_case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
     "vision transformers": (2, [make_case("vit", zero=3, dp_shard=2)]),
     "vision-language models": (2, [make_case("llava", zero=2, dp_shard=2)]),
@@ -83,8 +81,8 @@ EXTENDED: dict[str, tuple[int, list[Config]]] = {
     "ten steps of experts": (10, SOME["experts"][1]),
     "heads of tasks, stages 0 to 2": (2, [make_case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2)]),
     "heads of tasks in decoders, stage 3": (2, [make_case("decoder, classes", zero=3, dp_shard=2)]),
-    "heads of answers, stage 0": (2, [make_case("bert, answers", zero=0, dp_shard=2)]),
-    "heads of choices, stage 3": (2, [make_case("bert, choices", zero=3, dp_shard=2)]),
+    "heads of answers": (2, [make_case("bert, answers", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "heads of choices": (2, [make_case("bert, choices", zero=stage, dp_shard=2) for stage in (2, 3)]),
     "vision transformers, other stages": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2)]),
     "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "hierarchical models": (2, [make_case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
@@ -119,14 +117,11 @@ MORE: dict[str, tuple[int, list[Config]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *SOME,
-        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *SOME,
+    *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
+])  # fmt: skip
 def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers, name: str) -> None:
     steps, cases = (SOME | EXTENDED | MORE)[name]
     compare_all(workers, cases, steps)
@@ -214,14 +209,11 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *IN_FILES,
-        *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED_IN_FILES),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES),
-    ],
-)
+@pytest.mark.parametrize("row", [
+    *IN_FILES,
+    *(pytest.param(name, marks=pytest.mark.extended) for name in EXTENDED_IN_FILES),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES),
+])  # fmt: skip
 def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, row: str) -> None:
     cases = (IN_FILES | EXTENDED_IN_FILES | MORE_IN_FILES)[row]
     for result in workers.run(compare_offloaded_runs, count_ranks(cases[0]), tmp_path, cases, 4, timeout=250):

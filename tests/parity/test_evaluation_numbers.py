@@ -87,7 +87,7 @@ def check(results: Results, expected: Results) -> None:
 BATCHES = [{"train.micro_batch": n, "train.global_batch": 32 * 7 * 6} for n in (1, 7, 32)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_batches_and_rows_change_no_result(workers: Workers, folder: Path, ranks: int) -> None:
     """26 rows at most, of which ranks have unequal numbers; rows of 48 hold one or two examples, of 200 up to ten."""
     cases = [{**batch, "data.sequence_length": length} for batch in BATCHES for length in (48, 200)]
@@ -142,14 +142,11 @@ def refused(folder: Path, changes: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.sequence_length": 16}, r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16"),
-        ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
-        ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"data.sequence_length": 16}, r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16"),
+    ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
+    ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
+])  # fmt: skip
 def test_a_task_that_a_layout_can_not_evaluate_is_refused(
     workers: Workers, folder: Path, changes: dict[str, Any], message: str
 ) -> None:

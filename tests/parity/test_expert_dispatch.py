@@ -71,15 +71,11 @@ def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, tie
     workers.run(check_tied_routing, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, tier), timeout=180.0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [
-        (2, ["ep2, zero0", "ep2 of tp2"]),
-        pytest.param(2, ["ep2, zero3", "tp2 by channels"], marks=SLOW),
-        pytest.param(4, [*IDLE[4], *EXPERT_TP_LAYOUTS[4], *EXPERT_CONTEXT_LAYOUTS], marks=SLOW),
-    ],
-    ids=["2", "2, the others", "4"],
-)
+@pytest.mark.parametrize(("ranks", "layouts"), [
+    (2, ["ep2, zero0", "ep2 of tp2"]),
+    pytest.param(2, ["ep2, zero3", "tp2 by channels"], marks=SLOW),
+    pytest.param(4, [*IDLE[4], *EXPERT_TP_LAYOUTS[4], *EXPERT_CONTEXT_LAYOUTS], marks=SLOW),
+], ids=["2", "2, the others", "4"])  # fmt: skip
 def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layouts: list[str]) -> None:
     every = {
         **EXPERT_LAYOUTS[ranks],

@@ -47,17 +47,13 @@ def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layou
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param({"dp_shard": 2, "zero": 0}, marks=SLOW),
-        {"dp_shard": 2, "zero": 1},
-        pytest.param({"dp_shard": 2, "zero": 2}, marks=SLOW),
-        {"pp": 2, "pp_schedule": "zbv"},
-        {"pp": 2, "dp_shard": 2, "zero": 3},
-    ],
-    ids=["zero0", "zero1", "zero2", "zbv", "pp2 × zero3"],
-)
+@pytest.mark.parametrize("parallel", [
+    pytest.param({"dp_shard": 2, "zero": 0}, marks=SLOW),
+    {"dp_shard": 2, "zero": 1},
+    pytest.param({"dp_shard": 2, "zero": 2}, marks=SLOW),
+    {"pp": 2, "pp_schedule": "zbv"},
+    {"pp": 2, "dp_shard": 2, "zero": 3},
+], ids=["zero0", "zero1", "zero2", "zbv", "pp2 × zero3"])  # fmt: skip
 def test_gradients_of_frozen_weights_are_not_sent(parallel: dict[str, Any]) -> None:
     """Every byte is one that the closed forms expect, and these leave frozen gradients out."""
     model = {
@@ -207,4 +203,5 @@ def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], r
 )
 def test_experts_are_adapted_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
-    assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts
+    config = EXPERT_MODELS[name].with_changes({"ffn.n_experts": 10} if ranks == 5 else {})
+    assert workers.run(compare_adapters, ranks, config, tried, timeout=300.0)[0] == layouts

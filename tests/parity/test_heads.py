@@ -194,16 +194,13 @@ def preference_config(parallel: dict[str, Any], **model: Any) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        pytest.param("zero3", {}, marks=SLOW),
-        ("tp2", {"embedding": {"tied": False}}),
-        ("pp2", {}),
-        pytest.param("cp2", {}, marks=SLOW),
-        ("cp2 × tp2", {"lora": {"rank": 3}}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "model"), [
+    pytest.param("zero3", {}, marks=SLOW),
+    ("tp2", {"embedding": {"tied": False}}),
+    ("pp2", {}),
+    pytest.param("cp2", {}, marks=SLOW),
+    ("cp2 × tp2", {"lora": {"rank": 3}}),
+])  # fmt: skip
 def test_pairs_are_those_of_one_device(layout: str, model: dict[str, Any]) -> None:
     actual = verify(preference_config(PREFERENCE_LAYOUTS[layout], **model))
     assert not actual.wrong

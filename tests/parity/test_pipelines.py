@@ -107,14 +107,11 @@ AXES = {
 ON_FOUR = [layout for layout, (ranks, _) in AXES.items() if ranks == 4]
 
 
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        *make_cases(dict.fromkeys(ON_FOUR, FAMILIES)),
-        pytest.param("tp2 × pp2 × zero3", ["bert"], marks=EXTENDED),
-        pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("layout", "names"), [
+    *make_cases(dict.fromkeys(ON_FOUR, FAMILIES)),
+    pytest.param("tp2 × pp2 × zero3", ["bert"], marks=EXTENDED),
+    pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
+])  # fmt: skip
 def test_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
     ranks, parallel = AXES[layout]
     check(workers, ranks, names, parallel)
@@ -237,15 +234,11 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
     return {flow.collective: flow.sent_bytes for flow in traffic.list_traffic() if flow.axis == "pp"}
 
 
-@pytest.mark.parametrize(
-    ("parallel", "boundaries"),
-    [
-        (ParallelConfig(pp=2), 1),
-        (ParallelConfig(pp=2, pp_schedule="interleaved"), 3),
-        (ParallelConfig(pp=2, pp_schedule="zbv"), 2),
-    ],
-    ids=["1f1b", "interleaved", "zbv"],
-)
+@pytest.mark.parametrize(("parallel", "boundaries"), [
+    (ParallelConfig(pp=2), 1),
+    (ParallelConfig(pp=2, pp_schedule="interleaved"), 3),
+    (ParallelConfig(pp=2, pp_schedule="zbv"), 2),
+], ids=["1f1b", "interleaved", "zbv"])  # fmt: skip
 def test_traffic_is_the_hidden_vectors(workers: Workers, parallel: ParallelConfig, boundaries: int) -> None:
     """b·s·h elements of each boundary between stages of two ranks, in each direction; the loss is one number more."""
     results = workers.run(count_traffic, 2, parallel)

@@ -169,15 +169,12 @@ def test_documents_need_no_blocks(latent: bool, workers: Workers) -> None:
     assert max(workers.run(attend_to_documents, 2, latent, torch.bfloat16)) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fused_width", "reason"),
-    [
-        (torch.float32, 64, "not support float32 with heads of 64 channels here"),
-        (torch.bfloat16, 20, "not support bfloat16 with heads of 20 channels here"),
-        (torch.bfloat16, None, "not support a bias, a soft cap or dropout of probabilities here"),
-        (torch.bfloat16, 64, "not support a pattern other than full attention, a prefix, or documents of few tokens"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "fused_width", "reason"), [
+    (torch.float32, 64, "not support float32 with heads of 64 channels here"),
+    (torch.bfloat16, 20, "not support bfloat16 with heads of 20 channels here"),
+    (torch.bfloat16, None, "not support a bias, a soft cap or dropout of probabilities here"),
+    (torch.bfloat16, 64, "not support a pattern other than full attention, a prefix, or documents of few tokens"),
+])  # fmt: skip
 def test_blocks_on_a_gpu_are_announced_once(
     dtype: torch.dtype, fused_width: int | None, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -117,14 +117,11 @@ def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ra
     assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts", "ranks"),
-    [
-        *make_cases_by_ranks(MANY, {2: STAGES[2], 4: STAGES[4]}, extended=LONGER_STAGES),
-        *make_cases(dict.fromkeys(MANY[:2], STAGES[8]), 8, extended=["tp2 × pp2 zbv × replicas"], label=" on 8"),
-        *(pytest.param(name, list(STAGES[8]), 8, id=f"{name} on 8", marks=SLOW) for name in MANY[2:]),
-    ],
-)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), [
+    *make_cases_by_ranks(MANY, {2: STAGES[2], 4: STAGES[4]}, extended=LONGER_STAGES),
+    *make_cases(dict.fromkeys(MANY[:2], STAGES[8]), 8, extended=["tp2 × pp2 zbv × replicas"], label=" on 8"),
+    *(pytest.param(name, list(STAGES[8]), 8, id=f"{name} on 8", marks=SLOW) for name in MANY[2:]),
+])  # fmt: skip
 def test_counted_is_expected_of_stages(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, STAGES[ranks][layout]) for layout in layouts}
     assert list_traffic_mismatches(workers, ranks, configs) == {}

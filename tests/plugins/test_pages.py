@@ -30,13 +30,10 @@ def follow(page: str, folder: Path) -> None:
             (folder / title).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("part", "option", "test", "kind", "count"),
-    [
-        ("norm", "scale_norm", "test_scale_norm_is_its_formula", "ScaleNorm", 3),
-        ("position", "kerple", "test_kerple_is_its_formula", "Kerple", 1),
-    ],
-)
+@pytest.mark.parametrize(("part", "option", "test", "kind", "count"), [
+    ("norm", "scale_norm", "test_scale_norm_is_its_formula", "ScaleNorm", 3),
+    ("position", "kerple", "test_kerple_is_its_formula", "Kerple", 1),
+])  # fmt: skip
 def test_adding_a_part_works_as_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, option: str, test: str, kind: str, count: int
 ) -> None:

@@ -210,15 +210,11 @@ def test_gradients_under_the_engine_are_one_process_s(pool: RankPool, layout: st
     assert bool(actual.axes_without_closed_form) == bool(ranks), "what a plugin's engine sends, only its author knows"
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"dp_shard": 1, "pp": 2}, r"^parallel\.pp = 2: parallel\.engine = 'ddp' does not declare 'pp' .*: set par"),
-        ({"dp_shard": 1, "cp": 2},
-         r"does not declare 'cp' .* set parallel\.cp = 1, or .* = 'deepspeed' or 'native'$"),
-        ({"dp_shard": 2, "zero": 3}, r"^parallel\.engine = 'ddp' with .*parallel\.zero = 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parallel", "message"), [
+    ({"dp_shard": 1, "pp": 2}, r"^parallel\.pp = 2: parallel\.engine = 'ddp' does not declare 'pp' .*: set par"),
+    ({"dp_shard": 1, "cp": 2}, r"does not declare 'cp' .* set parallel\.cp = 1, or .* = 'deepspeed' or 'native'$"),
+    ({"dp_shard": 2, "zero": 3}, r"^parallel\.engine = 'ddp' with .*parallel\.zero = 3"),
+])  # fmt: skip
 def test_a_layout_that_a_plugin_s_engine_can_t_carry_is_refused(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify(config(**parallel))

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def make_tar(*members: Member) -> bytes:
     """A tar written header by header, so that it may lie."""
     data = b"".join(info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512) for info, data in members)
     return data + bytes(1024)
+
+
+def pack_tar(files: Mapping[str, bytes]) -> bytes:
+    """A tar of files by name."""
+    return make_tar(*(make_member(name, data) for name, data in files.items()))
 
 
 def draw_documents(n: int = 40) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -34,9 +35,8 @@ sys.exit(code)
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
 def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int) -> None:
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *words]
-    completed = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert completed.returncode == code, completed.stderr
     if words == ["--help"]:
         assert all(f"    {name}" in completed.stdout for name in COMMANDS)
@@ -86,9 +86,7 @@ def bash_script() -> str:
     ("completion f", ["fish"]),
     ("nonsense x", []),
 ])  # fmt: skip
-def test_bash_completes_the_line_with_these_words(
-    bash_script: str, tmp_path: Path, line: str, completions: list[str]
-) -> None:
+def test_bash_completes_a_line_with_words(bash_script: str, tmp_path: Path, line: str, completions: list[str]) -> None:
     for name in ("first", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
@@ -149,26 +147,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("terminal")
     for name, steps in (("a-name-longer-than-half-a-terminal", 10), ("数据", 20)):
         (folder / "runs" / name).mkdir(parents=True)
-        config = load_config(
-            "quickstart", [f"train.steps={steps}", "lr_schedule.warmup_steps=5", "model.vocab_size=400"]
-        )
+        words = [f"train.steps={steps}", "lr_schedule.warmup_steps=5", "model.vocab_size=400"]
+        config = load_config("quickstart", words)
         (folder / "runs" / name / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--help"], 0, "corpora -> tokenizer"),
-        (["verify", "--help"], 0, "NAME,..."),
-        (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
-        (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
-        (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
-        (["report", "runs/数据"], 2, "must be UTF-8"),
-        (["config", "show", "…"], 2, "…: no such config file or preset"),
-    ],
-    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("words", "code", "message"), [
+    (["--help"], 0, "corpora -> tokenizer"),
+    (["verify", "--help"], 0, "NAME,..."),
+    (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
+    (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
+    (["status"], 0, "run: a-name-longer-than-half-a-terminal\n  state: ENDED"),
+    (["report", "runs/数据"], 2, "must be UTF-8"),
+    (["config", "show", "…"], 2, "…: no such config file or preset"),
+], ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "")  # fmt: skip
 def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[str], code: int, message: str) -> None:
     completed = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],
@@ -196,6 +189,18 @@ def test_a_command_runs_with_closed_streams_and_no_file_takes_their_numbers(clos
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, OPEN_A_FILE]
     completed = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
     assert (completed.returncode, completed.stderr) == (0, b"")
+
+
+def test_output_to_a_terminal_that_was_closed_is_dropped() -> None:
+    program = "import sys; from megatfm.terminal import *; input(); mute_closed_streams(); print('x', flush=True)"
+    other_end, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.PIPE
+    )
+    os.close(terminal)
+    os.close(other_end)
+    assert process.communicate(b"\n", timeout=60) == (None, b"")
+    assert process.returncode == 0
 
 
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:

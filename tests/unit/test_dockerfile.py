@@ -60,10 +60,9 @@ def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]])
     assert len(re.findall("^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
     arguments = dict(remaining.split("=") for remaining in select_lines(lines, "ARG"))
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    instructions = list(select_lines(lines, "RUN"))
     for name in arguments:
-        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in select_lines(lines, "RUN")), (
-            name
-        )
+        assert any(f"${name}" in line or f"${{{name}" in line for line in instructions), name
 
 
 def test_the_manual_shows_it() -> None:

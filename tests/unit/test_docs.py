@@ -17,6 +17,7 @@ import tomli_w
 
 from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
+from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
 from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module, parse_folders
@@ -85,9 +86,8 @@ CONFIGS = [
 @pytest.mark.parametrize(("page", "text"), CONFIGS)
 def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
     values = tomllib.loads(text)
-    kind, preset = (
-        (PrepConfig, "quickstart-data") if set(values) <= set(PrepConfig.model_fields) else (Config, "quickstart")
-    )
+    is_prep = set(values) <= set(PrepConfig.model_fields)
+    kind, preset = (PrepConfig, "quickstart-data") if is_prep else (Config, "quickstart")
     if "name" not in values and "out" not in values:
         values = overlay(tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8")), values)
     path = tmp_path / "config.toml"
@@ -95,19 +95,13 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
     load_section(kind, path)
 
 
-def test_the_site_file_loads(tmp_path: Path) -> None:
+def test_the_files_of_a_site_and_of_a_task_load(tmp_path: Path) -> None:
+    blocks = {title: text for _, title, text in list_code_blocks("toml")}
+    for title, path in (("slurm/site.toml", tmp_path / "site.toml"), ("questions.toml", tmp_path / "task.toml")):
+        path.write_text(blocks[title])
     site = importlib.import_module("megatfm.launchers.slurm_site")
-    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "slurm/site.toml")
-    path = tmp_path / "site.toml"
-    path.write_text(text)
-    assert site.load_site(path, {}).partition == "gpu"
-
-
-def test_the_file_of_a_task_loads(tmp_path: Path) -> None:
-    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "questions.toml")
-    path = tmp_path / "questions.toml"
-    path.write_text(text)
-    assert load_section(EvaluationTaskConfig, path).shots == 3
+    assert site.load_site(tmp_path / "site.toml", {}).partition == "gpu"
+    assert load_section(EvaluationTaskConfig, tmp_path / "task.toml").shots == 3
 
 
 @cache
@@ -257,14 +251,30 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
     assert any(answer in item for item in actual) or (actual and answer in text), (word, page)
 
 
-def test_the_glossary_has_every_foreign_key() -> None:
+NAMES_OF_SEVERAL_THINGS = {
+    "batch_size", "cp", "finetune", "freq", "from_pretrained", "interval", "load", "output", "resume_from_checkpoint",
+    "rope", "save", "spec", "stage",
+}  # fmt: skip
+"""Names in the glossary's tables of keys for which an error can't tell the one key that is meant."""
+
+
+def test_an_error_answers_every_key_of_the_glossary_with_ours() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    actual = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert actual >= set(FOREIGN_KEYS.values())
-    words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
-    message = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(FOREIGN_KEYS) <= message, set(FOREIGN_KEYS) - message
+    terms = text.partition("## Terms of the config")[2].partition("### Words of the log")[0]
+    keys = text.partition("### Keys")[2].partition("### What is otherwise")[0]
+    ours_by_name: dict[str, set[str]] = {}
+    for table, column in ((terms, 0), (keys, -1)):
+        for line in table.splitlines():
+            cells = line.strip("| ").split(" | ")
+            ours = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", cells.pop(column))) if len(cells) > 3 else set()
+            for word in re.findall(r"`(?:--)?([a-z0-9_-]+)[` ]", " ".join(cells)) if ours else ():
+                ours_by_name.setdefault(word.replace("-", "_"), set()).update(ours)
+    assert len(ours_by_name) > 150, "the tables were read"
+    assert not [name for name in FOREIGN_KEYS if name not in text.replace("-", "_")]
+    assert set().union(*ours_by_name.values()) >= set(FOREIGN_KEYS.values())
+    for name, ours in ours_by_name.items():
+        if name not in NAMES_OF_SEVERAL_THINGS and not any(key.rpartition(".")[2] == name for key in ours):
+            assert ours.intersection(find_keys(name)), (name, ours, find_keys(name))
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -293,9 +303,8 @@ def plan_rows() -> str:
 
 
 def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
-    assert f"```text\n{plan_rows()}\n```" in (ROOT / "docs" / "internals" / "parallelism.md").read_text(
-        encoding="utf-8"
-    )
+    page = ROOT / "docs" / "internals" / "parallelism.md"
+    assert f"```text\n{plan_rows()}\n```" in page.read_text(encoding="utf-8")
 
 
 def test_the_stations_of_a_batch_are_where_the_page_says() -> None:

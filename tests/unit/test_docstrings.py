@@ -168,34 +168,31 @@ PROTOCOL = 'class Wanted(Protocol):\n    """Runs and stops."""\n    size: int\n 
 ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
 
 
-@pytest.mark.parametrize(
-    ("source", "faulty"),
-    [
-        ("def run(): ...", ["run"]),
-        ("async def run(): ...", ["run"]),
-        ("class Kind: ...", ["Kind"]),
-        ("def _run(): ...", []),
-        ("class _Kind:\n    def run(self): ...", []),
-        ("def run():\n    def inner(): ...", ["run"]),
-        ('def run():\n    """Those that are meant."""', ["run"]),
-        ('def run():\n    """What is meant."""', ["run"]),
-        ('def run():\n    """Where files are read."""', ["run"]),
-        ('def run():\n    """Seconds."""', []),
-        ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
-        (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),
-        (BASE + 'class Kind(Base):\n    """A kind."""\n    def stop(self): ...', ["Kind.stop"]),
-        (BASE + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
-        (PROTOCOL + 'class Kind:\n    """A kind."""\n    size: int = 1\n    def run(self): ...', []),
-        (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self):\n        self.size = 1', []),
-        (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
-        ('class Kind(nn.Module):\n    """A kind."""\n    def forward(self): ...', []),
-        ('class Kind:\n    """A kind."""\n    def forward(self): ...', ["Kind.forward"]),
-        (ENTRY, ["read"]),
-        (ENTRY + 'KINDS.register("one")(Entry(read))', []),
-        (ENTRY + 'KINDS.register("one")(Entry(read=read))', []),
-        (ENTRY + "Entry(read)", ["read"]),
-    ],
-)
+@pytest.mark.parametrize(("source", "faulty"), [
+    ("def run(): ...", ["run"]),
+    ("async def run(): ...", ["run"]),
+    ("class Kind: ...", ["Kind"]),
+    ("def _run(): ...", []),
+    ("class _Kind:\n    def run(self): ...", []),
+    ("def run():\n    def inner(): ...", ["run"]),
+    ('def run():\n    """Those that are meant."""', ["run"]),
+    ('def run():\n    """What is meant."""', ["run"]),
+    ('def run():\n    """Where files are read."""', ["run"]),
+    ('def run():\n    """Seconds."""', []),
+    ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
+    (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),
+    (BASE + 'class Kind(Base):\n    """A kind."""\n    def stop(self): ...', ["Kind.stop"]),
+    (BASE + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
+    (PROTOCOL + 'class Kind:\n    """A kind."""\n    size: int = 1\n    def run(self): ...', []),
+    (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self):\n        self.size = 1', []),
+    (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
+    ('class Kind(nn.Module):\n    """A kind."""\n    def forward(self): ...', []),
+    ('class Kind:\n    """A kind."""\n    def forward(self): ...', ["Kind.forward"]),
+    (ENTRY, ["read"]),
+    (ENTRY + 'KINDS.register("one")(Entry(read))', []),
+    (ENTRY + 'KINDS.register("one")(Entry(read=read))', []),
+    (ENTRY + "Entry(read)", ["read"]),
+])  # fmt: skip
 def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
     assert [fault.split()[1] for fault in House({"megatfm.attic": parse_source(source)}).faults()] == faulty
 

@@ -203,10 +203,8 @@ def test_permutations_are_uniform() -> None:
 
 def test_hashes_keep_their_golden_values() -> None:
     """Masks, plans of packing and dropout hang on these: they are never to change."""
-    assert rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
-        2514947007226666148,
-        15164154967367666321,
-    ]
+    rows = rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5]))
+    assert rows.tolist() == [2514947007226666148, 15164154967367666321]
     assert rng.chunk_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
         6198772376103169062,
         15343448976193684557,
@@ -286,9 +284,8 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_parts_of_a_test").mkdir()
     (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
-    config = load_config(
-        "quickstart", ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"]
-    )
+    words = ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"]
+    config = load_config("quickstart", words)
     with torch.device("meta"), pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm' .*; there are: "):
         build(config.model)
     import_plugins(config.plugins)
@@ -338,16 +335,13 @@ def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, mo
     del sys.modules["found_for_a_run"]
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
-        ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
-        ("\nimport nothing_of_that_name", r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name"),
-        ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
-        ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
-    ],
-)
+@pytest.mark.parametrize(("code", "why"), [
+    ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
+    ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
+    ("\nimport nothing_of_that_name", r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name"),
+    ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
+    ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
+])  # fmt: skip
 def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_plugin.py").write_text(code)
@@ -360,15 +354,12 @@ def test_a_missing_plugin() -> None:
         import_plugins(["no_such_parts"])
 
 
-@pytest.mark.parametrize(
-    ("field", "kind"),
-    [
-        ("norm.name", "norm"),
-        ("ffn.activation", "activation"),
-        ("position.name", "position"),
-        ("norm.placement", "norm position"),
-    ],
-)
+@pytest.mark.parametrize(("field", "kind"), [
+    ("norm.name", "norm"),
+    ("ffn.activation", "activation"),
+    ("position.name", "position"),
+    ("norm.placement", "norm position"),
+])  # fmt: skip
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
     config = ModelConfig.from_dotted(
         {"vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8, field: "nothing"},

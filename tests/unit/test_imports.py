@@ -119,26 +119,23 @@ def test_no_file_breaks_an_import_rule(rule) -> None:
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize(
-    ("rule", "module", "source", "is_broken"),
-    [
-        (uses_ranks, "megatfm.data.loader", "import torch.distributed as dist", True),
-        (uses_ranks, "megatfm.layers.block", "import torch\nrank = torch.distributed.get_rank()", True),
-        (uses_ranks, "megatfm.layers.block", "from torch import distributed", True),
-        (uses_ranks, "megatfm.parallel.mesh", "import torch.distributed as dist", False),
-        (is_folder_of_the_checkout, "megatfm.commands.data", "from data_prep.cli import cli", True),
-        (is_folder_of_the_checkout, "megatfm.commands.data", "from megatfm.data_prep.cli import cli", False),
-        (reaches_another_test, "tests.unit.test_x", "from tests.support.parity import build_engine", False),
-        (reaches_another_test, "tests.unit.test_x", "from tests.plugins import plugin", False),
-        (reaches_another_test, "tests.unit.test_x", "from tests.parity import test_layouts", True),
-        (reaches_another_test, "tests.unit.test_x", "from tests.parity.test_layouts import compare", True),
-        (reaches_another_test, "tests.unit.test_x", "import tests.parity.test_pipelines", True),
-        (reaches_another_test, "tests.unit.test_x", "from .conftest import write", True),
-        (reaches_another_test, "tests.unit.test_x", "def f():\n    from tests.plugins.test_a import B", True),
-        (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_pipelines", False),
-        (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_experts", True),
-    ],
-)
+@pytest.mark.parametrize(("rule", "module", "source", "is_broken"), [
+    (uses_ranks, "megatfm.data.loader", "import torch.distributed as dist", True),
+    (uses_ranks, "megatfm.layers.block", "import torch\nrank = torch.distributed.get_rank()", True),
+    (uses_ranks, "megatfm.layers.block", "from torch import distributed", True),
+    (uses_ranks, "megatfm.parallel.mesh", "import torch.distributed as dist", False),
+    (is_folder_of_the_checkout, "megatfm.commands.data", "from data_prep.cli import cli", True),
+    (is_folder_of_the_checkout, "megatfm.commands.data", "from megatfm.data_prep.cli import cli", False),
+    (reaches_another_test, "tests.unit.test_x", "from tests.support.parity import build_engine", False),
+    (reaches_another_test, "tests.unit.test_x", "from tests.plugins import plugin", False),
+    (reaches_another_test, "tests.unit.test_x", "from tests.parity import test_layouts", True),
+    (reaches_another_test, "tests.unit.test_x", "from tests.parity.test_layouts import compare", True),
+    (reaches_another_test, "tests.unit.test_x", "import tests.parity.test_pipelines", True),
+    (reaches_another_test, "tests.unit.test_x", "from .conftest import write", True),
+    (reaches_another_test, "tests.unit.test_x", "def f():\n    from tests.plugins.test_a import B", True),
+    (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_pipelines", False),
+    (reaches_another_test, "tests.support.layout_table", "from tests.parity import test_experts", True),
+])  # fmt: skip
 def test_a_planted_import_is_found(rule, module: str, source: str, is_broken: bool) -> None:
     assert any(rule(module, name) for _, name in imported_names(source, module)) is is_broken
 
@@ -164,16 +161,13 @@ def test_only_the_mesh_names_its_axes(trees: Mapping[str, ast.Module]) -> None:
     assert not literals, literals
 
 
-@pytest.mark.parametrize(
-    ("source", "is_literal"),
-    [
-        ('mesh.sum(x, ("tp",))', True),
-        ('mesh.size("dp_shard")', True),
-        ('sizes["dp_shard"]', True),
-        ('parallel.model_copy(update={"tp": 1, "dp_shard": 1})', False),
-        ("mesh.sum(x, layout.sum_over)", False),
-    ],
-)
+@pytest.mark.parametrize(("source", "is_literal"), [
+    ('mesh.sum(x, ("tp",))', True),
+    ('mesh.size("dp_shard")', True),
+    ('sizes["dp_shard"]', True),
+    ('parallel.model_copy(update={"tp": 1, "dp_shard": 1})', False),
+    ("mesh.sum(x, layout.sum_over)", False),
+])  # fmt: skip
 def test_a_planted_axis_is_found(source: str, is_literal: bool) -> None:
     assert bool(literal_axes(parse_source(source))) is is_literal
 

@@ -54,9 +54,8 @@ def check_equal_host_names(folder: Path) -> tuple[set[str], tuple[int, ...]]:
         patch.setattr(
             Path, "read_text", lambda path, *remaining: boot if path.name == "boot_id" else real(path, *remaining)
         )
-        return unique_on_host(["a", f"of {dist.get_rank()}"]), NodeTopology.discover(
-            folder, dist.group.WORLD
-        ).node_of_rank
+        hosts = unique_on_host(["a", f"of {dist.get_rank()}"])
+        return hosts, NodeTopology.discover(folder, dist.group.WORLD).node_of_rank
 
 
 def test_machines_of_the_same_name_are_distinguished(workers: Workers, tmp_path: Path) -> None:
@@ -123,11 +122,8 @@ def in_a_group_without_rank_0() -> tuple[int, list[int], int] | None:
     if dist.get_rank() == 0:
         return None
     me = dist.get_rank()
-    return (
-        run_on_rank_0("a", lambda: me, group),
-        run_and_gather("b", lambda: me, group),
-        scatter("c", [10, 20], group),
-    )
+    results = run_on_rank_0("a", lambda: me, group), run_and_gather("b", lambda: me, group)
+    return *results, scatter("c", [10, 20], group)
 
 
 def test_rank_0_is_the_group_s(workers: Workers) -> None:

@@ -159,15 +159,12 @@ def test_missing_packages_are_named(programs):
     assert refusal("up", PATH=str(programs)) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("up --nodes", "--nodes : usage: up [--nodes N]"),
-        ("up --nodes 0", "it takes 1 to 64 nodes"),
-        ("up --nodes 2 --disks 3", "--disks: no such option"),
-        ("node kill n1", "n1: no such node"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    ("up --nodes", "--nodes : usage: up [--nodes N]"),
+    ("up --nodes 0", "it takes 1 to 64 nodes"),
+    ("up --nodes 2 --disks 3", "--disks: no such option"),
+    ("node kill n1", "n1: no such node"),
+])  # fmt: skip
 def test_wrong_arguments_are_one_clear_line(words, reason):
     assert refusal(*words.split()).startswith(reason)
 

@@ -18,18 +18,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("preset", "dtype", "ways"),
-    [
-        ("gpt2-124m", "bf16", ["forward"]),
+@pytest.mark.parametrize(("preset", "dtype", "ways"), [
+    ("gpt2-124m", "bf16", ["forward"]),
         pytest.param("gpt2-124m", "bf16", ["forward", "backward"], marks=EXTENDED),
-        *(
-            pytest.param(preset, dtype, ["forward", "backward"], marks=SLOW)
-            for preset in ("bert-base", "llama3-8b")
-            for dtype in ("bf16", "fp32")
-        ),
-    ],
-)
+    *(
+        pytest.param(preset, dtype, ["forward", "backward"], marks=SLOW)
+        for preset in ("bert-base", "llama3-8b")
+        for dtype in ("bf16", "fp32")
+    ),
+])  # fmt: skip
 def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str, ways: list[str]) -> None:
     """Kernels include dropout: Triton takes no constant of 64 bits beside an index of 32."""
     compiled = load_script("compiled_kernels").compile_preset(preset, dtype)

@@ -303,7 +303,8 @@ def test_cases_are_of_the_sizes_that_they_claim() -> None:
 
 
 def test_facts_are_written_and_a_missing_kernel_is_named(tmp_path: Path) -> None:
-    assert load_script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
+    module = load_script("gpu_facts")
+    assert module.common.run_script(None, module.main, ["--tiny", "--out", str(tmp_path)]) == 0
     (result,) = tmp_path.glob("*-gpu-facts.md")
     kernels = {tuple(row[:2]): row[2:] for row in rows(result) if len(row) == 6}
     speed, _, finite, error = kernels["tiny, 1 documents a row", "flash"]
@@ -317,7 +318,7 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
     module = load_script("gpu_facts")
     exact = module.KERNELS["flash"]
     monkeypatch.setitem(module.KERNELS, "flash", lambda *inputs: exact(*inputs) * float("nan"))
-    assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
+    assert module.common.run_script(None, module.main, ["--tiny", "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.slow

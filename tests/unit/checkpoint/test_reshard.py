@@ -231,6 +231,5 @@ def test_one_rank_s_damaged_file_stops_all(workers: Workers, tmp_path: Path) -> 
     file.write_bytes(content)
     first, second = workers.run(load_damaged, 2, path)
     assert first == second
-    assert (
-        first == f"checkpoint {path} not loaded: rank 1 on {HOST}: {file} is damaged: its content doesn't have its hash"
-    )
+    reason = f"rank 1 on {HOST}: {file} is damaged: its content doesn't have its hash"
+    assert first == f"checkpoint {path} not loaded: {reason}"

@@ -50,34 +50,36 @@ def test_deepspeed_json_follows_from_the_config() -> None:
     assert "compute_grad_norm" not in added_up["zero_optimization"], "which DeepSpeed would refuse"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
-        (["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
-        (["train.precision=fp64"], "set 'fp32'"),
-        (["train.precision=bf16", "parallel.zero=0", "parallel.pp=2"], "set parallel.zero = 1"),
-        (["train.precision=fp16", "parallel.zero=0"], "set parallel.zero = 1"),
-        (["deepspeed.zero_hpz_partition_size=2", "parallel.zero=2"], "set parallel.zero = 3"),
-        (["deepspeed.zero_hpz_partition_size=2", "parallel.tp=2"], "set parallel.tp = 1"),
-        (["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
-        (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
-        (["train.compile=true"], "set train.compile = false"),
-        (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
-        (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
-        (["deepspeed.offload_parameters=cpu", "parallel.zero=2"], "set parallel.zero = 3"),
-        (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
-        ([*WEIGHTS_IN_FILES, "parallel.dp_shard=1"], "set parallel.dp_shard = 2 or more"),
-        ([*WEIGHTS_IN_FILES, "parallel.dp_shard=4", "parallel.ep=4"], "parallel.ep to less than that"),
-        (["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"], "set parallel.zero = 3"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
+    (["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
+    (["train.precision=fp64"], "set 'fp32'"),
+    (["train.precision=bf16", "parallel.zero=0", "parallel.pp=2"], "set parallel.zero = 1"),
+    (["train.precision=fp16", "parallel.zero=0"], "set parallel.zero = 1"),
+    (["deepspeed.zero_hpz_partition_size=2", "parallel.zero=2"], "set parallel.zero = 3"),
+    (["deepspeed.zero_hpz_partition_size=2", "parallel.tp=2"], "set parallel.tp = 1"),
+    (["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
+    (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
+    (["train.compile=true"], "set train.compile = false"),
+    (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
+    (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
+    (["deepspeed.offload_parameters=cpu", "parallel.zero=2"], "set parallel.zero = 3"),
+    (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
+    ([*WEIGHTS_IN_FILES, "parallel.dp_shard=1"], "set parallel.dp_shard = 2 or more"),
+    ([*WEIGHTS_IN_FILES, "parallel.dp_shard=4", "parallel.ep=4"], "parallel.ep to less than that"),
+    (["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"], "set parallel.zero = 3"),
+], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_options_that_deepspeed_can_t_carry_are_refused_on_reading(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as actual:
         config(*overrides)
     assert message in str(actual.value)
     assert "\n" not in str(actual.value)
+
+
+def test_a_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "tuned.json").write_text('\ufeff{"wall_clock_breakdown": true}', encoding="utf-8")
+    merged = make_deepspeed_json(config(f"deepspeed.json_file={tmp_path / 'tuned.json'}"), "fp32")
+    assert merged["wall_clock_breakdown"] is True
 
 
 def test_its_section_is_for_its_engine_alone() -> None:

@@ -114,14 +114,11 @@ def test_optimizers_have_their_own_fields(load: Load) -> None:
     assert (muon.matrix_lr, muon.lr) == (0.5, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("optimizer.name=muon", "optimizer.lr=0.1", "run_dir=somewhere", 'resume.allow=["seed"]'),
-        ("model.attention.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    (),
+    ("optimizer.name=muon", "optimizer.lr=0.1", "run_dir=somewhere", 'resume.allow=["seed"]'),
+    ("model.attention.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
+])  # fmt: skip
 def test_the_resolved_config_gives_itself_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
@@ -302,9 +299,8 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
     nodes = options(schema)
     for part in path.split("."):
         key, _, variant = part.partition("[")
-        actual = [
-            node.get("additionalProperties") if key == "*" else node.get("properties", {}).get(key) for node in nodes
-        ]
+        parts = [{**node.get("properties", {}), "*": node.get("additionalProperties")} for node in nodes]
+        actual = [known.get(key) for known in parts]
         nodes = [option for item in actual if isinstance(item, dict) for option in options(item)]
         if variant:
             names = [node.get("properties", {}).get("name", {}) for node in nodes]
@@ -329,11 +325,8 @@ def test_stored_keys_are_translated_and_a_user_s_refused(tmp_path: Path, monkeyp
 
 def test_prep_json_is_translated_by_its_own_table() -> None:
     renamed = (("steps[near].words", "steps.shingle"), ("split.by", "split.key"))
-    stored = {
-        "version": 3,
-        "split": {"by": "source"},
-        "steps": [{"name": "near", "words": 5}, {"name": "c4", "words": 1}],
-    }
+    steps = [{"name": "near", "words": 5}, {"name": "c4", "words": 1}]
+    stored = {"version": 3, "split": {"by": "source"}, "steps": steps}
     assert migrate_prep(stored, renamed) == {
         "version": 3, "split": {"key": "source"}, "steps": [{"name": "near", "shingle": 5}, {"name": "c4", "words": 1}],
     }  # fmt: skip

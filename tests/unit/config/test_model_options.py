@@ -169,9 +169,7 @@ def test_dotted_keys_and_tables_meet() -> None:
     ("quickstart", ["model.attention.name=linformer", "model.attention.max_length=255"],
      "choose data.sequence_length = 255, or model.attention.max_length = 256"),
 ])  # fmt: skip
-def test_positions_that_a_model_can_not_have_are_refused_on_loading(
-    preset: str, overrides: list[str], message: str
-) -> None:
+def test_positions_that_a_model_lacks_are_refused_on_loading(preset: str, overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_config(preset, overrides)
     assert message in str(caught.value)

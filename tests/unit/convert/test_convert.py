@@ -104,14 +104,12 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     """GPT-2's published files have no prefix, and masks of attention."""
     reference = build_hf_gpt2()
     reference.save_pretrained(tmp_path / "theirs")
-    bare = {
-        name.removeprefix("transformer."): tensor for name, tensor in read_folder_tensors(tmp_path / "theirs").items()
-    }
+    saved = read_folder_tensors(tmp_path / "theirs")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "theirs" / "model.safetensors")
-    torch.testing.assert_close(
-        megatfm.load(tmp_path / "theirs")(DECODER_TOKENS).logits, reference(DECODER_TOKENS).logits
-    )
+    logits = megatfm.load(tmp_path / "theirs")(DECODER_TOKENS).logits
+    torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits)
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
@@ -155,7 +153,12 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
         ("theirs", "x", "hf", "already in that format: use --to megatfm"),
         ("empty", "x", "megatfm", "already in that format: use --to hf"),
         ("nothing", "x", "hf", "there is no such folder: give one with a run or checkpoint"),
-        ("texts", "x", "megatfm", r"texts: holds no model: .* config\.json.*`megatfm prep` turns text into a corpus$"),
+        (
+            "texts",
+            "x",
+            "megatfm",
+            r"config\.json; for megatfm's it is neither a .*`megatfm prep` turns text",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             convert(tmp_path / source, tmp_path / target, to)
@@ -168,15 +171,12 @@ def test_max_shard_size_is_parsed() -> None:
             parse_size(wrong)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
-        (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
-        (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
-        (["megatfm", "--hf-config", "c", "--base", "b"], "--to megatfm: leave it out with --hf-config"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
+    (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
+    (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
+    (["megatfm", "--hf-config", "c", "--base", "b"], "--to megatfm: leave it out with --hf-config"),
+])  # fmt: skip
 def test_options_of_another_format_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         run(str(tmp_path), str(tmp_path / "new"), "--to", *flags)
@@ -235,12 +235,10 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
     assert [note for note in HfFolder(tmp_path).notes if names[0] in note and "not read" in note] != []
     tokens = torch.arange(9)[None]
     with torch.no_grad():
-        torch.testing.assert_close(
-            megatfm.load(tmp_path)(tokens).logits, reference(tokens).logits, rtol=1e-5, atol=1e-5
-        )
-    edit_tensors(
-        tmp_path, lambda tensors: tensors.update({f"model.layers.{count + modules}.enorm.weight": torch.zeros(2)})
-    )
+        logits = megatfm.load(tmp_path)(tokens).logits
+        torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-5, atol=1e-5)
+    name = f"model.layers.{count + modules}.enorm.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(2)}))
     with pytest.raises(MegatfmError, match=f"{count + modules}.enorm.weight is in its files, but is no weight"):
         HfFolder(tmp_path)
 
@@ -258,9 +256,8 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     reference.save_pretrained(tmp_path)
     edit_config(tmp_path, **{key: value for key, value in values.items() if key.endswith("sparse_step")})
     names = [name for name in read_folder_tensors(tmp_path) if "experts" in name]
-    sparse = {
-        side: {int(name.split(".")[2]) for name in names if name.startswith(side)} for side in ("encoder", "decoder")
-    }
+    sides = ("encoder", "decoder")
+    sparse = {side: {int(name.split(".")[2]) for name in names if name.startswith(side)} for side in sides}
     if sparse["encoder"] != sparse["decoder"]:
         with pytest.raises(UsageError, match=r"encoder_sparse_step and decoder_sparse_step.* put experts into other"):
             HfFolder(tmp_path)

@@ -147,9 +147,8 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
     ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
 ])  # fmt: skip
 def test_options_of_decoders_that_transformers_lacks_are_refused(changes: dict[str, Any], lacks: str) -> None:
-    config = ModelConfig.from_dotted(
-        vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
-    )
+    sizes = {"vocab_size": 60, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
+    config = ModelConfig.from_dotted(sizes | changes)
     with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
         find_architecture(config)
 
@@ -263,13 +262,10 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     assert getattr(transformers, name).config_class.from_dict(expected).vocab_size == 4096
 
 
-@pytest.mark.parametrize(
-    ("preset", "words"),
-    [
-        ("llama3-8b", ["model.d_model=100", "model.attention.n_heads=6", "model.attention.n_kv_heads=2"]),
-        ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
-    ],
-)
+@pytest.mark.parametrize(("preset", "words"), [
+    ("llama3-8b", ["model.d_model=100", "model.attention.n_heads=6", "model.attention.n_kv_heads=2"]),
+    ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
+])  # fmt: skip
 def test_a_decoder_that_transformers_could_not_run_is_not_exported(preset: str, words: list[str]) -> None:
     words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
     with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):

@@ -253,9 +253,7 @@ def test_every_architecture_is_edited() -> None:
     """And of those with one config.json, one whole; classes of a task are opened as their bare model."""
     known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names() if not TASK_CLASSES.fullmatch(name)}
     heads = {name: known[name].model_type for name in known if not known[name].is_base_model}
-    heads = {
-        name: kind for name, kind in heads.items() if name not in WITH_SECTIONS and not name.endswith(MASKED_IMAGES)
-    }
+    heads = {name: kind for name, kind in heads.items() if not (name in WITH_SECTIONS or name.endswith(MASKED_IMAGES))}
     assert {name for name, _ in CASES.values()} == heads.keys()
     assert {heads[CASES[case][0]] for case in CASES.keys() - VARIANTS.keys()} == {*heads.values()}
 

@@ -194,16 +194,13 @@ def test_names_as_in_memory_and_older_buffers(tmp_path: Path) -> None:
     same_answers(expected, megatfm.load(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        ("Swin", {"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06 is not supported"),
-        ("Swin", {"use_absolute_embeddings": True}, "use_absolute_embeddings = True is not supported"),
-        ("Swin", {"image_size": [32, 64]}, "megatfm reads square images"),
-        ("Swin", {"hidden_size": 16}, "hidden_size = 16 is not supported, only 32"),
-        ("Swin-V2", {"pretrained_window_sizes": [3, 0]}, "give all of them, or zeros alone"),
-    ],
-)
+@pytest.mark.parametrize(("case", "changes", "message"), [
+    ("Swin", {"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06 is not supported"),
+    ("Swin", {"use_absolute_embeddings": True}, "use_absolute_embeddings = True is not supported"),
+    ("Swin", {"image_size": [32, 64]}, "megatfm reads square images"),
+    ("Swin", {"hidden_size": 16}, "hidden_size = 16 is not supported, only 32"),
+    ("Swin-V2", {"pretrained_window_sizes": [3, 0]}, "give all of them, or zeros alone"),
+])  # fmt: skip
 def test_options_of_image_models_that_are_not_read_are_named(
     case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -82,9 +82,8 @@ def answer(model: LlavaForConditionalGeneration) -> Tensor:
 def our_answer(folder: Path, encoder: str = "clip") -> Tensor:
     image = make_batch([draw_pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, int(encoder == "clip"), [[0]])
     with torch.no_grad():
-        return megatfm.load(folder)(
-            tokens=tokens(), **{f"encoder_{name}": field for name, field in image.items()}
-        ).logits
+        image = {f"encoder_{name}": field for name, field in image.items()}
+        return megatfm.load(folder)(tokens=tokens(), **image).logits
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -116,19 +115,16 @@ def test_released_names_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(our_answer(tmp_path), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("encoder", "changes", "message"),
-    [
-        ("clip", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
-        ("clip", {"vision_feature_layer": 9}, "vision_feature_layer = 9"),
-        ("clip", {"vision_feature_select_strategy": "full"}, "'full' passes on its class token too of a clip_vision_"),
-        ("siglip", {"vision_feature_select_strategy": "default"}, "'default' passes on all but the first patch of a"),
-        ("clip", {"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
-        ("clip", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
-        ("clip", {"text_config": {"model_type": "qwen2"}}, "model_type = 'qwen2'"),
-        ("clip", {"vision_config": {"model_type": "vit"}}, "'vit': megatfm reads LLaVA with clip_vision_model or sig"),
-    ],
-)
+@pytest.mark.parametrize(("encoder", "changes", "message"), [
+    ("clip", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
+    ("clip", {"vision_feature_layer": 9}, "vision_feature_layer = 9"),
+    ("clip", {"vision_feature_select_strategy": "full"}, "'full' passes on its class token too of a clip_vision_"),
+    ("siglip", {"vision_feature_select_strategy": "default"}, "'default' passes on all but the first patch of a"),
+    ("clip", {"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
+    ("clip", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
+    ("clip", {"text_config": {"model_type": "qwen2"}}, "model_type = 'qwen2'"),
+    ("clip", {"vision_config": {"model_type": "vit"}}, "'vit': megatfm reads LLaVA with clip_vision_model or sig"),
+])  # fmt: skip
 def test_options_of_llava_that_megatfm_lacks_are_refused(
     encoder: str, changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:
@@ -159,19 +155,16 @@ def test_the_released_config_is_read(tmp_path: Path) -> None:
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "hidden_size": 24}
 IDS = {"bos_token_id": 47, "eos_token_id": 48, "pad_token_id": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "CLIPModel": {"projection_dim": 12, "logit_scale_init_value": 1.5},
-    "SiglipModel": {},
-}
+CLIP = {"projection_dim": 12, "logit_scale_init_value": 1.5}
+CASES: dict[str, dict[str, Any]] = {"CLIPModel": CLIP, "SiglipModel": {}}
 CAPTIONS = [[47, 5, 6, 48], [47, 7, 8, 9, 10, 11, 48]]
 
 
 def make(name: str, folder: Path) -> PreTrainedModel:
     kind = getattr(transformers, name)
     text = SIZES | IDS | {"vocab_size": 50, "max_position_embeddings": 7}
-    config = kind.config_class(
-        text_config=text, vision_config=SIZES | {"image_size": 16, "patch_size": 4}, **CASES[name]
-    )
+    vision = SIZES | {"image_size": 16, "patch_size": 4}
+    config = kind.config_class(text_config=text, vision_config=vision, **CASES[name])
     model = perturb_parameters(kind(config))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))

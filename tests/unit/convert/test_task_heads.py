@@ -166,15 +166,12 @@ def test_a_head_that_the_files_lack_leaves_the_bare_model(tmp_path: Path, caplog
     assert "opened without its head: its files lack classifier.bias" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "loss", "classes"),
-    [
-        ({"id2label": {0: "LABEL_0"}}, "squared_error", 1),
-        ({"id2label": {0: "score"}, "problem_type": "regression"}, "squared_error", 1),
-        ({"problem_type": "multi_label_classification"}, "binary_cross_entropy", 3),
-        ({"problem_type": None}, "cross_entropy", 3),
-    ],
-)
+@pytest.mark.parametrize(("options", "loss", "classes"), [
+    ({"id2label": {0: "LABEL_0"}}, "squared_error", 1),
+    ({"id2label": {0: "score"}, "problem_type": "regression"}, "squared_error", 1),
+    ({"problem_type": "multi_label_classification"}, "binary_cross_entropy", 3),
+    ({"problem_type": None}, "cross_entropy", 3),
+])  # fmt: skip
 def test_the_loss_is_that_of_the_problem_type(options: dict[str, Any], loss: str, classes: int, tmp_path: Path) -> None:
     save_folder(tmp_path, "BertForSequenceClassification", **options)
     head = megatfm.load(tmp_path).config.extra_heads["sentence"]

@@ -83,10 +83,8 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         with pytest.raises(UsageError, match="--noise is a number from 0"):
             upcycle(dense, tmp_path / "again", Upcycling(4, noise=noise))
     assert not (tmp_path / "again").exists()
-    shapes = [
-        {name: tuple(p.shape) for name, p in megatfm.load(path).named_parameters()}
-        for path in (dense, tmp_path / "moe")
-    ]
+    models = map(megatfm.load, (dense, tmp_path / "moe"))
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
     with pytest.raises(UsageError, match="weights of a mixture of experts, but the model is dense"):
         match_weights(shapes[0], shapes[1], (), tmp_path / "moe")
     with pytest.raises(UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"):
@@ -158,7 +156,6 @@ def test_layer_types_with_different_networks(tmp_path: Path, tokenizer_model: by
     assert widths == [24, 48, 30]
     expected = megatfm.load(run).double()(DECODER_TOKENS).logits
     torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, expected, rtol=1e-10, atol=1e-10)
-    with pytest.raises(
-        UsageError, match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6"
-    ):
+    reason = r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6"
+    with pytest.raises(UsageError, match=reason):
         upcycle(run, tmp_path / "again", Upcycling(3, granularity=8))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
-from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
+from megatfm.corpus.inspect import check_corpus, describe_corpus, get_domain, tabulate_stats
 from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
@@ -132,9 +133,8 @@ def test_show_gives_a_sample(folder: Path) -> None:
     text = describe_corpus(folder, 7, decode)
     for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
         assert fact in text
-    assert describe_corpus(folder, 7).splitlines()[-1].split() == list(
-        map(str, Corpus.open(folder).read_sample(7).tokens)
-    )
+    tokens = describe_corpus(folder, 7).splitlines()[-1].split()
+    assert tokens == list(map(str, Corpus.open(folder).read_sample(7).tokens))
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +238,8 @@ def test_text_is_decoded_unchanged(exported_from: Path, tmp_path: Path) -> None:
     assert [json.loads(line) for line in data.decode().splitlines()] == expected
     packed = (tmp_path / "new/a.jsonl.zst").read_bytes()
     assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == data
-    assert pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist() == [
-        {**record, "fields": None} for record in expected
-    ]
+    rows = pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist()
+    assert rows == [{**record, "fields": None} for record in expected]
 
 
 def test_sources_that_are_no_unicode_are_exported(tmp_path: Path) -> None:
@@ -337,9 +336,7 @@ def test_url_is_no_folder_of_that_name(exported_from: Path, tmp_path: Path, out:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_writes_both_files_or_none(
-    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_write_both_files_or_none(exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""
     (tmp_path / "a.idx").write_text("mine")
     with pytest.raises(UsageError, match=r"a\.idx: is there already"):
@@ -362,6 +359,32 @@ def test_an_export_writes_both_files_or_none(
 def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
     assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
     assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("url", "domain"),
+    [
+        ("https://www.example.com/a/b", "example.com"), ("http://EXAMPLE.com", "example.com"),
+        ("http://example.com.:8080/", "example.com"), ("https://example.com?page=1", "example.com"),
+        ("https://example.com#top", "example.com"), ("http://a:b@www.example.com:80?x=http://b.org/", "example.com"),
+        ("https://example.com/?at=me@other.org", "example.com"), ("http://[2001:DB8::1]:80/a", "2001:db8::1"),
+        ("http://user@[::1]?x", "::1"), (" http://sub.example.com\\a", "sub.example.com"), ("example.com/a", ""),
+        ("", ""), ("http://", ""), ("http://[broken/", "broken"),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_host_are_one_domain(url: str, domain: str) -> None:
+    assert get_domain(url) == domain
+
+
+def test_fields_without_number_are_not_all_counted(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint16") as writer:
+        for number in range(110):
+            writer.add(str(number), np.array([5]), "x", 1, fields={"shared": "a", f"field{number}": "b"})
+        writer.finish({})
+    text = tabulate_stats(tmp_path)
+    assert text.count("field") == 99 + 1, "with `shared`, a hundred; and the line below them"
+    assert "there are more than 100 fields: further ones are not counted" in text
+    assert re.search(r"a +110 +110 +110", text)
 
 
 def test_statistics_are_counted(exported_from: Path) -> None:

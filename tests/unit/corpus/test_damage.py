@@ -77,9 +77,12 @@ def test_missing_cut_and_linked_files_are_named_at_opening(folder: Path, tmp_pat
         assert_refused(lambda: Corpus.open(folder), name, reason, "restore it")
 
 
-def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_shard_that_is_cut_or_becomes_a_link_after_opening_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     path = corpus.folder / SHARD
-    shutil.move(path, tmp_path / "elsewhere")
+    shutil.copy(path, tmp_path / "elsewhere")
+    path.write_bytes(path.read_bytes()[:1000])
+    assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
+    path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links")
 
@@ -104,12 +107,6 @@ def test_packed_frames_are_checked_against_the_index(packed: Path, monkeypatch: 
         monkeypatch.setattr(Corpus, "read_frame", lambda *_, stored=stored: stored)
         samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
         assert_refused(lambda: corpus.read_block_samples(block), SHARD, samples, reason)
-
-
-def test_a_shard_that_is_cut_after_opening(corpus: Corpus) -> None:
-    path = corpus.folder / SHARD
-    path.write_bytes(path.read_bytes()[:1000])
-    assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
 
 
 def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
@@ -244,10 +241,11 @@ def test_another_index_than_the_manifests_is_named(folder: Path) -> None:
     assert_refused(lambda: Corpus.open(folder), INDEX, "BLAKE3")
 
 
-def test_an_index_with_more_than_it_says_is_named(folder: Path) -> None:
+def test_an_index_with_more_than_it_says_is_named_and_one_with_far_more_is_not_unpacked(folder: Path) -> None:
     content = zstandard.decompress((folder / INDEX).read_bytes())
-    replace_index(folder, zstandard.compress(content + b"more"))
-    assert_refused(lambda: Corpus.open(folder), INDEX, "longer")
+    for longer, reason in ((content + b"more", "longer"), (bytes(10**8), "absurd")):
+        replace_index(folder, zstandard.compress(longer))
+        assert_refused(lambda: Corpus.open(folder), INDEX, reason)
 
 
 def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
@@ -259,12 +257,6 @@ def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
     changes = put("frames.compressed", {0: len(frame)}), put("frames.uncompressed", {0: len(plain)})
     replace_index(folder, edit_index_bytes(index, *changes))
     assert_refused(lambda: check_corpus(folder), SHARD, "frame 0", "unknown data")
-
-
-@pytest.mark.parametrize("samples", [-1, 3, 10**6])
-def test_an_index_with_other_counts_is_named(folder: Path, samples: int) -> None:
-    edit_manifest(folder, lambda m: m["shards"][1].update(samples=max(samples, 0)))
-    assert_refused(lambda: Corpus.open(folder), "shard")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]\n", b'{"schema_version": 2}\n', b"[" * 100_000, b"\xff\n"])
@@ -286,11 +278,6 @@ def test_absurd_counts_in_an_index_are_named(folder: Path, counts: Json) -> None
     assert_refused(lambda: Corpus.open(folder), INDEX)
 
 
-def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) -> None:
-    replace_index(folder, zstandard.compress(bytes(10**8)))
-    assert_refused(lambda: Corpus.open(folder), INDEX, "absurd")
-
-
 @pytest.mark.parametrize(("change", "word"), [
     (lambda m: m["shards"][1].update(file="../shard-000001.tar.zst"), "shards.1.file"),
     (lambda m: m["shards"][1].update(file="/etc/passwd"), "shards.1.file"),
@@ -303,6 +290,7 @@ def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) 
     (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
     (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
     (lambda m: m["shards"][1].update(samples=0, tokens=0, text_bytes=0), "shards.1.samples"),
+    *((lambda m, samples=samples: m["shards"][1].update(samples=samples), "shard") for samples in (0, 3, 10**6)),
     (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
     (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
     (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),

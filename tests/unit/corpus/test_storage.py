@@ -311,16 +311,13 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_is_harmless(folder: Path,
     assert len(shards) == len(set(shards)) == len(local.manifest.shards)
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("pipe:cat /etc/passwd", "has no commands to run"),
-        ("pipe://cat", "can't be opened: Protocol not known: pipe"),
-        ("simplecache::memory://bucket/corpus", "chained URLs are not opened"),
-        ("nothing://x", "can't be opened: Protocol not known"),
-        ("memory://nowhere", "there is no manifest"),
-    ],
-)
+@pytest.mark.parametrize(("url", "reason"), [
+    ("pipe:cat /etc/passwd", "has no commands to run"),
+    ("pipe://cat", "can't be opened: Protocol not known: pipe"),
+    ("simplecache::memory://bucket/corpus", "chained URLs are not opened"),
+    ("nothing://x", "can't be opened: Protocol not known"),
+    ("memory://nowhere", "there is no manifest"),
+])  # fmt: skip
 def test_urls_that_are_no_place_of_a_corpus_are_refused(url: str, reason: str, cache: ShardCacheConfig) -> None:
     with pytest.raises(UsageError, match=reason):
         Corpus.open(url, cache)

@@ -55,9 +55,8 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
     assert not set(waits) & set(remaining), "ranks don't ask together"
     failing_first(monkeypatch, 99)
     bad = corpus.shard_blocks(1)[0]
-    assert_refused(
-        lambda: corpus.read_block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
-    )
+    reason = f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
+    assert_refused(lambda: corpus.read_block(bad), reason)
 
 
 class Status(Exception):
@@ -72,20 +71,16 @@ class NoCredentialsError(Exception):
     """Stand-in for botocore's error of that name."""
 
 
-@pytest.mark.parametrize(
-    ("error", "accesses"),
-    [
-        (PermissionError("Access Denied"), 1),
-        (NoCredentialsError("Unable to locate credentials"), 1),
-        (Status(status=403), 1),
-        (Status(code=401), 1),
-        (TypeError("a mistake"), 1),
-        (Status(status=429), 3),
-        (Status(code=503), 3),
-        (TimeoutError(), 3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "accesses"), [
+    (PermissionError("Access Denied"), 1),
+    (NoCredentialsError("Unable to locate credentials"), 1),
+    (Status(status=403), 1),
+    (Status(code=401), 1),
+    (TypeError("a mistake"), 1),
+    (Status(status=429), 3),
+    (Status(code=503), 3),
+    (TimeoutError(), 3),
+], ids=str)  # fmt: skip
 def test_permanent_errors_of_storage_are_not_retried(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
 ) -> None:
@@ -123,9 +118,8 @@ def test_a_corpus_replaced_behind_its_url_is_read_anew(
     remaining = write(texts, "others", frame_bytes=3000)
     swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
     plain = write(texts, "plain", compress=False)
-    assert [s.bytes for s in Corpus.open(swapped).manifest.shards] == [
-        s.bytes for s in Corpus.open(plain).manifest.shards
-    ]
+    sizes = [[shard.bytes for shard in Corpus.open(folder).manifest.shards] for folder in (swapped, plain)]
+    assert sizes[0] == sizes[1]
     fs = fsspec.filesystem("memory")
     for new in (remaining, plain, swapped, folder):
         for path in new.iterdir():

@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("of another user")
     (tmp_path / ".a.bin.partial").symlink_to("other")
-    with pytest.raises(MegatfmError, match=r"a\.bin: cannot be written .*symbolic link"):
+    with pytest.raises(MegatfmError, match=r"can't write .*a\.bin: .*symbolic link"):
         files.write_whole(tmp_path / "a.bin", b"new")
     assert (tmp_path / "other").read_text() == "of another user"
 
@@ -152,13 +152,10 @@ def test_the_same_samples_give_the_same_bytes(write: Write, make_documents: Any)
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("pack", "pinned"),
-    [
-        (False, "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"),
-        (True, "614469c0d150a2fbf133dfca4a57bbfc3feb3b917af1a16eef1d4cc7d4fad294"),
-    ],
-)
+@pytest.mark.parametrize(("pack", "pinned"), [
+    (False, "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"),
+    (True, "614469c0d150a2fbf133dfca4a57bbfc3feb3b917af1a16eef1d4cc7d4fad294"),
+])  # fmt: skip
 def test_the_tar_is_pinned(write: Write, pack: bool, pinned: str) -> None:
     """Another release must not change the hash of a corpus (the compressed bytes may change with zstd)."""
     folder = write([np.arange(n, dtype=np.uint16) for n in (0, 1, 70, 700)], pack=pack)
@@ -180,34 +177,27 @@ def test_a_large_sample_gets_its_own_frame(write: Write) -> None:
     assert [len(tokens) for i in range(3) for _, tokens in corpus.read_block(i)] == sizes
 
 
-@pytest.mark.parametrize(
-    ("key", "tokens", "reason"),
-    [
-        ("../key", np.ones(1, np.uint16), "sample key"),
-        ("a.b", np.ones(1, np.uint16), "sample key"),
-        ("", np.ones(1, np.uint16), "sample key"),
-        ("k" * 81, np.ones(1, np.uint16), "sample key"),
-        ("used", np.ones(1, np.uint16), "used twice"),
-        ("key", np.array([1, 65_536]), "65536 does not fit uint16"),
-        ("key", np.array([-1, 5]), "-1 does not fit uint16"),
-        ("key", np.ones(3), "float64[3], not integers"),
-        ("key", np.ones((2, 2), np.uint16), "uint16[2, 2], not integers"),
-    ],
-)
-def test_unfit_samples_are_refused(tmp_path: Path, key: str, tokens: np.ndarray, reason: str) -> None:
+@pytest.mark.parametrize(("key", "tokens", "reason"), [
+    ("../key", np.ones(1, np.uint16), "sample key"),
+    ("a.b", np.ones(1, np.uint16), "sample key"),
+    ("", np.ones(1, np.uint16), "sample key"),
+    ("k" * 81, np.ones(1, np.uint16), "sample key"),
+    ("used", np.ones(1, np.uint16), "used twice"),
+    ("key", np.array([1, 65_536]), "65536 does not fit uint16"),
+    ("key", np.array([-1, 5]), "-1 does not fit uint16"),
+    ("key", np.ones(3), "float64[3], not integers"),
+    ("key", np.ones((2, 2), np.uint16), "uint16[2, 2], not integers"),
+    ("large", np.ones(5_000, np.uint16), "cut its text"),
+])  # fmt: skip
+def test_unfit_samples_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, tokens: np.ndarray, reason: str
+) -> None:
+    monkeypatch.setattr("megatfm.corpus.writer.MAX_FRAME_BYTES", 10_000)
     with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
-        writer.add("used", np.ones(1, np.uint16), "source", 1)
+        writer.add("used", np.ones(3_000, np.uint16), "source", 1)
         with pytest.raises(MegatfmError, match="sample") as caught:
             writer.add(key, tokens, "source", 1)
         assert reason in str(caught.value)
-
-
-def test_a_sample_over_the_largest_frame_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatfm.corpus.writer.MAX_FRAME_BYTES", 10_000)
-    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
-        writer.add("fits", np.ones(3_000, np.uint16), "source", 1)
-        with pytest.raises(MegatfmError, match="cut its text"):
-            writer.add("large", np.ones(5_000, np.uint16), "source", 1)
 
 
 def test_no_corpus_without_documents(tmp_path: Path) -> None:
@@ -288,7 +278,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(MegatfmError, match=r"shard-000000\.tar\.zst: cannot be written \(File too large\)"):
+        with pytest.raises(MegatfmError, match=r"shard-000000\.tar\.zst: File too large"):
             write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -19,6 +19,7 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, chunk_keys, random_uint64
+from tests.support.packed_rows import assert_same_fields, read_epoch, read_row
 
 PAD = 0
 
@@ -52,10 +53,6 @@ class WholeChunkObjective:
         prefix = self.field_prefixes[0]
         fields = {f"{prefix}tokens": displayed, "marks": marks}
         return fields | {"tokens": marks, "targets": marks} if prefix else fields | {"targets": displayed}
-
-
-def rows_of(rows: PackedDataset, epoch: int = 0) -> list[Row]:
-    return [rows.read_row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
 def sequences(row: Row, side: str, length: int) -> list[dict[str, tuple[int, ...]]]:
@@ -110,7 +107,7 @@ def test_every_chunk_is_whole_and_comes_once_an_epoch(
         return
     rows = PackedDataset(corpus, objective, **options)
     counts: Counter[tuple[int, ...]] = Counter()
-    for row in rows_of(rows, epoch):
+    for row in read_epoch(rows, epoch):
         first = sequences(row, objective.field_prefixes[0], lengths[0])
         assert first, "no row is empty"
         counts.update(one[f"{objective.field_prefixes[0]}tokens"] for one in first)
@@ -176,9 +173,7 @@ def test_few_rows_are_needed() -> None:
 
 @pytest.mark.parametrize("mean", [5, 40, 300])
 @pytest.mark.parametrize("length", [64, 512, 4096])
-def test_rows_are_filled_at_any_lengths_of_rows_and_documents(
-    memory_corpus: Any, causal_type: Any, length: int, mean: int
-) -> None:
+def test_rows_are_filled_at_any_lengths(memory_corpus: Any, causal_type: Any, length: int, mean: int) -> None:
     """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to chunks where they are
     longer. No group is large."""
     draw = np.random.default_rng(0)
@@ -199,12 +194,12 @@ def test_rows_are_the_same_in_all_epochs_and_their_content_is_not(memory_corpus:
     rows = PackedDataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), WholeChunkObjective(20), sequence_length=24, seed=3)
     plans, marks = [], []
     for epoch in range(4):
-        read = rows_of(rows, epoch)
+        read = read_epoch(rows, epoch)
         plans.append(sorted(tuple(row["tokens"].tolist()) for row in read))
         marks.append(sorted(tuple(row["marks"].tolist()) for row in read))
     assert plans[0] == plans[1] == plans[2] == plans[3]
     assert len({str(one) for one in marks}) == 4
-    orders = {str([row["tokens"].tolist() for row in rows_of(rows, epoch)]) for epoch in range(4)}
+    orders = {str([row["tokens"].tolist() for row in read_epoch(rows, epoch)]) for epoch in range(4)}
     assert len(orders) > 1, "rows come in another order"
 
 
@@ -213,15 +208,12 @@ def joined(step: list[Row]) -> Row:
 
 
 def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) -> None:
-    rows = PackedDataset(
-        corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
-    )
+    sizes = {"sequence_length": 64, "target_length": 110, "seed": 3, "streams": 8}
+    rows = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes)
     steps = len(rows) // 8 + 3
 
     def read(position: int = 0, **options: Any) -> list[Row]:
-        fresh = PackedDataset(
-            corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
-        )
+        fresh = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes)
         with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
             return [joined(next(loader)) for _ in range(steps - position // 8)]
 
@@ -229,20 +221,17 @@ def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) 
     assert len({int(key) for step in full for key in step["keys"]}) == 8 * steps
     assert all((step["keys"] >= 0).all() for step in full)
     for resumed in (read(position=16, micro_batch=2), read(position=8 * (steps - 1), micro_batch=4)):
-        for one, two in zip(full[-len(resumed) :], resumed, strict=True):
-            for name, values in one.items():
-                np.testing.assert_array_equal(values, two[name])
+        for expected, actual in zip(full[-len(resumed) :], resumed, strict=True):
+            assert_same_fields(actual, expected)
     ranks = [read(micro_batch=1, data_rank=rank, data_ranks=4) for rank in range(4)]
-    for step, one in enumerate(full):
-        for name, values in one.items():
-            np.testing.assert_array_equal(values, np.concatenate([rank[step][name] for rank in ranks]))
+    for expected, *parts in zip(full, *ranks, strict=True):
+        assert_same_fields(joined(parts), expected)
 
 
 def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
-    rows = PackedDataset(
-        corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9
-    )
-    padding = {name: values[0] for name, values in rows.read_rows([None]).items()}
+    sizes = {"sequence_length": 64, "target_length": 110, "seed": 3}
+    rows = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes, pad_id=9)
+    padding = read_row(rows, None)
     assert padding.keys() == rows.read_row(0).keys()
     expected = {
         "encoder_tokens": 9, "tokens": 9, "targets": IGNORE_INDEX, "marks": -7, "documents": PAD_DOCUMENT_ID,
@@ -278,7 +267,7 @@ def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monke
     corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
     monkeypatch.setattr("megatfm.data.packing_plan.group_blocks", lambda *_: [(2, 2), (3, 1), (4, 1)])
     rows = PackedDataset(corpus, Looking(20), sequence_length=24, seed=0)
-    rows_of(rows)
+    read_epoch(rows)
     texts = [document.tolist() for document in corpus.documents]
     assert partners[0, 0] == partners[0, 1] == [texts[2]], "whole, and without empty ones"
     assert partners[2, 0] == [texts[0]]
@@ -287,9 +276,7 @@ def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monke
 
 
 def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:
-    with pytest.raises(
-        MegatfmError, match=r"of lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"
-    ):
+    with pytest.raises(MegatfmError, match=r"lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"):
         PackedDataset(memory_corpus([[30]]), WholeChunkObjective(20), sequence_length=20, seed=0)
 
 
@@ -332,6 +319,5 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
     assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
     cut, _ = measure_padding(lengths, corpus.blocks, 2048)
     displayed = f"rows of 2,048  {100 * cut:.1f} % padding where documents are cut"
-    assert " ".join(displayed.split()) in " ".join(
-        describe_corpus(corpus.folder, describe_rows=describe_padding).split()
-    )
+    description = describe_corpus(corpus.folder, describe_rows=describe_padding)
+    assert " ".join(displayed.split()) in " ".join(description.split())

@@ -1,5 +1,6 @@
 """Images from shards to batches: the same on any ranks, after a resume, in mixtures; mixed with partners by pixel."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,14 @@ from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import read_upright_size
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import draw_contact_sheet, iter_captioned_images
-from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
+from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
-from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, make_source_seed
-from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
 from tests.support.images import encode_noise
+from tests.support.packed_rows import assert_same_fields, read_global_batches, read_row
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [
@@ -62,31 +62,7 @@ def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
     return PackedDataset(corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options)
 
 
-def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0, workers: int = 0) -> list[Fields]:
-    """The global batch of each step, put together from all ranks."""
-    loaders = [
-        DataLoader(
-            rows, global_batch=BATCH, micro_batch=2, data_rank=rank, data_ranks=ranks, position=position,
-            workers=workers,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    actual = []
-    try:
-        for _ in range(steps):
-            parts = [batch for loader in loaders for batch in next(loader)]
-            actual.append(join_rows([{k: v for k, v in part.items() if k != "documents"} for part in parts]))
-    finally:
-        for loader in loaders:
-            loader.close()
-    return actual
-
-
-def assert_same(actual: Fields, expected: Fields) -> None:
-    assert actual.keys() == expected.keys()
-    for name, values in actual.items():
-        assert values.dtype == expected[name].dtype
-        np.testing.assert_array_equal(values, expected[name], name)
+batches = partial(read_global_batches, global_batch=BATCH)
 
 
 @pytest.mark.parametrize("mixed", [{}, {"mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9}])
@@ -94,13 +70,12 @@ def test_every_number_of_ranks_and_every_resume_gives_the_same_pixels(corpus: Co
     result = objective(**mixed)
     expected = batches(result.prepare_rows(rows_of(corpus, result), 1), 1, 4)
     for ranks in (3, 5):
-        for batch, expected_batch in zip(
-            batches(result.prepare_rows(rows_of(corpus, result), 1), ranks, 4), expected, strict=True
-        ):
-            assert_same(batch, expected_batch)
+        again = batches(result.prepare_rows(rows_of(corpus, result), 1), ranks, 4)
+        for batch, expected_batch in zip(again, expected, strict=True):
+            assert_same_fields(batch, expected_batch)
     for step in (1, 3):  # step 3 is in the second epoch
         (batch,) = batches(result.prepare_rows(rows_of(corpus, result), 1), 3, 1, position=step * BATCH)
-        assert_same(batch, expected[step])
+        assert_same_fields(batch, expected[step])
 
 
 @pytest.mark.slow
@@ -108,7 +83,7 @@ def test_worker_processes_give_the_same_pixels(corpus: Corpus) -> None:
     result = objective(mixup=0.8)
     rows = result.prepare_rows(rows_of(corpus, result), 1)
     for batch, expected in zip(batches(rows, 1, 2, workers=2), batches(rows, 1, 2), strict=True):
-        assert_same(batch, expected)
+        assert_same_fields(batch, expected)
 
 
 def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:
@@ -124,7 +99,7 @@ def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:
     for position in range(70):
         first, second = (still.read_rows([at]) for at in (position, position + 70))
         assert first["labels"][0, 0] == position
-        assert_same(first, second)
+        assert_same_fields(first, second)
 
 
 def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
@@ -139,7 +114,7 @@ def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
     (batch,) = batches(result.prepare_rows(mixture, 1), 1, 1)
     assert abs(int((batch["labels"][:, 0] >= 90).sum()) - BATCH // 2) <= 5
     (repeated,) = batches(result.prepare_rows(mixture, 1), 5, 1)
-    assert_same(repeated, batch)
+    assert_same_fields(repeated, batch)
 
 
 def unpatched(patches: np.ndarray) -> np.ndarray:
@@ -158,14 +133,10 @@ def test_mixed_rows_are_weighted_sums_of_two_rows(corpus: Corpus, turn: int) -> 
     mixed = MixedImages(plain, result.mixing, turn)  # type: ignore[attr-defined]
     weights = []
     for position in range(24):
-        partner = next(
-            q
-            for q in range(48)
-            if q != position and q % turn == position % turn and q // turn == (position // turn) ^ 1
-        )
-        local, other, actual = (
-            rows.read_rows([at]) for rows, at in ((plain, position), (plain, partner), (mixed, position))
-        )
+        turns, place = divmod(position, turn)
+        partner = next(q for q in range(48) if q != position and (q // turn, q % turn) == (turns ^ 1, place))
+        pairs = (plain, position), (plain, partner), (mixed, position)
+        local, other, actual = (rows.read_rows([at]) for rows, at in pairs)
         weight = actual["label_weights"][0, 0]
         weights.append(weight)
         expected = local["patches"] * float(weight) + other["patches"] * (1 - float(weight))
@@ -184,9 +155,8 @@ def test_cutmix_pastes_one_rectangle_and_weighs_by_its_area(corpus: Corpus) -> N
     mixed = result.prepare_rows(plain, 1)
     shares = []
     for position in range(40):
-        local, other, actual = (
-            rows.read_rows([at]) for rows, at in ((plain, position), (plain, position ^ 1), (mixed, position))
-        )
+        pairs = (plain, position), (plain, position ^ 1), (mixed, position)
+        local, other, actual = (rows.read_rows([at]) for rows, at in pairs)
         a, b, c = (unpatched(row["patches"][0, 1:]) for row in (local, other, actual))
         is_own, is_other = (c == a).all(-1), (c == b).all(-1)
         assert (is_own | is_other).all()
@@ -256,15 +226,14 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
     upright = [shape[::-1] if n % 3 == 0 else shape for n, shape in enumerate(shapes)]
     assert len(corpus.manifest.shards) > 1
     assert ImageColumns(corpus, 0, corpus.n_blocks).image_sizes.tolist() == [list(shape) for shape in upright]
-    assert ImageColumns(corpus, 1, 3).image_sizes.tolist() == [
-        list(s) for s in upright[corpus.blocks[1] : corpus.blocks[3]]
-    ]
+    sizes = [list(size) for size in upright[corpus.blocks[1] : corpus.blocks[3]]]
+    assert ImageColumns(corpus, 1, 3).image_sizes.tolist() == sizes
     limit, row = 20, 64
     result = objective(row=row, max_patches=limit, transforms=["horizontal_flip", "random_resized_crop"])
     rows = rows_of(corpus, result, row=row)
     actual: dict[int, tuple[int, int]] = {}
     for position in range(len(rows)):  # type: ignore[arg-type]
-        batch = {name: values[0] for name, values in rows.read_rows([position]).items()}
+        batch = read_row(rows, position)
         for number in range(batch["documents"].max() + 1):
             at = batch["documents"] == number
             label, (_, _, height, width) = int(batch["labels"][at][0]), batch["grid"][at][0].tolist()

@@ -1,7 +1,6 @@
 """Samples of several images in a text: planned from the index, the same on any ranks and after a resume."""
 
-import io
-import tarfile
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import list_image_extensions, read_upright_size
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import iter_captioned_images
-from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
+from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader
-from megatfm.data.sequences import DocumentChunk, Fields
+from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
 from tests.support.images import encode_image, encode_noise
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
+from tests.support.packed_rows import assert_same_fields, read_global_batches, read_row
 from tests.support.prep_files import write_file
 from tests.support.tower_models import TOWERS
+from tests.support.webdatasets import pack_tar
 
 BOS, EOS, IMG, PATCHES, BATCH = 1, 2, IMAGE_TOKEN, 4, 12
 ROWS = (24, 40)
@@ -60,9 +60,8 @@ def files_of(number: int) -> dict[str, bytes]:
 
 
 def write(folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[int]] | None = None) -> Corpus:
-    with ShardWriter(
-        folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13, shard_bytes=2**15
-    ) as writer:
+    sizes = {"frame_bytes": 2**13, "shard_bytes": 2**15}
+    with ShardWriter(folder, tokenizer_hash="none", token_dtype="uint16", **sizes) as writer:
         for number in only:
             files, text = files_of(number), (changes or {}).get(number, text_of(number))
             writer.add(
@@ -116,30 +115,17 @@ def samples_in(row: dict[str, NDArray[Any]]) -> list[int]:
     return numbers
 
 
-def one_row(rows: RowDataset, position: int) -> dict[str, NDArray[Any]]:
-    return {name: values[0] for name, values in rows.read_rows([position]).items()}
-
-
 def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
     columns = ImageColumns(corpus, 0, corpus.n_blocks)
     assert columns.image_counts.tolist() == [n_images_of(number) for number in range(N_SAMPLES)]
     assert len(corpus.manifest.shards) > 1
     rows = rows_of(corpus, objective())
-    numbers = [samples_in(one_row(rows, position)) for position in range(len(rows))]  # type: ignore[arg-type]
+    numbers = [samples_in(read_row(rows, position)) for position in range(len(rows))]  # type: ignore[arg-type]
     assert sorted(chain(*numbers)) == [*range(N_SAMPLES)]
     assert max(map(len, numbers)) > 1
 
 
-def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list[Fields]:
-    """The global batch of each step, put together from all ranks."""
-    options: dict[str, Any] = {
-        "global_batch": BATCH, "micro_batch": 2, "data_ranks": ranks, "position": position,
-    }  # fmt: skip
-    loaders = [DataLoader(rows, data_rank=rank, workers=0, **options) for rank in range(ranks)]
-    parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
-    for loader in loaders:
-        loader.close()
-    return [join_rows(part) for part in parts]
+batches = partial(read_global_batches, global_batch=BATCH)
 
 
 def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
@@ -159,10 +145,10 @@ def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
     expected = batches(rows_of(corpus, flips), 1, 4)
     for ranks in (2, 3):
         for batch, expected_batch in zip(batches(rows_of(corpus, flips), ranks, 4), expected, strict=True):
-            assert_same(batch, expected_batch)
+            assert_same_fields(batch, expected_batch)
     for step in (1, 3):
         (batch,) = batches(rows_of(corpus, flips), 3, 1, position=step * BATCH)
-        assert_same(batch, expected[step])
+        assert_same_fields(batch, expected[step])
 
 
 def test_images_of_a_sample_are_augmented_apart() -> None:
@@ -176,12 +162,6 @@ def test_images_of_a_sample_are_augmented_apart() -> None:
     assert (patches[5:] != first).any()
 
 
-def assert_same(actual: Fields, expected: Fields) -> None:
-    assert actual.keys() == expected.keys()
-    for name, values in actual.items():
-        np.testing.assert_array_equal(values, expected[name], name)
-
-
 def test_bad_numbers_are_refused_by_sample(tmp_path: Path) -> None:
     changes = {7: [9, IMG, 9]}
     broken = write(tmp_path / "broken", changes=changes)
@@ -191,12 +171,11 @@ def test_bad_numbers_are_refused_by_sample(tmp_path: Path) -> None:
     quarantined = rows_of(broken, objective(), quarantine=Quarantine.parse(("7",), N_SAMPLES))
     samples: list[int] = []  # but sample 0, which is black
     for position in range(len(quarantined)):  # type: ignore[arg-type]
-        row = one_row(quarantined, position)
+        row = read_row(quarantined, position)
         blank = row["documents"] < 0
         assert (row["targets"][blank] == -100).all()
-        samples += sorted(
-            {int(value) // 6 for value in row["encoder_patches"][row["encoder_documents"] >= 0, 0] if value}
-        )
+        patches = row["encoder_patches"][row["encoder_documents"] >= 0, 0]
+        samples += sorted({int(value) // 6 for value in patches if value})
     assert sorted(samples) == [number for number in range(1, N_SAMPLES) if number != 7]
 
 
@@ -226,17 +205,9 @@ def test_an_objective_of_one_image_refuses_several(corpus: Corpus, tmp_path: Pat
         _ = ImageColumns(corpus, 0, corpus.n_blocks).image_sizes
 
 
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-
-
-def prepare(folder: Path, members: dict[str, bytes]) -> Corpus:
-    write_tar(folder / "in/all.tar", members)
+def prepare(folder: Path, files: dict[str, bytes], *, is_tar: bool) -> Corpus:
+    for name, data in ({"all.tar": pack_tar(files)} if is_tar else files).items():
+        write_file(folder / "in" / name, data)
     read = {"folder": str(folder / "in"), "format": "images"}
     data_prep.run(PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}}))
     return Corpus.open(folder / "out/train")
@@ -244,7 +215,7 @@ def prepare(folder: Path, members: dict[str, bytes]) -> Corpus:
 
 def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
     members = {f"a.{place}.png": png(place) for place in (10, 2, 0)} | {"b.png": png(9), "b.txt": b"one"}
-    prepared = prepare(tmp_path, members)
+    prepared = prepare(tmp_path, members, is_tar=True)
     assert sorted(ImageColumns(prepared, 0, prepared.n_blocks).image_counts.tolist()) == [1, 3]
     samples = {sample.source[-1]: dict(sample.members) for sample in map(prepared.read_sample, range(2))}
     assert samples == {
@@ -253,35 +224,13 @@ def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
     assert list(samples["a"]) == ["0.png", "2.png", "10.png"]
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [
-        ({"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with numbers .*: \.png and \.1\.png"),
-        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
-        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
-        ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
-    ],
-)
-def test_prep_refuses_images_by_name(tmp_path: Path, members: dict[str, bytes], reason: str) -> None:
-    with pytest.raises(MegatfmError, match=f"a.*{reason}"):
-        prepare(tmp_path, members)
-
-
-def prepare_folder(folder: Path, members: dict[str, bytes]) -> Corpus:
-    for name, data in members.items():
-        write_file(folder / "in" / name, data)
-    read = {"folder": str(folder / "in"), "format": "images"}
-    data_prep.run(PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}}))
-    return Corpus.open(folder / "out/train")
-
-
 def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
     """Images with a common text are one sample; others, without text or each with its own, are samples of one image."""
     files = {f"set/a.{place}.png": png(place) for place in (10, 2, 0)} | {"set/a.txt": b"three"}
     files |= {"b.0.png": png(3), "b.1.PNG": png(4), "b.json": b'{"text": "two"}'}
     files |= {"cat.0.png": png(5), "cat.1.png": png(6)}  # as in Kaggle's "Dogs vs. Cats"
     files |= {"d.0.png": png(7), "d.0.txt": b"own", "e.png": png(8), "e.txt": b"one", "e.0.png": png(9)}
-    prepared = prepare_folder(tmp_path, files)
+    prepared = prepare(tmp_path, files, is_tar=False)
     samples = [prepared.read_sample(number) for number in range(prepared.n_samples)]
     images = {sample.source: {name: dict(sample.members)[name] for name in sample.members} for sample in samples}
     assert images == {
@@ -297,15 +246,19 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
     assert sorted(counts) == [1, 1, 1, 1, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
-        ({"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
-        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.jpg and \.1\.png"),
-        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
-    ],
-)
-def test_prep_refuses_images_of_a_folder_by_name(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
+TWICE, CUT = {"a.1.png": png(0), "a.1.jpg": png(1)}, {"a.0.png": png(0), "a.1.png": png(1)[:-20]}
+
+
+@pytest.mark.parametrize(("is_tar", "files", "reason"), [
+    (True, {"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with .*: \.png and \.1\.png"),
+    (True, TWICE, r"has two images of one number: \.1\.png and \.1\.jpg"),
+    (True, CUT, r"has a \.1\.png that is no whole PNG"),
+    (True, {"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
+    (False, {"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
+    (False, {"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
+    (False, TWICE, r"has two images of one number: \.1\.jpg and \.1\.png"),
+    (False, CUT, r"has a \.1\.png that is no whole PNG"),
+])  # fmt: skip
+def test_prep_refuses_images_by_name(tmp_path: Path, is_tar: bool, files: dict[str, bytes], reason: str) -> None:
     with pytest.raises(MegatfmError, match=f"a.*{reason}"):
-        prepare_folder(tmp_path, {**files, "a.txt": b"text"})
+        prepare(tmp_path, files if is_tar else {**files, "a.txt": b"text"}, is_tar=is_tar)

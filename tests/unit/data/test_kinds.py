@@ -18,6 +18,7 @@ from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
 from tests.support.layouts import extend
+from tests.support.packed_rows import assert_same_fields
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 
@@ -132,26 +133,21 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
 
     full, halves = read(rows()), [read(rows(), rank, 2) for rank in range(2)]
     for number, batch in enumerate(full):
-        for name, values in batch.items():
-            np.testing.assert_array_equal(values, halves[number % 2][number // 2][name])
-            assert values.dtype == halves[0][0][name].dtype
+        assert_same_fields(batch, halves[number % 2][number // 2])
     mixture = Mixture({"a": rows(), "b": rows()}, [Phase(0, {"a": 1, "b": 2})], seed=1, streams=4)
     mixed = mixture.read_rows([*range(9), None])
     for position in range(9):
         name, at = mixture.find_source(position)
         expected = mixture.sources[name].read_rows([at])
-        for field, values in expected.items():
-            np.testing.assert_array_equal(mixed[field][position], values[0])
-            assert mixed[field].dtype == values.dtype
+        assert_same_fields({name: mixed[name][position : position + 1] for name in expected}, expected)
 
 
 def test_quarantined_samples_are_padding(folder: Path) -> None:
     corpus = Corpus.open(folder)
     for kind, empty in ((Vectors, {"vectors": 0}), (Images, {"pixels": 0, "labels": -100})):
         rows = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
-        without = PackedDataset(
-            corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=Quarantine.parse(["2"], 40)
-        )
+        left_out = Quarantine.parse(["2"], 40)
+        without = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=left_out)
         changed = 0
         for position in range(len(rows)):
             row, blank = rows.read_row(position), without.read_row(position)

@@ -18,6 +18,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.order import BatchSchedule, BatchStage
 from megatfm.errors import UsageError
+from tests.support.packed_rows import assert_same_fields, read_row
 
 Batch = dict[str, np.ndarray]
 
@@ -37,10 +38,6 @@ def steps(rows: PackedDataset, n: int, **options: Any) -> list[list[Batch]]:
 
 def joined(step: list[Batch]) -> np.ndarray:
     return np.concatenate([batch["tokens"] for batch in step])
-
-
-def padding_row(rows: PackedDataset) -> Batch:
-    return {name: values[0] for name, values in rows.read_rows([None]).items()}
 
 
 def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
@@ -73,7 +70,7 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
-        expected = np.stack([(rows.read_row(at) if at < 45 else padding_row(rows))["documents"] for at in places])
+        expected = np.stack([read_row(rows, at if at < 45 else None)["documents"] for at in places])
         assert ("documents" in batch) == bool(expected.any())
         np.testing.assert_array_equal(batch.get("documents", np.zeros_like(expected)), expected)
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
@@ -83,9 +80,7 @@ def test_the_share_of_padding_is_reported(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=8, micro_batch=2, end_position=13) as loader:
         for first in (0, 8):
             next(loader)
-            actual = [
-                (rows.read_row(at) if at < 13 else padding_row(rows))["documents"] for at in range(first, first + 8)
-            ]
+            actual = [read_row(rows, at if at < 13 else None)["documents"] for at in range(first, first + 8)]
             assert loader.padding == (np.stack(actual) == -1).mean()
     assert loader.padding == 3 / 8
 
@@ -94,9 +89,8 @@ def test_the_share_of_padding_is_reported(rows: PackedDataset) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_ranks_and_micro_batches_only_divide_the_order(rows: PackedDataset, data_ranks: int, micro_batch: int) -> None:
     n = len(rows) // 8 + 3  # into the next epoch
-    ranks = [
-        steps(rows, n, micro_batch=micro_batch, data_rank=rank, data_ranks=data_ranks) for rank in range(data_ranks)
-    ]
+    how = {"micro_batch": micro_batch, "data_ranks": data_ranks}
+    ranks = [steps(rows, n, data_rank=rank, **how) for rank in range(data_ranks)]
     for t in range(n):
         parts = [ranks[rank][t] for rank in range(data_ranks)]
         assert all(len(part) == 8 // data_ranks // micro_batch for part in parts)
@@ -104,10 +98,8 @@ def test_ranks_and_micro_batches_only_divide_the_order(rows: PackedDataset, data
             assert batch.keys() | {"documents"} == {"tokens", "targets", "documents", "positions", "keys"}
             assert batch["keys"].shape == (micro_batch,)
             assert batch["keys"].dtype == np.int64
-            assert all(
-                batch[name].shape == (micro_batch, 64) and batch[name].dtype == np.int64
-                for name in batch.keys() - {"keys"}
-            )
+            fields = [batch[name] for name in batch.keys() - {"keys"}]
+            assert {(field.shape, field.dtype) for field in fields} == {((micro_batch, 64), np.dtype(np.int64))}
         np.testing.assert_array_equal(np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8))
 
 
@@ -156,7 +148,7 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
         assert loader.position == -(-n // 8) * 8
         assert list(loader) == []
     np.testing.assert_array_equal(read[:n], reference(rows, 0, n))
-    np.testing.assert_array_equal(read[n:], np.stack([padding_row(rows)["tokens"]] * (-n % 8)))
+    np.testing.assert_array_equal(read[n:], np.stack([read_row(rows, None)["tokens"]] * (-n % 8)))
 
 
 @pytest.mark.parametrize(
@@ -264,9 +256,7 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset
     for item in actual:
         for one, two in zip(full, item, strict=True):
             for received, expected in zip(one, two, strict=True):
-                assert received.keys() == expected.keys()
-                for name, field in received.items():
-                    np.testing.assert_array_equal(field, expected[name])
+                assert_same_fields(received, expected)
     assert len(requested) == len(set(requested)), "a row that was read twice"
 
 

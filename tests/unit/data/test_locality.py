@@ -65,9 +65,8 @@ def read_by_all(
         else:
             rows = PackedDataset(corpus, causal_type(), **options)
             n = len(rows)
-        with DataLoader(
-            rows, global_batch=batch, micro_batch=1, data_rank=rank, data_ranks=ranks, end_position=n
-        ) as loader:
+        ends = {"data_rank": rank, "data_ranks": ranks, "end_position": n}
+        with DataLoader(rows, global_batch=batch, micro_batch=1, **ends) as loader:
             for _ in loader:
                 pass
     return sum(read) / (size * (1 + mixed))

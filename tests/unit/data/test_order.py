@@ -17,15 +17,12 @@ from megatfm.data.order import RowAddress, make_row_order
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, permutation
+from tests.support.packed_rows import assert_same_fields, read_epoch, read_row
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}
 
 Row = dict[str, np.ndarray]
-
-
-def epoch_rows(rows: PackedDataset, epoch: int = 0) -> list[Row]:
-    return [rows.read_row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
 def chunks(row: Row) -> list[Row]:
@@ -76,7 +73,7 @@ def test_every_epoch_has_every_row_and_every_token_once(
     assert len(set(places)) == len(rows)
 
     pairs: Counter[tuple[int, int]] = Counter()
-    for row in epoch_rows(rows, epoch):
+    for row in read_epoch(rows, epoch):
         assert set(row) == FIELDS
         assert all(field.shape == (length,) and field.dtype == np.int64 for field in row.values())
         for chunk in chunks(row):
@@ -125,13 +122,13 @@ def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causa
     expected = [token for ids in corpus.documents for token in (BOS, *ids.tolist())]
     expected += [PAD] * (-len(expected) % 4)
     for epoch in (0, 3):
-        assert [t for row in epoch_rows(rows, epoch) for t in row["tokens"].tolist()] == expected
+        assert [t for row in read_epoch(rows, epoch) for t in row["tokens"].tolist()] == expected
 
 
 def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None:
     def epoch(seed: int, number: int) -> bytes:
         rows = PackedDataset(corpus, causal, sequence_length=64, seed=seed)
-        return b"".join(row["tokens"].tobytes() for row in epoch_rows(rows, number))
+        return b"".join(row["tokens"].tobytes() for row in read_epoch(rows, number))
 
     assert epoch(1, 0) == epoch(1, 0)
     assert len({epoch(1, 0), epoch(1, 1), epoch(2, 0), epoch(2, 1)}) == 4
@@ -144,14 +141,11 @@ def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: An
 
 
 def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any) -> None:
-    rows, forgetful = (
-        PackedDataset(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size) for size in (2**29, 1)
-    )
+    how = {"sequence_length": 64, "seed": 1, "streams": 8}
+    rows, forgetful = (PackedDataset(corpus, causal, **how, cache_bytes=size) for size in (2**29, 1))
     positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
     for position in positions:
-        one, two = rows.read_row(position), forgetful.read_row(position)
-        for name in FIELDS:
-            np.testing.assert_array_equal(one[name], two[name])
+        assert_same_fields(rows.read_row(position), forgetful.read_row(position))
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -254,7 +248,7 @@ def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
 
 def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None:
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
-    padding = {name: values[0] for name, values in rows.read_rows([None]).items()}
+    padding = read_row(rows, None)
     assert set(padding) == set(rows.read_row(0))
     for name, value in {"tokens": 3, "targets": IGNORE_INDEX, "documents": PAD_DOCUMENT_ID, "positions": 0}.items():
         assert padding[name].tolist() == [value] * 16
@@ -270,7 +264,7 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
     rows = PackedDataset(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
-    for row in [row for epoch in range(10) for row in epoch_rows(rows, epoch)]:
+    for row in [row for epoch in range(10) for row in read_epoch(rows, epoch)]:
         assert chunks(row), "documents of no length take no number"
         real = row["documents"] >= 0
         np.testing.assert_array_equal(row["marks"], np.where(real, row["tokens"] % 7 + 1, 0))

@@ -84,9 +84,8 @@ def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) ->
     (path,) = (folder / ".plans").iterdir()
     data = bytearray(path.read_bytes())
     data[-4] ^= 1
-    changed = {"cut": data[:-4], "flipped": data, "empty": b"", "other": b'{"key": "0", "notes": [], "blake3": ""}\n'}[
-        damage
-    ]
+    other = b'{"key": "0", "notes": [], "blake3": ""}\n'
+    changed = {"cut": data[:-4], "flipped": data, "empty": b"", "other": other}[damage]
     path.write_bytes(changed)
     assert places(open_rows(folder, causal)) == expected
     data[-4] ^= 1

@@ -44,9 +44,8 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
         begin = 0
         for end in starts.tolist():
             part = slice(begin, end)
-            known = [
-                owner[t] for t in [*first["tokens"][part].tolist(), *first["targets"][part].tolist()] if t in owner
-            ]
+            ids = [*first["tokens"][part].tolist(), *first["targets"][part].tolist()]
+            known = [owner[t] for t in ids if t in owner]
             if known and known[0] in bad:
                 blanks += end - begin
                 assert (second["tokens"][part] == 0).all()
@@ -91,9 +90,8 @@ def test_quarantined_documents_are_no_partners(memory_corpus: Any, causal_type: 
         needs_other_documents = True
 
         def build_example(self, chunk: Any, key: Any) -> Any:
-            partners.append(
-                [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
-            )
+            others = chunk.other_documents
+            partners.append([others.tokens(i).tolist() for i in range(len(others.lengths))])
             return super().build_example(chunk, key)
 
     partners: list[Any] = []

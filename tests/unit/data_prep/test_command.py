@@ -23,17 +23,18 @@ from megatfm.errors import UsageError
 from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
+Prep = Callable[..., int]
 SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.sentinels=4"]
 
 
 @pytest.fixture
-def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Prep:
     """`prep("key=value", …)`: run the command in `tmp_path` on the corpus, into `out`."""
     monkeypatch.chdir(tmp_path)
     return lambda *overrides: data_prep.cli(["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides])
 
 
-def test_finished_prep_is_reported(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_finished_prep_is_reported(prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert prep() == 0
     out, output = capfd.readouterr()
     assert out == ""
@@ -50,7 +51,7 @@ def test_a_folder_in_the_place_of_a_config(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_nothing_held_out_nothing_mended_and_mostly_copies(
-    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f"def number_{i}(self): return 'caf\u00c3\u00a9 {i}' * {i % 7}" for i in range(4000)]
     page = {"text": "\n".join(lines), "url": "https://www.example.org/a"}
@@ -78,7 +79,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert "note: 5 of 7 documents are exact copies of others" in capfd.readouterr().err
 
 
-def test_skipped_files_are_listed(prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_skipped_files_are_listed(prep: Prep, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_file(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
     assert prep("read.on_error=skip", "compress=false") == 0
@@ -111,7 +112,7 @@ USAGE = {
 
 @pytest.mark.parametrize("name", USAGE)
 def test_usage_errors_are_one_line_with_exit_code_2(
-    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+    prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     overrides, reason = USAGE[name]
     (tmp_path / "empty").mkdir()
@@ -122,15 +123,18 @@ def test_usage_errors_are_one_line_with_exit_code_2(
     assert error_line(capfd).count(reason) == 1
 
 
-def test_a_bad_input_file_is_named(prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_input_file_and_an_out_that_is_a_file_are_named(
+    prep: Prep, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_file(tmp_path / "file", b"")
+    assert prep("out=file") == 1
+    assert "choose another out" in error_line(capfd)
     path = write_file(corpus / "bad.txt", b"caf\xe9")
     assert prep() == 1
     assert f"{path}: is not valid UTF-8 at byte 3" in error_line(capfd)
 
 
-def test_an_unreadable_corpus(
-    prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str], unprivileged: None
-) -> None:
+def test_an_unreadable_corpus(prep: Prep, corpus: Path, capfd: pytest.CaptureFixture[str], unprivileged: None) -> None:
     corpus.chmod(0)
     try:
         assert prep() == 1
@@ -139,26 +143,13 @@ def test_an_unreadable_corpus(
     assert "corpus: can't list this folder (Permission denied)" in error_line(capfd)
 
 
-def test_an_out_that_is_a_file(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_file(tmp_path / "file", b"")
-    assert prep("out=file") == 1
-    assert "choose another out" in error_line(capfd)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError("the store said no"), "error: the store said no"),
-        (OSError(), "error: OSError"),
-        (PermissionError(13, "Permission denied", "a.txt"), "error: a.txt: Permission denied"),
-    ],
-)
+@pytest.mark.parametrize(("error", "message"), [
+    (OSError("the store said no"), "error: the store said no"),
+    (OSError(), "error: OSError"),
+    (PermissionError(13, "Permission denied", "a.txt"), "error: a.txt: Permission denied"),
+])  # fmt: skip
 def test_errors_of_the_system_are_said(
-    prep: Callable[..., int],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    error: OSError,
-    message: str,
+    prep: Prep, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -179,7 +170,7 @@ def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
         limited = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
         assert limited.returncode == 1, limited.stderr
-        assert "cannot be written (File too large)" in limited.stderr.splitlines()[-1]
+        assert ": File too large: make room" in limited.stderr.splitlines()[-1]
         assert "Traceback" not in limited.stderr
         assert nothing_half_written(Path(small.out), complete)
         assert file_hashes(data_prep.run(small).out) == complete
@@ -197,10 +188,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_full_disk(prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_full_disk(prep: Prep, config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ballast = write_file(small_disk / "ballast", bytes(500_000))
     assert prep(f"out={small_disk / 'out'}") == 1
-    assert "cannot be written (No space left on device): make room" in error_line(capfd)
+    assert ": No space left on device: make room" in error_line(capfd)
     assert nothing_half_written(small_disk / "out", {})
     ballast.unlink()
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)

@@ -117,9 +117,8 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     of_all = summary.result["train"]
     assert sum(value["tokens"] for value in of_all["corpora"].values()) == of_all["tokens"]
     assert sum(Corpus.open(train / name).n_tokens for name in of_all["corpora"]) == of_all["tokens"]
-    assert data_prep.run(
-        of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
-    ).already_done
+    split = {"validation": 0.2, "partition_by": "licence"}
+    assert data_prep.run(of_file(tmp_path, ("licence",), split=split)).already_done
     with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
         Corpus.open(train)
     selected = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
@@ -130,18 +129,15 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     assert sum(Corpus.open(item).n_samples for item in together) == alone.result["train"]["documents"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"field": "n", "min": 2}, [2, 2.5]),
-        ({"field": "n", "max": 2.2}, [1, 2]),
-        ({"field": "date", "min": "2026-02", "max": "2026-03-31"}, ["2026-02-01"]),
-        ({"field": "domain", "allowed": ["b.org"]}, ["b.org"]),
-        ({"field": "licence", "denied": ["mit"], "missing": "keep"}, [None, "gpl"]),
-        ({"field": "licence", "allowed": ["mit"]}, ["mit"]),
-        ({"field": "n", "min": "x"}, []),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"field": "n", "min": 2}, [2, 2.5]),
+    ({"field": "n", "max": 2.2}, [1, 2]),
+    ({"field": "date", "min": "2026-02", "max": "2026-03-31"}, ["2026-02-01"]),
+    ({"field": "domain", "allowed": ["b.org"]}, ["b.org"]),
+    ({"field": "licence", "denied": ["mit"], "missing": "keep"}, [None, "gpl"]),
+    ({"field": "licence", "allowed": ["mit"]}, ["mit"]),
+    ({"field": "n", "min": "x"}, []),
+])  # fmt: skip
 def test_metadata_filter_keeps_matching_documents(settings: dict[str, Any], expected: list[Any]) -> None:
     documents = [
         Document("1", "x", "https://b.org/1", fields={"n": 1, "date": "2026-01-01"}),
@@ -184,10 +180,8 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     summary = data_prep.run(PrepConfig.model_validate(values))
     assert summary.result["held_out"]["names"] == ["b/held.jsonl"]
     assert summary.result["notes"] == []
-    urls = {
-        name: {fields["url"] for fields in fields_of(tmp_path / "out" / name).values()}
-        for name in ("train", "validation")
-    }
+    rows = {name: fields_of(tmp_path / "out" / name).values() for name in ("train", "validation")}
+    urls = {name: {fields["url"] for fields in of_split} for name, of_split in rows.items()}
     assert urls["validation"] == {item["url"] for item in training}
     assert urls["train"] == {item["url"] for item in inputs}
     assert data_prep.run(PrepConfig.model_validate(values)).already_done

@@ -92,9 +92,8 @@ def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> N
 
 
 def test_workers_and_place_change_no_byte(config: Make) -> None:
-    trees = [
-        file_hashes(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out) for workers in (1, 2, 5)
-    ]
+    configs = (config(out=f"out{workers}", tokenizer_threads=workers) for workers in (1, 2, 5))
+    trees = [file_hashes(data_prep.run(settings).out) for settings in configs]
     assert trees[0] == trees[1] == trees[2]
     assert set(trees[0]) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
@@ -148,17 +147,16 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
     assert file_hashes(first.out) == before
 
 
-def test_a_corpus_of_another_version_is_not_overwritten_unasked(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_of_another_version_or_with_a_file_gone_is_not_overwritten_unasked(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = data_prep.run(config()).out
     before = file_hashes(out)
-    monkeypatch.setattr("megatfm.data_prep.execution.config_identity.VERSION", 99)
-    with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
-        data_prep.run(config())
+    with monkeypatch.context() as patch:
+        patch.setattr("megatfm.data_prep.execution.config_identity.VERSION", 99)
+        with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
+            data_prep.run(config())
     assert file_hashes(out) == before
-
-
-def test_a_finished_prep_with_a_file_gone_is_not_taken_for_whole(config: Make) -> None:
-    out = data_prep.run(config()).out
     (out / "train" / "manifest.json").unlink()
     with pytest.raises(MegatfmError, match=r"train/manifest.json: is missing.*overwrite=true"):
         data_prep.run(config())
@@ -208,9 +206,7 @@ def test_the_preset_reads_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("many", [10**6, 10])
-def test_no_record_is_on_both_sides_of_the_split(
-    config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_record_is_on_both_sides(config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long records, cut into pieces, in a single file: halves of a record stay together, be they named or too many."""
     monkeypatch.setattr("megatfm.data_prep.split.MAX_NAMES", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"

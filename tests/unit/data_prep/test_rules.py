@@ -81,18 +81,15 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     assert 20 < n_kept < 390
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("Enable Javascript { here } and now.\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
-        ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
-        ("One two three {four} five. A. B.", None),
-        ("One two three lorem ipsum five. A. B.", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "left"), [
+    ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("Enable Javascript { here } and now.\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
+    ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
+    ("One two three {four} five. A. B.", None),
+    ("One two three lorem ipsum five. A. B.", None),
+])  # fmt: skip
 def test_c4_s_rules_follow_its_code_where_the_paper_is_silent(text: str, left: str | None) -> None:
     assert apply_step(build_step("c4"), text)[0] == left
 
@@ -177,31 +174,31 @@ def test_ngrams_by_definition() -> None:
 def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     """Editors on Windows write such a mark; with it, the first entry would match nothing."""
     (tmp_path / "list").write_text("spam.example\n", encoding="utf-8-sig")
-    assert (
-        apply_step(build_step("url_filter", file=str(tmp_path / "list")), "text", "http://spam.example/")[1] == "domain"
-    )
+    step = build_step("url_filter", file=str(tmp_path / "list"))
+    assert apply_step(step, "text", "http://spam.example/")[1] == "domain"
 
 
-def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
+def test_url_filter_drops_listed_addresses_however_they_are_spelled(tmp_path: Path) -> None:
+    """Lists and crawls have names of other scripts as such or in punycode; a user or the usual port hides none."""
     path = tmp_path / "urls.txt"
-    path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
+    listed = "bad.com\nhttps://www.mixed.org/bad/  # only this\ndot.com.\nsearch.org?q=bad\n"
+    listed += "xn--bcher-kva.de\nпример.рф\nfaß.de/bad\nplain.org/bad"
+    path.write_text(f"# no\n{listed}\n", encoding="utf-8")
     for url, why in {
         "http://bad.com/": "domain",
         "https://www.sub.BAD.com:8080/x": "domain",
         "https://notbad.com/": "",
         "https://mixed.org/good": "",
         "http://mixed.org/bad/page": "url",
+        "http://mixed.org./bad/page": "url",
+        "http://bad.com.": "domain",
+        "http://bad.com?a=1": "domain",
+        "http://dot.com/": "domain",
+        "http://search.org?q=bad&n=2": "url",
+        "http://search.org/?q=bad": "url",
+        "http://search.org?q=good": "",
         "http://[broken/": "",
         "": "",
-    }.items():
-        assert apply_step(build_step("url_filter", file=str(path)), "text", url)[1] == why, url
-
-
-def test_url_filter_knows_both_spellings_of_a_domain(tmp_path: Path) -> None:
-    """Lists and crawls have names of other scripts as such or in punycode; a user or the usual port hides none."""
-    path = tmp_path / "urls.txt"
-    path.write_text("xn--bcher-kva.de\nпример.рф\nfaß.de/bad\nplain.org/bad\n", encoding="utf-8")
-    for url, why in {
         "http://bücher.de/": "domain",
         "http://www.BÜCHER.de/": "domain",
         "http://bu\u0308cher.de/": "domain",

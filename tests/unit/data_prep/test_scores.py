@@ -239,9 +239,8 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             apply("x", name="classifier", folder=str(folder), **options)
-    first, second = (
-        identify_config(make_config({"name": "classifier", "folder": str(tmp_path / name)}))["steps"] for name in "13"
-    )
+    configs = (make_config({"name": "classifier", "folder": str(tmp_path / name)}) for name in "13")
+    first, second = (identify_config(config)["steps"] for config in configs)
     assert first != second
     assert set(first[0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
 

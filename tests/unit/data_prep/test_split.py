@@ -103,9 +103,7 @@ def documents(texts: Mapping[str, str]) -> Iterator[Document]:
 
 
 @pytest.mark.parametrize("threshold", [0.6, 0.7, 0.85])
-def test_near_duplicates_against_exact_similarity(
-    tmp_path: Path, threshold: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_near_duplicates_by_exact_similarity(tmp_path: Path, threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatfm.data_prep.documents.EXAMPLES", 1000)
     monkeypatch.setattr("megatfm.data_prep.dedup.hashing.BATCH_BYTES", 20_000)  # in many batches
     rng = random.Random(0)
@@ -278,9 +276,8 @@ def test_a_key_of_an_images_json_that_is_there_twice_is_refused() -> None:
         ({}, {**files, "txt": b"a"}, None),
         ({"by": "json", "key": "kind"}, {**files, "txt": b"a"}, "kind"),
     ):
-        read = PrepConfig.model_validate(
-            {"out": "x", "read": {"folder": "x", "format": "images", "labels": labels}}
-        ).read
+        read = {"folder": "x", "format": "images", "labels": labels}
+        read = PrepConfig.model_validate({"out": "x", "read": read}).read
         record = make_record("a", members, read)
         assert getattr(record, "reason", None) == (repeated and f"has a .json with a key twice: {repeated!r}")
 

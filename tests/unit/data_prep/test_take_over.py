@@ -154,14 +154,11 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
         data_prep.run(config(tmp_path, model, "tokens"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"tokenizer": {}}, "set tokenizer.file"),
-        ({"steps": [{"name": "html"}]}, "leave them out"),
-        ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.eos_id"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"tokenizer": {}}, "set tokenizer.file"),
+    ({"steps": [{"name": "html"}]}, "leave them out"),
+    ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.eos_id"),
+])  # fmt: skip
 def test_contradictory_options_of_take_over_are_refused(changes: dict[str, Any], reason: str) -> None:
     values = {
         "out": "o", "read": {"folder": "x", "format": "megatron"}, "tokenizer": {"file": "t"}, **changes,

@@ -265,9 +265,8 @@ def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], 
 
 def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
     """Added tokens are found in text before all else, which gigatoken is not asked to do."""
-    files = make_tokenizer_files(
-        TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False), ["some text " * 50]
-    )
+    config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False)
+    files = make_tokenizer_files(config, ["some text " * 50])
     values = json.loads(files["tokenizer.json"])
     added = dict(values["added_tokens"][-1], id=270, content="tool", special=False)
     files["tokenizer.json"] = json.dumps({**values, "added_tokens": [*values["added_tokens"], added]}).encode()

@@ -98,9 +98,8 @@ def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
 def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -> None:
     seed = 11
     pair, actual = pair_of(model, seed), []
-    expected = generate_by_transformers(
-        pair, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
-    ).tolist()
+    search = {"num_beams": beams, "length_penalty": alpha, "early_stopping": "never"}
+    expected = generate_by_transformers(pair, model, seed, **search).tolist()
     for cache in (True, False):
         actual = beam_search(
             pair.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
@@ -119,9 +118,8 @@ def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     actual = build_pair(config, torch.float64, 3).model.eval()
     actual.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
-    (observed,) = beam_search(
-        actual, Prompts([prompt]), beams=128, max_tokens=4, stop_token=3, penalty=penalty, vocab_size=4
-    )
+    search = {"beams": 128, "max_tokens": 4, "stop_token": 3, "penalty": penalty, "vocab_size": 4}
+    (observed,) = beam_search(actual, Prompts([prompt]), **search)
     best, scores = (-math.inf, ()), []
     for n in range(1, 5):
         for text in itertools.product(range(4), repeat=n):
@@ -164,9 +162,8 @@ def test_prompts_that_a_model_cannot_continue_are_refused() -> None:
         generate(gpt2, Prompts([token], [token]), max_tokens=1)
     with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
         generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
-    with pytest.raises(
-        UsageError, match=r"of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$"
-    ):
+    reason = "of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$"
+    with pytest.raises(UsageError, match=reason):
         generate(gpt2, Prompts([token.repeat(64)]), max_tokens=2)
     with pytest.raises(UsageError, match=r"a prompt of 69 tokens .* = 64: shorten it by 5$"):
         generate(gpt2, Prompts([token.repeat(69)]), max_tokens=2)

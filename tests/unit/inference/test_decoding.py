@@ -95,18 +95,15 @@ def alone(prompts: Prompts, row: int) -> Prompts:
     return Prompts([prompts.tokens[row]], encoder, prompts.prefix)
 
 
-@pytest.mark.parametrize(
-    ("parts", "side"),
-    [
-        *(
-            (parts, side)
-            for parts, side in itertools.product(MODELS, SIDES)
-            if not parts.startswith("latent") or side != "encoder_decoder"
-        ),
-        *((parts, "decoder") for parts in PATTERNS),
-        ("window", "encoder_decoder"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "side"), [
+    *(
+        (parts, side)
+        for parts, side in itertools.product(MODELS, SIDES)
+        if not parts.startswith("latent") or side != "encoder_decoder"
+    ),
+    *((parts, "decoder") for parts in PATTERNS),
+    ("window", "encoder_decoder"),
+])  # fmt: skip
 def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> None:
     model, prompts = build_case(parts, side)
     together = steps(model, prompts, cache=True)

@@ -140,9 +140,8 @@ def test_a_decoder_reads_what_stood_before_texts_in_training(
     before = [tokenizer.bos] if begins is None else [*begins]
     for text in ("import textwrap", "Größe"):
         by_reference = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
-        torch.testing.assert_close(
-            model.encode([text, "a longer text beside it"])[0], by_reference, rtol=1e-5, atol=1e-5
-        )
+        vector = model.encode([text, "a longer text beside it"])[0]
+        torch.testing.assert_close(vector, by_reference, rtol=1e-5, atol=1e-5)
 
 
 def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:

@@ -309,20 +309,17 @@ def test_broken_weights_end_in_one_line(run: Path) -> None:
     assert not (run / "samples.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--max-tokens", "0"],
-        ["--num-samples", "0"],
-        ["--device", "cuda:99"],
-        ["--top-p", "2"],
-        ["--num-beams", "-1"],
-        ["--num-beams", "2", "--num-samples", "2"],
-        ["--num-beams", "2", "--top-p", "0.5"],
-        ["--num-beams", "2", "--seed", "1"],
-        ["--length-penalty", "1"],
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ["--max-tokens", "0"],
+    ["--num-samples", "0"],
+    ["--device", "cuda:99"],
+    ["--top-p", "2"],
+    ["--num-beams", "-1"],
+    ["--num-beams", "2", "--num-samples", "2"],
+    ["--num-beams", "2", "--top-p", "0.5"],
+    ["--num-beams", "2", "--seed", "1"],
+    ["--length-penalty", "1"],
+])  # fmt: skip
 def test_wrong_arguments_of_generate_are_refused(run: Path, words: list[str]) -> None:
     with pytest.raises(UsageError):
         run_command(str(run), *words)

@@ -97,6 +97,26 @@ def test_nothing_to_open(tmp_path: Path) -> None:
             open_text_model(gone)
 
 
+@pytest.mark.parametrize(("file", "framework"), [
+    ("latest_checkpointed_iteration.txt", "Megatron-LM"),
+    ("common.pt", "Megatron-LM"),
+    ("mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+    ("__0_0.distcp", r"torch\.distributed\.checkpoint \(torchtitan"),
+    ("checkpoint_metadata.json", "nanotron"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_framework_is_named_with_the_way_here(
+    tmp_path: Path, file: str, framework: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')  # as Megatron-LM's, and ours
+    message = f"is a checkpoint of {framework}.*, which is not read: .*`megatfm convert FOLDER NEW --to megatfm`$"
+    with pytest.raises(UsageError, match=message):
+        open_text_model(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path, tmp_path / "new", "megatfm")
+
+
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
     other_model = tokenizer_model.replace(b"identity", b"identify")
     assert other_model != tokenizer_model
@@ -161,20 +181,16 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return run
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "run"],
-        ["generate", "run/checkpoints/step-00000031"],
-        ["convert", "run", "new", "--to", "hf"],
-        ["convert", "run", "new", "--to", "moe", "--experts", "2"],
-        ["evaluate", "run"],
-        ["describe", "run"],
-        ["describe", "run/config.toml", "model.n_layers=1"],
-        ["verify", "run", "parallel.tp=2"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [
+    ["generate", "run"],
+    ["generate", "run/checkpoints/step-00000031"],
+    ["convert", "run", "new", "--to", "hf"],
+    ["convert", "run", "new", "--to", "moe", "--experts", "2"],
+    ["evaluate", "run"],
+    ["describe", "run"],
+    ["describe", "run/config.toml", "model.n_layers=1"],
+    ["verify", "run", "parallel.tp=2"],
+], ids=" ".join)  # fmt: skip
 def test_a_stranger_s_run_runs_no_code(stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -276,9 +292,8 @@ def test_a_prompt_of_a_converted_model_is_tokenized_unchanged(
 
     assert encode_prompt_ids(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
-    assert encode_prompt_ids(replace(run, knows_objective=False)) == (
-        [*plain, first] if sentinel == "always" else plain
-    )
+    expected = [*plain, first] if sentinel == "always" else plain
+    assert encode_prompt_ids(replace(run, knows_objective=False)) == expected
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 

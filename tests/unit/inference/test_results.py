@@ -41,16 +41,13 @@ def test_a_length_penalty_without_a_beam_search_is_refused(
         predict_file(run, "new.jsonl", search=search)
 
 
-@pytest.mark.parametrize(
-    ("loss", "stored_loss", "perplexity"),
-    [
-        (2.0, 2.0, pytest.approx(7.389056098930650)),
-        (709.0, 709.0, pytest.approx(8.218407461554972e307)),
-        (1000.0, 1000.0, "Infinity"),
-        (math.nan, "NaN", "NaN"),
-        (math.inf, "Infinity", "Infinity"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "stored_loss", "perplexity"), [
+    (2.0, 2.0, pytest.approx(7.389056098930650)),
+    (709.0, 709.0, pytest.approx(8.218407461554972e307)),
+    (1000.0, 1000.0, "Infinity"),
+    (math.nan, "NaN", "NaN"),
+    (math.inf, "Infinity", "Infinity"),
+])  # fmt: skip
 def test_a_finetuned_model_that_diverged_has_results(
     loss: float, stored_loss: object, perplexity: object, run: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -85,9 +82,9 @@ def test_a_cloze_beyond_floats_has_infinite_perplexity(tmp_path: Path) -> None:
 def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "predictions").write_text("a file in the place of the folder")
     task = EvaluatedTask({"metrics": {}, "intervals": {}}, [])
-    with pytest.raises(MegatfmError, match=r"predictions/tasks: cannot be written \(Not a directory\)"):
+    with pytest.raises(MegatfmError, match=r"predictions/tasks: Not a directory"):
         write_results(tmp_path, 3, {"mine": task})
-    with pytest.raises(MegatfmError, match=r"predictions/x\.jsonl: cannot be written"):
+    with pytest.raises(MegatfmError, match=r"can't write .*predictions/x\.jsonl: "):
         task_evaluation._write_predictions(tmp_path / "predictions/x.jsonl", cast(Any, SimpleNamespace(rows=list)))
 
 

@@ -192,9 +192,7 @@ def test_the_next_link_of_a_chain_resumes(
     assert fake_slurm.calls[-1] == "scancel 9", "a finished run needs no further link"
 
 
-def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_outlives_the_next_s_begin_notes_its_own_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM starts the next link while the script of the one before has some seconds (KillWait) left."""
     write_chain(run, 7, 8)
     run_prolog(run)

@@ -185,6 +185,7 @@ def test_a_preparation_for_a_url_has_its_run_directory_beside_the_scratch_folder
 @pytest.mark.parametrize(("words", "reason"), [
     (["--nproc", "2", "train.step=1"], r"train\.step: unknown key"),
     (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),
+    (["--nproc", "2", "train.micro_batch=16"], r"the run does not fit 2 processes: .* would fit on 1 process$"),
     (["--mpi", "2", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
     (["--nproc", "2", "data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
     (["--nproc", "2", "parallel.engine=deepspeed", "optimizer.name=adamw", "deepspeed.json_file=gone.json"],
@@ -271,28 +272,25 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
 # ------------------------------------------------------------------------------------------------------- usage
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ([], "say where to run"),
-        (["--nproc", "2", "--mpi", "3"], "choose one: --nproc 2 without mpirun, --mpi 3 with it"),
-        (["--slurm", "--mpi", "2"], "by srun: --slurm --nproc 2 for 2 on each node"),
-        (["--nproc", "2", "--nodes", "2", "--gpus-per-node", "1"], "--nodes, --gpus-per-node: only with --slurm"),
-        (["--nproc", "0"], "number of processes is 0"),
-        (["--slurm", "--nodes", "-1"], "number of nodes is -1"),
-        (["--slurm", "--nproc", "2", "--gpus-per-node", "8"], "2 processes on 8 GPUs"),
-        (["--slurm", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
-        (["--slurm", "--time", "tomorrow"], "--time 'tomorrow'"),
-        (["--slurm", "--nodes", "4-2"], "--nodes 4-2: the smaller number comes first"),
-        (["--slurm", "--nodes", "a few"], "--nodes 'a few': give a number"),
-        (["--slurm", "--chain", "0"], "number of links of the chain is 0"),
-        (["--slurm", "--array", "4"], "--array: not for training"),
-        (["--slurm", "--start", "ssh"], "start = 'ssh'"),
-        (["--slurm", "--max-restarts", "-1"], "--max-restarts -1"),
-        (["--nproc", "2", "--chain", "2"], "--chain: only with --slurm"),
-        (["--nproc", "2", "--evaluate"], "quickstart: not a run directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    ([], "say where to run"),
+    (["--nproc", "2", "--mpi", "3"], "choose one: --nproc 2 without mpirun, --mpi 3 with it"),
+    (["--slurm", "--mpi", "2"], "by srun: --slurm --nproc 2 for 2 on each node"),
+    (["--nproc", "2", "--nodes", "2", "--gpus-per-node", "1"], "--nodes, --gpus-per-node: only with --slurm"),
+    (["--nproc", "0"], "number of processes is 0"),
+    (["--slurm", "--nodes", "-1"], "number of nodes is -1"),
+    (["--slurm", "--nproc", "2", "--gpus-per-node", "8"], "2 processes on 8 GPUs"),
+    (["--slurm", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
+    (["--slurm", "--time", "tomorrow"], "--time 'tomorrow'"),
+    (["--slurm", "--nodes", "4-2"], "--nodes 4-2: the smaller number comes first"),
+    (["--slurm", "--nodes", "a few"], "--nodes 'a few': give a number"),
+    (["--slurm", "--chain", "0"], "number of links of the chain is 0"),
+    (["--slurm", "--array", "4"], "--array: not for training"),
+    (["--slurm", "--start", "ssh"], "start = 'ssh'"),
+    (["--slurm", "--max-restarts", "-1"], "--max-restarts -1"),
+    (["--nproc", "2", "--chain", "2"], "--chain: only with --slurm"),
+    (["--nproc", "2", "--evaluate"], "quickstart: not a run directory"),
+])  # fmt: skip
 def test_flags_that_do_not_go_together(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_launch(*words, "--dry-run")
@@ -314,9 +312,8 @@ def test_json_that_is_nested_too_deep_counts_as_damaged(tmp_path: Path) -> None:
 
 def test_processes_of_a_job() -> None:
     assert make_job(min_nodes=2, nproc_per_node=4).world_size == 8
-    assert (
-        LocalLauncher().render(make_job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
-    )  # and LOCAL_WORLD_SIZE
+    script = LocalLauncher().render(make_job(nproc_per_node=3))["launch.sh"]
+    assert script.count("WORLD_SIZE=3") == 6  # and LOCAL_WORLD_SIZE
     assert "mpirun -n 5" in MpiLauncher().render(make_job(nproc_per_node=5))["launch.sh"]
 
 

@@ -102,9 +102,7 @@ def test_variables_of_the_shell_do_not_overrule_the_script(
 
 
 @pytest.mark.usefixtures("fake_slurm")
-def test_a_single_job_is_warned_about_where_nothing_is_requeued(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_job_is_warned_about_where_none_is_requeued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "site.toml").write_text("requeue = false\n")
     run_launch("--slurm", "--site", "site.toml")
     assert "--chain N queues N jobs" in capsys.readouterr().out
@@ -195,9 +193,7 @@ def test_an_evaluation_on_this_machine_does_not_change_the_record(mine: Path, mo
 
 
 @pytest.mark.usefixtures("fake_slurm")
-def test_a_preparation_and_an_evaluation_are_submitted(
-    folder: Path, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prep_and_an_evaluation_are_submitted(folder: Path, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "texts").mkdir()
     run_launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
     assert capsys.readouterr().out.startswith("job 12 is queued: 4 tasks\n")

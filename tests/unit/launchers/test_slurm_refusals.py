@@ -1,7 +1,9 @@
 """Jobs that are refused before the queue: hostile fields, numbers of nodes that don't fit, what would fail later."""
 
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,11 @@ def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.Capt
     reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
     with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
         run_launch(*CLUSTER_FLAGS)
-    run_launch(*CLUSTER_FLAGS, "--dry-run")
-    assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
+    with contextlib.redirect_stderr(sys.stdout):
+        run_launch(*CLUSTER_FLAGS, "--dry-run")
+    script, note, _ = capsys.readouterr().out.partition("note: this would be refused: the run does not fit 32")
+    assert note
+    assert "#SBATCH" in script, "the script is longer than a screen, so the note comes after it"
     with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
         run_launch("--slurm", "--nodes", "3-3", "--nproc", "1")
 
@@ -121,16 +126,13 @@ def test_jobs_that_would_fail_after_the_wait_are_refused_before(
     assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("read.folder", ["read.folder=nowhere"]),
-        ("tokenizer.file", ["tokenizer.file=nowhere"]),
-        ("steps[0].files", ['steps=[{name="decontaminate", files=["nowhere"]}]']),
-        ("steps[0].file", ['steps=[{name="url_filter", file="nowhere"}]']),
-        ("read.labels.table", ["read.format=images", "read.labels={by='table', table='nowhere'}"]),
-    ],
-)
+@pytest.mark.parametrize(("key", "words"), [
+    ("read.folder", ["read.folder=nowhere"]),
+    ("tokenizer.file", ["tokenizer.file=nowhere"]),
+    ("steps[0].files", ['steps=[{name="decontaminate", files=["nowhere"]}]']),
+    ("steps[0].file", ['steps=[{name="url_filter", file="nowhere"}]']),
+    ("read.labels.table", ["read.format=images", "read.labels={by='table', table='nowhere'}"]),
+])  # fmt: skip
 def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path, key: str, words: list[str]) -> None:
     with pytest.raises(UsageError, match=rf"{re.escape(key)} = '.*/nowhere': there is no such file"):
         run_launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
@@ -155,22 +157,19 @@ def test_nothing_is_refused_while_slurm_does_not_answer(fake_slurm: FakeSlurm) -
     assert run_launch("--slurm", "--time", "30-00") == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--begin", "$(touch owned)"], "not an option of sbatch"),
-        (["--sbatch=mail-type=FAIL"], "not an option of sbatch"),
-        (["--sbatch=--comment=a b"], "not an option of sbatch"),
-        (["--sbatch=--x\n#SBATCH --wrap=y"], "not an option of sbatch"),
-        (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
-        (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
-        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the full name"),
-        (["--sbatch=--job=other"], "for --job-name"),
-        (["--sbatch=--nodel=n1"], "for --nodelist"),
-        (["--sbatch=--depend=singleton"], "for --dependency"),
-        (["--mem", "lots"], "memory = 'lots'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    (["--begin", "$(touch owned)"], "not an option of sbatch"),
+    (["--sbatch=mail-type=FAIL"], "not an option of sbatch"),
+    (["--sbatch=--comment=a b"], "not an option of sbatch"),
+    (["--sbatch=--x\n#SBATCH --wrap=y"], "not an option of sbatch"),
+    (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
+    (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
+    (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the full name"),
+    (["--sbatch=--job=other"], "for --job-name"),
+    (["--sbatch=--nodel=n1"], "for --nodelist"),
+    (["--sbatch=--depend=singleton"], "for --dependency"),
+    (["--mem", "lots"], "memory = 'lots'"),
+])  # fmt: skip
 def test_options_that_can_not_be(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_launch("--slurm", "--dry-run", *words)

@@ -92,11 +92,8 @@ def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, mo
     assert arguments[arguments.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert arguments[-1 - arguments[::-1].index("prolog_epilog") :][1:4] == [
-            "-m",
-            "megatfm.launchers.prolog_epilog",
-            "epilog",
-        ]
+        begin = -1 - arguments[::-1].index("prolog_epilog")
+        assert arguments[begin:][1:4] == ["-m", "megatfm.launchers.prolog_epilog", "epilog"]
     assert not (folder / "owned").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
 
@@ -144,6 +141,20 @@ def test_a_signal_during_the_prolog_starts_nothing_and_reaches_the_epilog(folder
     assert code == 42
     assert f"--code 75 --asked {number} --requeue" in requested[-1]
     assert not (folder / "started").exists()
+
+
+@pytest.mark.parametrize(("handled", "code"), [("trap 'exit 75' TERM; ", 75), ("", 75), ("trap 'exit 1' TERM; ", 1)])
+def test_a_signal_just_after_srun_began_reaches_a_preparation(folder: Path, handled: str, code: int) -> None:
+    """Before bash has noted srun's process id; a preparation that has no handler yet dies of it, with 143."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!/bin/bash\n{handled}for _ in $(seq 200); do sleep 0.05; done\n")
+    (programs / "srun").chmod(0o755)
+    script = SlurmLauncher(Site(requeue=False)).render(make_prep_job())["data_prep.sbatch"]
+    script = script.replace("\nstep=$!", "\nkill -TERM $$\nstep=$!")
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    completed = subprocess.run(["bash", "-c", script], env=environment, timeout=30, capture_output=True)
+    assert completed.returncode == code
 
 
 @pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
@@ -207,20 +218,17 @@ def test_a_job_that_is_forgotten_has_no_record(fake_slurm: FakeSlurm) -> None:
         scheduler.show_job("7")
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("05:04", 304),
-        ("00:10:00", 600),
-        ("1-02:03:04", 93784),
-        ("90", 5400),
-        ("1-02", 93600),
-        ("1-02:03", 93780),
-        ("UNLIMITED", None),
-        ("", None),
-        ("INVALID", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("05:04", 304),
+    ("00:10:00", 600),
+    ("1-02:03:04", 93784),
+    ("90", 5400),
+    ("1-02", 93600),
+    ("1-02:03", 93780),
+    ("UNLIMITED", None),
+    ("", None),
+    ("INVALID", None),
+])  # fmt: skip
 def test_slurm_durations_are_parsed(text: str, seconds: int | None) -> None:
     assert scheduler.parse_time(text) == seconds
 

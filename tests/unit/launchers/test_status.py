@@ -57,18 +57,15 @@ def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Cap
     assert result["seconds_left"] == 120.0
 
 
-@pytest.mark.parametrize(
-    ("codes", "record", "state"),
-    [
-        ((1, 0), "", "DONE: job 7: of a test"),
-        ((1, 76), "", "NO PROGRESS: job 7: of a test"),
-        ((75,), "", "STOPPED: job 7: of a test"),
-        ((2,), "", "FAILED: job 7: of a test"),
-        ((75,), "JobId=7 JobState=CANCELLED ExitCode=0:15", "CANCELLED: job 7: exit code 0:15"),
-        ((), "JobId=7 JobState=NODE_FAIL ExitCode=1:0", "NODE_FAIL: job 7: exit code 1:0"),
-        ((None,), "", "GONE: job 7: SLURM has forgotten it"),
-    ],
-)
+@pytest.mark.parametrize(("codes", "record", "state"), [
+    ((1, 0), "", "DONE: job 7: of a test"),
+    ((1, 76), "", "NO PROGRESS: job 7: of a test"),
+    ((75,), "", "STOPPED: job 7: of a test"),
+    ((2,), "", "FAILED: job 7: of a test"),
+    ((75,), "JobId=7 JobState=CANCELLED ExitCode=0:15", "CANCELLED: job 7: exit code 0:15"),
+    ((), "JobId=7 JobState=NODE_FAIL ExitCode=1:0", "NODE_FAIL: job 7: exit code 1:0"),
+    ((None,), "", "GONE: job 7: SLURM has forgotten it"),
+])  # fmt: skip
 def test_after_the_job_has_left_the_queue(
     make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
 ) -> None:
@@ -86,16 +83,13 @@ def test_after_the_job_has_left_the_queue(
     assert result.seconds_left is None
 
 
-@pytest.mark.parametrize(
-    ("reason", "advice"),
-    [
-        ("JobHeldUser", "it is held: `scontrol release 7` releases it"),
-        ("launch failed requeued held", "a node could not start it, so SLURM holds it: `scontrol release 7`"),
-        ("PartitionTimeLimit", "its time limit is above the partition's: cancel it, and"),
-        ("PartitionDown", "the partition is closed"),
-        ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
-    ],
-)
+@pytest.mark.parametrize(("reason", "advice"), [
+    ("JobHeldUser", "it is held: `scontrol release 7` releases it"),
+    ("launch failed requeued held", "a node could not start it, so SLURM holds it: `scontrol release 7`"),
+    ("PartitionTimeLimit", "its time limit is above the partition's: cancel it, and"),
+    ("PartitionDown", "the partition is closed"),
+    ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
+])  # fmt: skip
 def test_pending_reasons_come_with_advice(make: MakeRun, fake_slurm: FakeSlurm, reason: str, advice: str) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
@@ -144,10 +138,8 @@ def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm)
     for command in ("squeue", "scontrol-show"):
         fake_slurm.fail(command, "Invalid job id specified\n")
     fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == (
-        "OUT_OF_MEMORY",
-        "job 7: exit code 0:125",
-    )
+    state = get_run_status(run).state
+    assert (state.name, state.reason) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
 
 
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:

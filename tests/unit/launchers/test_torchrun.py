@@ -161,9 +161,8 @@ def test_copied_code_is_imported_before_the_checkout(tmp_path: Path) -> None:
     assert (place / "megatfm" / "presets" / "quickstart.toml").is_file()
     code = "from megatfm import cli, data_prep, launchers; print(cli.__file__, data_prep.__file__, launchers.__file__)"
     environment = {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONSAFEPATH": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert [Path(path).is_relative_to(place) for path in process.stdout.split()] == [True] * 3
     origin = json.loads((place / "origin.json").read_text())
     assert origin["copied_from"] == str(ROOT)
@@ -241,9 +240,8 @@ RAISES = "raise ImportError('a file of the user was imported')\n"
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    completed = subprocess.run(
-        command, cwd=folder, env={**environment, **variables}, capture_output=True, text=True, check=False
-    )
+    environment |= variables
+    completed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
 
@@ -280,10 +278,8 @@ def test_ranks_import_an_uninstalled_checkout(directory: Path, paths: list[Path]
     packages = sysconfig.get_path("purelib")
     path = os.pathsep.join(map(str, [*paths, packages]))
     python = os.path.realpath(sys.executable)
-    output = run(
-        [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"], directory, PYTHONPATH=path
-    )
-    assert (
-        output.count("PYTHONPATH=") == output.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ") == bool(expected)
-    )
+    command = [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"]
+    output = run(command, directory, PYTHONPATH=path)
+    times = [output.count(f"PYTHONPATH={value}") for value in ("", f"{expected}{os.pathsep}{packages} ")]
+    assert times == [bool(expected)] * 2
     assert f"{python} -P -m megatfm train quickstart" in output

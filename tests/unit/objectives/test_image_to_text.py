@@ -72,10 +72,9 @@ def test_a_prompt_end_that_is_another_token_is_refused() -> None:
 def test_an_image_token_that_pads_begins_or_ends_is_refused() -> None:
     for special in ({"bos": IMG}, {"eos": IMG}, {"pad": IMG}):
         roles = SpecialTokens(**({"bos": BOS, "eos": EOS, "pad": PAD, "vocab_size": VOCABULARY} | special))
+        model = ModelConfig.from_dotted(LLAVA)
         with pytest.raises(UsageError, match=f"image_token_id = {IMG} is the tokenizer's begin, end or padding token"):
-            build_objective(
-                ImageToTextObjective(), ModelConfig.from_dotted(LLAVA), roles, (10, 40), ImagesConfig(size=8)
-            )
+            build_objective(ImageToTextObjective(), model, roles, (10, 40), ImagesConfig(size=8))
 
 
 def test_a_long_text_is_cut_off_at_the_row() -> None:
@@ -106,18 +105,15 @@ def test_rows_hold_samples_side_by_side() -> None:
     assert row["targets"].tolist() == [*[NONE] * 4, 22, 22, EOS, *[NONE] * 4, 23, 23, 23, EOS, *[NONE] * 15]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ([7, IMG], {}, "names its image 1 times .* 'before_text' wants 0"),
-        ([7, 8], {"image_placement": "in_text"}, "names its image 0 times .* 'in_text' wants 1"),
-        ([IMG, 7, IMG], {"image_placement": "in_text"}, "names its image 2 times"),
-        ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
-        ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
-        ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
-        ([7] * 9 + [IMG], {"image_placement": "in_text", "lengths": (10, 12)}, "has 9 tokens before its image of 4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ([7, IMG], {}, "names its image 1 times .* 'before_text' wants 0"),
+    ([7, 8], {"image_placement": "in_text"}, "names its image 0 times .* 'in_text' wants 1"),
+    ([IMG, 7, IMG], {"image_placement": "in_text"}, "names its image 2 times"),
+    ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
+    ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
+    ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
+    ([7] * 9 + [IMG], {"image_placement": "in_text", "lengths": (10, 12)}, "has 9 tokens before its image of 4"),
+])  # fmt: skip
 def test_samples_are_refused(text: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
         build(text, **options)

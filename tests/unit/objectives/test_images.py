@@ -143,9 +143,8 @@ def test_no_class_of_nan_is_right() -> None:
 
 
 SIMMIM = ENCODER | {"embedding.mask_token": True, "extra_heads.pixels": {"stride": 4}}
-PICTURE = DocumentChunk(
-    NO_TEXT, files={"png": encode_image(np.random.default_rng(0).integers(1, 256, (40, 40, 3), np.uint8))}
-)
+PIXELS = np.random.default_rng(0).integers(1, 256, (40, 40, 3), np.uint8)
+PICTURE = DocumentChunk(NO_TEXT, files={"png": encode_image(PIXELS)})
 """No value is 0, as masked ones are."""
 
 
@@ -187,9 +186,7 @@ def test_masks_follow_from_the_key() -> None:
     (ENCODER | {"embedding.mask_token": True}, {}, "a mask token and a head for pixels"),
     (SIMMIM | {"extra_heads.pixels": {"stride": 8}}, {}, r"choose model\.extra_heads\.pixels\.stride = 4"),
 ])  # fmt: skip
-def test_impossible_masks_and_models_of_simmim_are_refused(
-    model: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_impossible_options_of_simmim_are_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         simmim_objective(model, **options)
 

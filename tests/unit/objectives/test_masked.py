@@ -103,13 +103,9 @@ def test_sequences_fit_rows_and_empty_chunks_make_none(make_objective: Any) -> N
 
 def test_missing_special_tokens_are_named(make_objective: Any, make_model: Any, special: SpecialTokens) -> None:
     bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
-    with pytest.raises(
-        UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none: p"
-    ):
+    with pytest.raises(UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none"):
         make_objective("masked", special=bare)
-    with pytest.raises(
-        UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.lm_head\.name=linear"
-    ):
+    with pytest.raises(UsageError, match=r"'masked' predicts tokens, .*: set model\.lm_head\.name=linear"):
         make_objective("masked", model_config=make_model("encoder").with_changes({"lm_head": {"name": "none"}}))
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
@@ -140,10 +136,8 @@ def test_replaced_token_counts_its_terms(make_objective: Any) -> None:
     result = make_objective("replaced_token")
     assert dict(result.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
     batch = {"targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]), "documents": torch.tensor([[0, 0, 0, -1]])}
-    assert {name: int(count) for name, count in result.target_counts(batch).items()} == {
-        "generator": 1,
-        "discriminator": 3,
-    }
+    counts = {name: int(count) for name, count in result.target_counts(batch).items()}
+    assert counts == {"generator": 1, "discriminator": 3}
     assert make_objective("replaced_token", discriminator_weight=10).loss_weights["discriminator"] == pytest.approx(10)
 
 
@@ -233,7 +227,5 @@ def test_spans_are_uniform_over_positions(make_objective: Any, make_text: Any, b
 
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.extra_heads\.boundary\]"
-    ):
+    with pytest.raises(UsageError, match=r"'span_boundary' needs .* the head: add \[model\.extra_heads\.boundary\]"):
         make_objective("span_boundary", model_config=make_model("encoder").with_changes({"extra_heads": {}}))

@@ -67,11 +67,8 @@ def test_b_follows_a_or_is_from_another_document(make_objective: Any, build_one:
 @pytest.mark.parametrize("ends_document", [True, False])
 def test_ends_of_documents_do_not_reveal_the_label(make_objective: Any, build_one: Any, ends_document: bool) -> None:
     """A full stop at the end of B would: B is the end of its document in both cases, or in neither."""
-    result, text, block = (
-        make_objective("next_sentence", **NO_MASK),
-        np.arange(200, 240),
-        OtherDocuments([50, 41, 30, 7]),
-    )
+    result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
+    block = OtherDocuments([50, 41, 30, 7])
     firsts = {documents[0] for documents in block.documents}
     lasts = {documents[-1] for documents in block.documents}
     positions = set()
@@ -90,9 +87,8 @@ def test_ends_of_documents_do_not_reveal_the_label(make_objective: Any, build_on
 @pytest.mark.parametrize("n", [2, 3, 30])
 def test_short_documents_limit_the_length_of_b(make_objective: Any, build_one: Any, lengths: list[int], n: int) -> None:
     result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
-    labels = {
-        split_segments(build_one(result, text, sample=i, partners=OtherDocuments(lengths)))[2] for i in range(200)
-    }
+    built = (build_one(result, text, sample=i, partners=OtherDocuments(lengths)) for i in range(200))
+    labels = {split_segments(fields)[2] for fields in built}
     assert labels == {0, 1}
 
 
@@ -136,9 +132,7 @@ def test_tokens_of_both_segments_are_masked(make_objective: Any, make_text: Any,
 
 def test_a_model_without_a_sentence_head_is_refused(make_objective: Any, make_model: Any) -> None:
     plain = make_model("encoder").with_changes({"extra_heads": {}})
-    with pytest.raises(
-        UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.extra_heads\.sentence\]"
-    ):
+    with pytest.raises(UsageError, match=r"'next_sentence' needs .* the head: add \[model\.extra_heads\.sentence\]"):
         make_objective("next_sentence", model_config=plain)
     without = make_objective("sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0}))
     assert "segments" not in without.build_example(DocumentChunk(np.arange(200, 210)), ChunkKey(0, 0, 0, 0))

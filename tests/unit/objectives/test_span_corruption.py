@@ -47,9 +47,8 @@ def noise_of(tokens: np.ndarray, inputs: np.ndarray, sentinels: set[int]) -> lis
 @pytest.mark.parametrize(("rate", "mean"), [(0.15, 3.0), (0.5, 3.0), (0.15, 64.0), (0.3, 1.0)])
 def test_inputs_and_targets_are_t5s(make_objective: Any, build_one: Any, n: int, rate: float, mean: float) -> None:
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
-    result = make_objective(
-        "span_corruption", rows=(600, 600), special=special, noise_density=rate, mean_noise_span_length=mean
-    )
+    noise = {"noise_density": rate, "mean_noise_span_length": mean}
+    result = make_objective("span_corruption", rows=(600, 600), special=special, **noise)
     tokens = np.random.default_rng(n).permutation(np.arange(10, 4000))[:n].astype(np.uint16)
     fields = build_one(result, tokens, sample=n)
     noise = noise_of(tokens, fields["encoder_tokens"], set(special.sentinels))
@@ -70,11 +69,8 @@ def test_rows_of_512_take_the_568_tokens_of_the_paper(make_objective: Any) -> No
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=500, sentinels=range(100))
     result = make_objective("span_corruption", rows=(512, 114), special=special)
     assert result.max_tokens == 568
-    assert result.sequence_lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
-        [512, 114],
-        [0, 0],
-        [0, 0],
-    ]
+    lengths = result.sequence_lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64))
+    assert lengths.tolist() == [[512, 114], [0, 0], [0, 0]]
     assert make_objective("span_corruption", rows=(512, 60), special=special).max_tokens < 568
 
 
@@ -160,9 +156,8 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
         fields = build_one(result, tokens, sample=sample)
         denoiser = kind(fields, 200)
         actual[denoiser] = actual.get(denoiser, 0) + 1
-        assert sorted([*fields["encoder_tokens"], *fields["targets"]])[-200:] == list(range(200, 400)), (
-            "each token once"
-        )
+        both_sides = sorted([*fields["encoder_tokens"], *fields["targets"]])
+        assert both_sides[-200:] == list(range(200, 400)), "each token once"
         if denoiser[0] == "S":
             assert fields["encoder_tokens"][1:-1].tolist() + fields["targets"][:-1].tolist() == tokens.tolist()
             ends.append(len(fields["targets"]) - 1)

@@ -112,15 +112,12 @@ def test_an_encoder_decoder_reads_prompts_and_predicts_answers() -> None:
             assert (row["encoder_documents"] == number).any()
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        (MultipleChoiceObjective(), "with name = 'multiple_choice'"),
-        (SpanExtractionObjective(), "with name = 'span_extraction'"),
-        (TextClassificationObjective(), "with name = 'text_classifier'"),
-        (MultipleChoiceObjective(lm_weight=1), "'multiple_choice'|only a decoder predicts next tokens"),
-    ],
-)
+@pytest.mark.parametrize(("objective", "message"), [
+    (MultipleChoiceObjective(), "with name = 'multiple_choice'"),
+    (SpanExtractionObjective(), "with name = 'span_extraction'"),
+    (TextClassificationObjective(), "with name = 'text_classifier'"),
+    (MultipleChoiceObjective(lm_weight=1), "'multiple_choice'|only a decoder predicts next tokens"),
+])  # fmt: skip
 def test_a_model_without_the_head_is_refused(objective: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_objective(objective, model("encoder", None), SPECIAL, (16,))

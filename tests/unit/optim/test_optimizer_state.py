@@ -159,10 +159,8 @@ def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
     expected: dict[str, torch.Tensor] = {}
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        gradients = {
-            name: torch.randn(model.get_parameter(name).shape, generator=generator, dtype=torch.float64)
-            for name in names
-        }
+        shapes = {name: model.get_parameter(name).shape for name in names}
+        gradients = {name: torch.randn(shapes[name], generator=generator, dtype=torch.float64) for name in names}
         for optimizer in (plain, averaged):
             optimizer.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
         for name in names:
@@ -176,14 +174,11 @@ def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
         torch.testing.assert_close(averaged.averaged(), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (MuonConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
-        (ScheduleFreeConfig(lr=0.1, ema_decay=DECAY), "averages weights itself"),
-        (AdamWConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
-    ],
-)
+@pytest.mark.parametrize(("config", "reason"), [
+    (MuonConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
+    (ScheduleFreeConfig(lr=0.1, ema_decay=DECAY), "averages weights itself"),
+    (AdamWConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
+])  # fmt: skip
 def test_weight_averages_are_refused_where_they_cannot_be_kept(config: OptimizerSection, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         build_optimizer_groups(config, LinearModel())

@@ -43,9 +43,8 @@ def test_norms_and_biases_of_bert_have_no_weight_decay() -> None:
     for name, info in table(**BERT).items():
         is_vector = name.endswith(".bias") or "norm" in name
         assert info.decays != is_vector, name
-        assert info.role == (
-            "vector" if is_vector else "embedding" if name.startswith("encoder.embedding") else "matrix"
-        ), name
+        is_table = name.startswith("encoder.embedding")
+        assert info.role == ("vector" if is_vector else "embedding" if is_table else "matrix"), name
 
 
 def test_embeddings_have_weight_decay_only_if_configured() -> None:
@@ -152,9 +151,7 @@ def test_mup_and_layer_decay_multiply() -> None:
         hidden = ".layers." in name and name.endswith(".weight") and "norm" not in name
         assert ratio == plain[name] * (0.25 if hidden else 1.0), name
     assert group.lr_ratios["decoder.layers.1.attn.wq.weight"] == 0.25 * 0.25
-    with pytest.raises(
-        MegatfmError, match=r"there is a learning rate factor for 'nothing', but the model has no such parameter"
-    ):
+    with pytest.raises(MegatfmError, match=r"learning rate factor for 'nothing', but the model has no such parameter"):
         describe_parameters(model(), ADAMW, {"nothing": 0.5})
 
 

@@ -148,9 +148,8 @@ def write_task(run: Path, rows: list[dict[str, Any]], predictions: list[dict[str
     (run / "predictions").mkdir()
     (run / "predictions" / "validation.jsonl").write_text("".join(json.dumps(p) + "\n" for p in predictions))
     results = {"confusion": [[1, 2], [1, 0]], "metrics": {}}
-    (run / "task.json").write_text(
-        json.dumps({"step": 3, "labels": ["false", "true"], "sets": {"validation": results}})
-    )
+    result = {"step": 3, "labels": ["false", "true"], "sets": {"validation": results}}
+    (run / "task.json").write_text(json.dumps(result))
     return file
 
 

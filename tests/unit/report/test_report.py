@@ -110,9 +110,8 @@ def test_samples_of_evaluations_and_of_generate_are_merged(run: Path) -> None:
 
 def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
     steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
-    replace_metrics(
-        run, [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
-    )
+    records = [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
+    replace_metrics(run, records)
     (words,) = (label for label in report_page(run).charts() if label.startswith("Training loss by source"))
     assert words.startswith("Training loss by source, nats per token. web: 3 at step 1, ")
     assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
@@ -253,9 +252,8 @@ def test_the_shares_of_a_mixture_are_drawn_over_the_steps(run: Path) -> None:
 
 def test_samples_are_grouped_by_prompt_in_the_order_of_steps(run: Path) -> None:
     samples = [("a", 20), ("b", 20), ("a", 10)]
-    (run / "samples.jsonl").write_text(
-        "".join(json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
-    )
+    lines = (json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
+    (run / "samples.jsonl").write_text("".join(lines))
     text = report_page(run).text
     places = [text.index(word) for word in ("a of 10", "a of 20", "b of 20")]
     assert places == sorted(places)

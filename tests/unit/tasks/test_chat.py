@@ -83,9 +83,8 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: tuple[Tokenizer, Any, str], chat: int) -> None:
     tokenizer, hf_tokenizer, file = tokenizer_pair
     conversation = messages(*CHATS[chat])
-    expected = hf_tokenizer.apply_chat_template(
-        conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = hf_tokenizer.apply_chat_template(conversation, **wanted)
     ((example,), _) = encoder(tokenizer, file).encode([{"messages": conversation}])
     assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
@@ -201,6 +200,8 @@ def test_unreadable_tokenizer_files_are_named(tokenizer_pair: tuple[Tokenizer, A
     config = tmp_path / "tokenizer_config.json"
     config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it
     assert load_chat_template(tmp_path, tokenizer, None).source == "one"
+    (tmp_path / "mine.jinja").write_text("\ufefftwo", encoding="utf-8")
+    assert load_chat_template(tmp_path, tokenizer, str(tmp_path / "mine.jinja")).source == "two"
     config.write_text('{"chat_template"')
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: can't read it"):
         load_chat_template(tmp_path, tokenizer, None)
@@ -290,10 +291,8 @@ def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:
             assert example.tokens[start:begin].tolist() == prompt
             assert example.tokens[begin:end].tolist() == [*tokenizer.encode(row[side]), tokenizer.eos]
         assert (chosen[1], rejected[1]) == (second, len(example.tokens))
-        sides = [
-            (example.tokens[:second], tuple(chosen)),
-            (example.tokens[second:], tuple(x - second for x in rejected)),
-        ]
+        spans = tuple(chosen), tuple(x - second for x in rejected)
+        sides = list(zip((example.tokens[:second], example.tokens[second:]), spans, strict=True))
         up, down = scores(sides)
         assert example.annotation["reference"] == pytest.approx(up - down, abs=1e-12)
     assert notes == ["pairs.jsonl: 50 % of 2 chosen answers are the likelier at the start"]

@@ -96,16 +96,13 @@ def test_columns_and_names_of_choices(bert: Path) -> None:
     assert first.annotation == second.annotation
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"choices": []}, "choices: name the columns of the choices for form = 'multiple_choice'"),
-        ({"form": "classification"}, "choices: name the columns"),
-        ({"both_orders": True}, "both_orders: is for pairs with a label"),
-        ({"no_answer": True}, "no_answer: is for form = 'span_extraction'"),
-        ({"text_metrics": ["bleu"]}, "text_metrics: is for form = 'generation'"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"choices": []}, "choices: name the columns of the choices for form = 'multiple_choice'"),
+    ({"form": "classification"}, "choices: name the columns"),
+    ({"both_orders": True}, "both_orders: is for pairs with a label"),
+    ({"no_answer": True}, "no_answer: is for form = 'span_extraction'"),
+    ({"text_metrics": ["bleu"]}, "text_metrics: is for form = 'generation'"),
+])  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         task(**values)

@@ -62,27 +62,24 @@ def test_splits_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
-        ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
-        ("a.tsv", b'text\tlabel\n"a\tb"\t1\n', "line 2: has 3 fields.*: tabs separate fields within quotes"),
-        ("a.csv", b"text,label\n", "has no rows"),
-        ("a.csv", b"", "has no rows"),
-        ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,1\n", "line 2: not UTF-8 at byte 11"),
-        ("a.csv", "text,label\na,1\nß,1\n".encode("latin-1"), "line 3: not UTF-8"),
-        ("a.csv", "text,label\na,1\n".encode("utf-16"), "line 1: not UTF-8"),
-        ("a.csv", b"text,label,,\n1,2,,\n", "line 1: has columns without a name"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: \\ud83d is half of a character"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "line 1: no JSON: the key 'text' is there twice"),
-        ("a.jsonl", b'{"text": 1}\n{"text"\n', "line 2: no JSON"),
-        ("a.jsonl", b"3\n", "row 1: is no JSON object"),
-        ("a.parquet", b"PAR2", "can't be read as parquet"),
-        ("a.xlsx", b"", r"not a file of a known kind: give \.csv"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
+    ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
+    ("a.tsv", b'text\tlabel\n"a\tb"\t1\n', "line 2: has 3 fields.*: tabs separate fields within quotes"),
+    ("a.csv", b"text,label\n", "has no rows"),
+    ("a.csv", b"", "has no rows"),
+    ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),
+    ("a.csv", b"text,label\n\xff,1\n", "line 2: not UTF-8 at byte 11"),
+    ("a.csv", "text,label\na,1\nß,1\n".encode("latin-1"), "line 3: not UTF-8"),
+    ("a.csv", "text,label\na,1\n".encode("utf-16"), "line 1: not UTF-8"),
+    ("a.csv", b"text,label,,\n1,2,,\n", "line 1: has columns without a name"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: \\ud83d is half of a character"),
+    ("a.jsonl", b'{"text": "a", "text": "b"}\n', "line 1: no JSON: the key 'text' is there twice"),
+    ("a.jsonl", b'{"text": 1}\n{"text"\n', "line 2: no JSON"),
+    ("a.jsonl", b"3\n", "row 1: is no JSON object"),
+    ("a.parquet", b"PAR2", "can't be read as parquet"),
+    ("a.xlsx", b"", r"not a file of a known kind: give \.csv"),
+])  # fmt: skip
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message) as raised:

@@ -90,22 +90,19 @@ def test_the_longer_text_is_cut_first() -> None:
         assert abs(len(a) - len(b)) <= 1 or len(b) == 4
 
 
-@pytest.mark.parametrize(
-    ("row", "config", "message"),
-    [
-        ({"text": "  "}, {}, "row 2: column 'text' is empty"),
-        ({"text": None}, {}, "row 2: column 'text' is empty"),
-        ({"text": 3}, {}, "row 2: column 'text' is 3, not text"),
-        ({"label": "Yes"}, {}, "row 2: label 'Yes' is none of the task's.*there are: no, yes"),
-        ({"label": None}, {}, "row 2: has no label"),
-        ({"label": " "}, {}, "row 2: has no label"),
-        ({"label": ["yes"]}, {}, r"row 2: label \['yes'\] is no single label: .* task.form = 'multilabel'"),
-        ({"label": {"a": 1}}, {}, "row 2: label {'a': 1} is no single label"),
-        ({"pair": ""}, {"text_pair": "pair"}, "row 2: column 'pair' is empty"),
-        ({}, {"text_pair": "other"}, "no column 'other', which task.text_pair names"),
-        ({"text": "cat " * 20}, {}, "row 2: has 22 tokens, more than data.sequence_length = 12"),
-    ],
-)
+@pytest.mark.parametrize(("row", "config", "message"), [
+    ({"text": "  "}, {}, "row 2: column 'text' is empty"),
+    ({"text": None}, {}, "row 2: column 'text' is empty"),
+    ({"text": 3}, {}, "row 2: column 'text' is 3, not text"),
+    ({"label": "Yes"}, {}, "row 2: label 'Yes' is none of the task's.*there are: no, yes"),
+    ({"label": None}, {}, "row 2: has no label"),
+    ({"label": " "}, {}, "row 2: has no label"),
+    ({"label": ["yes"]}, {}, r"row 2: label \['yes'\] is no single label: .* task.form = 'multilabel'"),
+    ({"label": {"a": 1}}, {}, "row 2: label {'a': 1} is no single label"),
+    ({"pair": ""}, {"text_pair": "pair"}, "row 2: column 'pair' is empty"),
+    ({}, {"text_pair": "other"}, "no column 'other', which task.text_pair names"),
+    ({"text": "cat " * 20}, {}, "row 2: has 22 tokens, more than data.sequence_length = 12"),
+])  # fmt: skip
 def test_bad_rows_are_named(tmp_path: Path, row: Mapping[str, Any], config: dict[str, Any], message: str) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match=f"x.csv.*{message}"):
@@ -156,17 +153,14 @@ def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
         collect_labels(task(), [{"label": ""}, {"label": None}, {}])
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["a,x", "b,x"], "all rows have the label 'x', so that there is nothing to learn"),
-        (["a,x", "b, x "], "all rows have the label 'x'"),
-        (["a,x", "b,"], "all rows have the label 'x'"),
-        (["a,x", "b,NaN"], "has the label 'NaN', as missing values are written"),
-        (["a,1", "b,1.0"], "has the labels '1' and '1.0', two spellings of one"),
-        (["a,caf\u00e9", "b,cafe\u0301"], "has the labels .*, two spellings of one"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    (["a,x", "b,x"], "all rows have the label 'x', so that there is nothing to learn"),
+    (["a,x", "b, x "], "all rows have the label 'x'"),
+    (["a,x", "b,"], "all rows have the label 'x'"),
+    (["a,x", "b,NaN"], "has the label 'NaN', as missing values are written"),
+    (["a,1", "b,1.0"], "has the labels '1' and '1.0', two spellings of one"),
+    (["a,caf\u00e9", "b,cafe\u0301"], "has the labels .*, two spellings of one"),
+])  # fmt: skip
 def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
     (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]), encoding="utf-8")
     with pytest.raises(UsageError, match=message):

@@ -74,17 +74,14 @@ def test_an_interval_takes_the_memory_of_one_sample(of_texts: bool) -> None:
     assert peak < 20 * hits.size * 8
 
 
-@pytest.mark.parametrize(
-    ("tags", "spans"),
-    [
-        ("O O", []),
-        ("B-A I-A O B-A", [("A", 0, 2), ("A", 3, 4)]),
-        ("B-A B-A I-B", [("A", 0, 1), ("A", 1, 2), ("B", 2, 3)]),
-        ("I-A I-A O I-B", [("A", 0, 2), ("B", 3, 4)]),
-        ("B-A I-B I-B", [("A", 0, 1), ("B", 1, 3)]),
-        ("S-A B-A E-A I-A", [("A", 0, 1), ("A", 1, 3), ("A", 3, 4)]),
-    ],
-)
+@pytest.mark.parametrize(("tags", "spans"), [
+    ("O O", []),
+    ("B-A I-A O B-A", [("A", 0, 2), ("A", 3, 4)]),
+    ("B-A B-A I-B", [("A", 0, 1), ("A", 1, 2), ("B", 2, 3)]),
+    ("I-A I-A O I-B", [("A", 0, 2), ("B", 3, 4)]),
+    ("B-A I-B I-B", [("A", 0, 1), ("B", 1, 3)]),
+    ("S-A B-A E-A I-A", [("A", 0, 1), ("A", 1, 3), ("A", 3, 4)]),
+])  # fmt: skip
 def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int]]) -> None:
     assert metrics.find_tag_spans(tags.split()) == spans
 
@@ -233,10 +230,8 @@ def test_chrf_is_that_of_popovic() -> None:
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
             hypothesis_grams, reference_grams = (n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference))
             hits += sum((hypothesis_grams & reference_grams).values())
-            guessed, n_reference = (
-                guessed + sum(hypothesis_grams.values()),
-                n_reference + sum(reference_grams.values()),
-            )
+            guessed += sum(hypothesis_grams.values())
+            n_reference += sum(reference_grams.values())
         precisions.append(hits / guessed)
         recalls.append(hits / n_reference)
     precision, recall = sum(precisions) / 6, sum(recalls) / 6

@@ -146,28 +146,25 @@ def test_the_fingerprint_of_tasks_depends_on_their_questions(tmp_path: Path) -> 
     assert open_evaluation_task(path).fingerprint != first
 
 
-@pytest.mark.parametrize(
-    ("config", "row", "message"),
-    [
-        (CHOICE, {"key": "C"}, r"rows.jsonl, row 1: column 'key' is 'C': give the text of one of the 2 answers"),
-        (CHOICE, {"key": 2}, "row 1: column 'key' is '2'"),
-        (CHOICE + LABELS, {"key": None}, "row 1: column 'key' is ''.*called A, B"),
-        (CHOICE, {"a": " "}, "row 1: answer 0 is empty"),
-        (CHOICE.replace("{{ a }}", "{{ c }}"), {}, "'c' is undefined; there are: ask, a, b"),
-        (CHOICE.replace("{{ a }}", "{{ a"), {}, "can't be filled in"),
-        (CHOICE.replace("{{ a }}", "{{ ''.__class__.mro() }}"), {}, "can't be filled in"),
-        (CHOICE.replace("{{ a }}", "{{ a + 1 }}"), {}, "can't be filled in: can only concatenate str"),
-        (CHOICE.replace('"key"', '"kee"'), {}, "has no column 'kee'"),
-        (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"a"'), {}, "column 'a' is 'ja': give a list"),
-        (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"all"'), {"all": ["x"], "key": 0}, "has one answer"),
-        (CHOICE.replace('choices = ["{{ a }}", "{{ b }}"]\n', ""), {}, "choices is missing"),
-        (CHOICE + 'labels = ["A"]\n', {}, "1 names for 2 choices"),
-        (CHOICE + LABELS + "shots = 7\n", {}, "shots = 7: .* has 6 other examples"),
-        ('kind = "cloze"\n' + CHOICE, {}, "kind = 'cloze' has none"),
-        ('kind = "cloze"\ndata = "rows.jsonl"\nprompt = ""\nanswer = "a"', {"a": ""}, "column 'a' is empty"),
-        (CHOICE + "shot = 1\n", {}, "shot"),
-    ],
-)
+@pytest.mark.parametrize(("config", "row", "message"), [
+    (CHOICE, {"key": "C"}, r"rows.jsonl, row 1: column 'key' is 'C': give the text of one of the 2 answers"),
+    (CHOICE, {"key": 2}, "row 1: column 'key' is '2'"),
+    (CHOICE + LABELS, {"key": None}, "row 1: column 'key' is ''.*called A, B"),
+    (CHOICE, {"a": " "}, "row 1: answer 0 is empty"),
+    (CHOICE.replace("{{ a }}", "{{ c }}"), {}, "'c' is undefined; there are: ask, a, b"),
+    (CHOICE.replace("{{ a }}", "{{ a"), {}, "can't be filled in"),
+    (CHOICE.replace("{{ a }}", "{{ ''.__class__.mro() }}"), {}, "can't be filled in"),
+    (CHOICE.replace("{{ a }}", "{{ a + 1 }}"), {}, "can't be filled in: can only concatenate str"),
+    (CHOICE.replace('"key"', '"kee"'), {}, "has no column 'kee'"),
+    (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"a"'), {}, "column 'a' is 'ja': give a list"),
+    (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"all"'), {"all": ["x"], "key": 0}, "has one answer"),
+    (CHOICE.replace('choices = ["{{ a }}", "{{ b }}"]\n', ""), {}, "choices is missing"),
+    (CHOICE + 'labels = ["A"]\n', {}, "1 names for 2 choices"),
+    (CHOICE + LABELS + "shots = 7\n", {}, "shots = 7: .* has 6 other examples"),
+    ('kind = "cloze"\n' + CHOICE, {}, "kind = 'cloze' has none"),
+    ('kind = "cloze"\ndata = "rows.jsonl"\nprompt = ""\nanswer = "a"', {"a": ""}, "column 'a' is empty"),
+    (CHOICE + "shot = 1\n", {}, "shot"),
+])  # fmt: skip
 def test_bad_tasks_and_rows_are_refused(tmp_path: Path, config: str, row: dict[str, Any], message: str) -> None:
     write_rows(tmp_path, [{**ROWS[0], **row}, *ROWS[1:]])
     with pytest.raises(UsageError, match=message):
@@ -231,24 +228,20 @@ def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
 
 def test_a_cloze_is_right_where_each_token_is_the_likeliest() -> None:
     question = Question(0, "", (" word",))
-    results = [
-        score_cloze(question, Likelihood(-nats, 2, is_greedy), " ") for nats, is_greedy in ((1.0, True), (3.0, False))
-    ]
+    answers = (1.0, True), (3.0, False)
+    results = [score_cloze(question, Likelihood(-nats, 2, is_greedy), " ") for nats, is_greedy in answers]
     metrics = summarise_results(task("cloze"), results)["metrics"]
     assert metrics == pytest.approx({"accuracy": 0.5, "bits_per_byte": 4 / math.log(2) / 8, "perplexity": math.exp(2)})
 
 
-@pytest.mark.parametrize(
-    ("accepted", "text", "exact_match", "f1"),
-    [
-        (("The Eiffel Tower",), "eiffel tower!", 1, 1),
-        (("red", "dark blue"), "a blue", 0, 2 / 3),
-        (("東京、",), "東京", 0, 0),
-        (("yes",), "", 0, 0),
-        (("a",), "the", 1, 1),
-        (("one two two",), "two two three", 0, 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("accepted", "text", "exact_match", "f1"), [
+    (("The Eiffel Tower",), "eiffel tower!", 1, 1),
+    (("red", "dark blue"), "a blue", 0, 2 / 3),
+    (("東京、",), "東京", 0, 0),
+    (("yes",), "", 0, 0),
+    (("a",), "the", 1, 1),
+    (("one two two",), "two two three", 0, 2 / 3),
+])  # fmt: skip
 def test_texts_are_compared_as_squad_does(accepted: tuple[str, ...], text: str, exact_match: float, f1: float) -> None:
     """SQuAD's script drops punctuation of ASCII alone."""
     values = score_text(Question(0, "", accepted=accepted), text).values

@@ -80,21 +80,18 @@ def test_labels_point_at_the_answer_or_at_the_first_token(bert: Path, length: in
     assert labelled >= 20, "each answer lies in a window"
 
 
-@pytest.mark.parametrize(
-    ("context", "text", "start", "begin", "moved"),
-    [
-        ("in Bern and Rome", "Bern", 3, 3, False),
-        ("in Bern and Rome", " Bern ", 2, 3, False),
-        ("in Bern and Bern", "Bern", 13, 12, True),
-        ("in Bern and Bern", "Bern", 0, 3, True),
-        ("in  New\u00a0York now", "New York", 99, 4, True),
-        ("at the Cafe\u0301 here", "Café", 0, 7, True),
-        ("by a \ufb01ne man", "fine", 5, 5, True),
-        ("昨日は東京にいた", "東京", 3, 3, False),
-        ("昨日は東京にいた", "東京", 0, 3, True),
-        ("Ⅳ. Henry", "IV.", 0, 0, True),
-    ],
-)
+@pytest.mark.parametrize(("context", "text", "start", "begin", "moved"), [
+    ("in Bern and Rome", "Bern", 3, 3, False),
+    ("in Bern and Rome", " Bern ", 2, 3, False),
+    ("in Bern and Bern", "Bern", 13, 12, True),
+    ("in Bern and Bern", "Bern", 0, 3, True),
+    ("in  New\u00a0York now", "New York", 99, 4, True),
+    ("at the Cafe\u0301 here", "Café", 0, 7, True),
+    ("by a \ufb01ne man", "fine", 5, 5, True),
+    ("昨日は東京にいた", "東京", 3, 3, False),
+    ("昨日は東京にいた", "東京", 0, 3, True),
+    ("Ⅳ. Henry", "IV.", 0, 0, True),
+])  # fmt: skip
 def test_answers_are_found_where_they_stand(context: str, text: str, start: int, begin: int, moved: bool) -> None:
     answer, is_moved = find_answer(context, text, start)
     assert answer is not None
@@ -110,33 +107,26 @@ def test_a_missing_answer_is_none() -> None:
     assert find_answer("in Bern", "bern", 3)[0] is None, "another case is another word"
 
 
-ROW = {
-    "id": "a",
-    "question": "where ?",
-    "context": "the old lamp was in Bern .",
-    "answers": [{"text": "Bern", "answer_start": 20}],
-}
+ANSWER = {"text": "Bern", "answer_start": 20}
+ROW = {"id": "a", "question": "where ?", "context": "the old lamp was in Bern .", "answers": [ANSWER]}
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "message"),
-    [
-        ({"answers": [{"text": "Rome", "answer_start": 3}]}, {}, "answer 'Rome' is not in column 'context'"),
-        ({"answers": []}, {}, "has no answer: take it out, or set task.no_answer=true"),
-        ({"answers": {"text": ["a"], "answer_start": []}}, {}, "lacks the lists 'text' and 'answer_start'"),
-        ({"answers": "Bern"}, {}, "column 'answers' is 'Bern': give objects with text and answer_start"),
-        ({"answers": [{"text": "Bern"}]}, {}, "lacks a text or its answer_start"),
-        ({"answers": [{"text": " ", "answer_start": 1}]}, {}, "lacks a text or its answer_start"),
-        ({"answers": [{"text": "Bern", "answer_start": -1}]}, {}, "lacks a text or its answer_start"),
-        ({"context": " "}, {}, "column 'context' is empty"),
-        ({"question": None}, {}, "column 'question' is empty"),
-        ({"id": "b"}, {}, "has id 'b', as row 1 has: give each question its own"),
-        ({"question": "where " * 9}, {"max_question_tokens": 8}, "question has 9 tokens, more than task.max_question"),
-        ({"question": "where " * 30}, {}, "sequence_length = 24 has no room for text beside the question's 30 tokens"),
-        ({}, {"text": "asked"}, "has no column 'asked', which task.text names"),
-        ({"is_impossible": True}, {}, "has no answer"),
-    ],
-)
+@pytest.mark.parametrize(("change", "config", "message"), [
+    ({"answers": [{"text": "Rome", "answer_start": 3}]}, {}, "answer 'Rome' is not in column 'context'"),
+    ({"answers": []}, {}, "has no answer: take it out, or set task.no_answer=true"),
+    ({"answers": {"text": ["a"], "answer_start": []}}, {}, "lacks the lists 'text' and 'answer_start'"),
+    ({"answers": "Bern"}, {}, "column 'answers' is 'Bern': give objects with text and answer_start"),
+    ({"answers": [{"text": "Bern"}]}, {}, "lacks a text or its answer_start"),
+    ({"answers": [{"text": " ", "answer_start": 1}]}, {}, "lacks a text or its answer_start"),
+    ({"answers": [{"text": "Bern", "answer_start": -1}]}, {}, "lacks a text or its answer_start"),
+    ({"context": " "}, {}, "column 'context' is empty"),
+    ({"question": None}, {}, "column 'question' is empty"),
+    ({"id": "b"}, {}, "has id 'b', as row 1 has: give each question its own"),
+    ({"question": "where " * 9}, {"max_question_tokens": 8}, "question has 9 tokens, more than task.max_question"),
+    ({"question": "where " * 30}, {}, "sequence_length = 24 has no room for text beside the question's 30 tokens"),
+    ({}, {"text": "asked"}, "has no column 'asked', which task.text names"),
+    ({"is_impossible": True}, {}, "has no answer"),
+])  # fmt: skip
 def test_bad_rows_are_named(bert: Path, change: dict[str, Any], config: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=rf"x\.json.*{message}") as raised:
         encode(bert, [ROW | {"id": "b"}, ROW | change], **config)

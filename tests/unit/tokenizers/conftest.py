@@ -62,9 +62,8 @@ def foreign(texts: list[str]) -> Callable[..., bytes]:
     def train(**settings: Any) -> bytes:
         buffer = BytesIO()
         defaults = {"vocab_size": 500, "minloglevel": 2}
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=buffer, **{**defaults, **settings}
-        )
+        settings = {**defaults, **settings}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=buffer, **settings)
         return buffer.getvalue()
 
     return train

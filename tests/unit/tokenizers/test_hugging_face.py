@@ -238,16 +238,13 @@ def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
             encode("abc\ud800")
 
 
-@pytest.mark.parametrize(
-    ("data", "config", "message"),
-    [
-        (b"{}", None, "not a tokenizer.json of the tokenizers library"),
-        (b"{", None, "not a tokenizer.json of the tokenizers library"),
-        (None, b"[]", "tokenizer_config.json beside it is not valid"),
-        (None, b"{", "tokenizer_config.json beside it is not valid"),
-        (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
-    ],
-)
+@pytest.mark.parametrize(("data", "config", "message"), [
+    (b"{}", None, "not a tokenizer.json of the tokenizers library"),
+    (b"{", None, "not a tokenizer.json of the tokenizers library"),
+    (None, b"[]", "tokenizer_config.json beside it is not valid"),
+    (None, b"{", "tokenizer_config.json beside it is not valid"),
+    (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
+])  # fmt: skip
 def test_broken_files_are_one_line(plain: File, data: bytes | None, config: bytes | None, message: str) -> None:
     with pytest.raises(UsageError, match=f"^x.json: .*{message}") as caught:
         HuggingFaceTokenizer(data or json.dumps(plain).encode(), config, "x.json")

@@ -85,9 +85,8 @@ def test_reserved_ids_decode_to_nothing(trained: Own, kind: str) -> None:
     silent = sorted(tokenizer.special.reserved - {tokenizer.unk})
     assert tokenizer.decode([*silent, *ids, *silent]) == "text"
     if tokenizer.lossless:
-        assert tokenizer.byte_lengths()[sorted(tokenizer.special.reserved)].tolist() == [0] * len(
-            tokenizer.special.reserved
-        )
+        reserved = sorted(tokenizer.special.reserved)
+        assert tokenizer.byte_lengths()[reserved].tolist() == [0] * len(reserved)
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
@@ -300,9 +299,8 @@ def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign)
     )
     tokenizer = SentencePieceTokenizer(model)
     pieces = {tokenizer.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
-    assert (tokenizer.cls, tokenizer.sep, tokenizer.mask) == tuple(
-        pieces[name] for name in ("[CLS]", "[SEP]", "[MASK]")
-    )
+    actual = [tokenizer.cls, tokenizer.sep, tokenizer.mask]
+    assert actual == [pieces[name] for name in ("[CLS]", "[SEP]", "[MASK]")]
     assert tokenizer.sentinels == (pieces["<extra_id_0>"], pieces["<extra_id_1>"])
     plain = sentencepiece.SentencePieceProcessor(model_proto=model)
     defined = {tokenizer.mask, *tokenizer.sentinels}

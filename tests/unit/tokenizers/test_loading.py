@@ -37,9 +37,7 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
         loaded = load(path)
         assert isinstance(loaded, SentencePieceTokenizer)
         assert loaded.hash == tokenizer.hash
-    with pytest.raises(
-        UsageError, match=r"tokenizer.json: this is prep's description of a tokenizer, .*: give tokenizer.model"
-    ):
+    with pytest.raises(UsageError, match=r"tokenizer.json: this is prep's description .*: give tokenizer.model"):
         load(corpus / "tokenizer.json")
 
 
@@ -103,9 +101,8 @@ def test_chat_templates_are_copied_with_a_tokenizer(tmp_path: Path, has_config: 
     templates = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}", "tool_use": "{{ 'c' }}"}
     (source / "tokenizer.json").parent.mkdir()
     (source / "tokenizer.json").write_bytes(train_byte_bpe(texts, vocab_size=400))
-    PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=templates).save_pretrained(
-        source
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=templates)
+    tokenizer.save_pretrained(source)
     if not has_config:
         (source / "tokenizer_config.json").unlink()
     for name, content in read_tokenizer_files(source).items():
@@ -204,9 +201,7 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
     ('{"do_lower_case": "yes", "add_prefix_space": "yes"}', "= 'yes': write true or false"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["vocab.txt", "vocab.json"])
-def test_a_damaged_config_beside_an_old_vocabulary_is_one_line(
-    name: str, config: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_damaged_config_beside_a_vocabulary_is_one_line(name: str, config: str, reason: str, tmp_path: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
@@ -237,26 +232,23 @@ def ids(text: str) -> dict[str, int]:
     return {name: token for token, name in enumerate(text.split())}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ("<s> </s> <pad> <unk>", {"bos": 0, "eos": 1, "pad": 2, "unk": 3}),
-        ("[PAD] [UNK] [CLS] [SEP] [MASK]", {"bos": 2, "eos": 3, "pad": 0, "cls": 2, "sep": 3, "mask": 4}),
-        ("<|endoftext|>", {"bos": 0, "eos": 0, "pad": 0, "unk": None}),
-        ("<pad> </s> <unk>", {"bos": 1, "eos": 1, "pad": 0, "unk": 2}),  # T5
-        (
-            "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|>",
-            {"bos": 0, "eos": 1, "pad": 1, "unused": (2,)},  # Llama 3
-        ),
-        ("<pad> <eos> <bos> <unk>", {"bos": 2, "eos": 1, "pad": 0}),  # Gemma
-        ("</s> <extra_id_2> <extra_id_1> <extra_id_0>", {"sentinels": (3, 2, 1), "unused": ()}),
-        ("</s> ▁<extra_id_1> ▁<extra_id_0>", {"sentinels": (2, 1)}),  # mT5
-        ("</s> <extra_0> <extra_2>", {"sentinels": (1,), "unused": (2,)}),  # without 1, 2 can't be reached
-        ("</s> [S2S] [NLU] [NLG]", {"modes": {"R": 2, "S": 1, "X": 3}}),  # UL2
-        ("</s> <R> <S> <X>", {"modes": {"R": 1, "S": 2, "X": 3}}),
-        ("</s> [R] [X]", {"modes": {}, "unused": (1, 2)}),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "expected"), [
+    ("<s> </s> <pad> <unk>", {"bos": 0, "eos": 1, "pad": 2, "unk": 3}),
+    ("[PAD] [UNK] [CLS] [SEP] [MASK]", {"bos": 2, "eos": 3, "pad": 0, "cls": 2, "sep": 3, "mask": 4}),
+    ("<|endoftext|>", {"bos": 0, "eos": 0, "pad": 0, "unk": None}),
+    ("<pad> </s> <unk>", {"bos": 1, "eos": 1, "pad": 0, "unk": 2}),  # T5
+    (
+        "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|>",
+        {"bos": 0, "eos": 1, "pad": 1, "unused": (2,)},  # Llama 3
+    ),
+    ("<pad> <eos> <bos> <unk>", {"bos": 2, "eos": 1, "pad": 0}),  # Gemma
+    ("</s> <extra_id_2> <extra_id_1> <extra_id_0>", {"sentinels": (3, 2, 1), "unused": ()}),
+    ("</s> ▁<extra_id_1> ▁<extra_id_0>", {"sentinels": (2, 1)}),  # mT5
+    ("</s> <extra_0> <extra_2>", {"sentinels": (1,), "unused": (2,)}),  # without 1, 2 can't be reached
+    ("</s> [S2S] [NLU] [NLG]", {"modes": {"R": 2, "S": 1, "X": 3}}),  # UL2
+    ("</s> <R> <S> <X>", {"modes": {"R": 1, "S": 2, "X": 3}}),
+    ("</s> [R] [X]", {"modes": {}, "unused": (1, 2)}),
+])  # fmt: skip
 def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
     special_tokens = find_special_tokens(ids(tokens), {}, "x")
     assert {name: getattr(special_tokens, name) for name in expected} == expected

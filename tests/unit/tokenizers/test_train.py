@@ -96,14 +96,10 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize(
-    ("text", "size", "message", "is_largest"),
-    [
-        ("too little text for so many pieces\n", 5000, "too large for this little text", True),
-        ("the bytes alone need 256 pieces\n", 100, "too small for the characters", False),
-    ],
-    ids=["too large", "too small"],
-)
+@pytest.mark.parametrize(("text", "size", "message", "is_largest"), [
+    ("too little text for so many pieces\n", 5000, "too large for this little text", True),
+    ("the bytes alone need 256 pieces\n", 100, "too small for the characters", False),
+], ids=["too large", "too small"])  # fmt: skip
 def test_a_vocabulary_that_does_not_fit_names_one_that_does(
     model_type: Type, text: str, size: int, message: str, is_largest: bool
 ) -> None:
@@ -183,14 +179,10 @@ def test_rare_characters_take_no_piece() -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-@pytest.mark.parametrize(
-    ("text", "size", "message", "is_largest"),
-    [
-        ("too little text for so many pieces\n", 5000, "too large for this little text", True),
-        ("the reserved ids alone need some pieces\n", 20, "too small for the characters", False),
-    ],
-    ids=["too large", "too small"],
-)
+@pytest.mark.parametrize(("text", "size", "message", "is_largest"), [
+    ("too little text for so many pieces\n", 5000, "too large for this little text", True),
+    ("the reserved ids alone need some pieces\n", 20, "too small for the characters", False),
+], ids=["too large", "too small"])  # fmt: skip
 def test_a_json_vocabulary_that_does_not_fit_names_one_that_does(
     kind: str, text: str, size: int, message: str, is_largest: bool
 ) -> None:

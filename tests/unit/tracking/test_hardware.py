@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,10 @@ model name\t: another
 ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "cpu", "sets"),
-    [
-        (X86, "AuthenticAMD, 26, 2, AMD EPYC 9575F, 1", "avx avx2 avx512f fma sse4_1"),
-        (ARM, "0x41, 0xd4f", "asimd sve2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "cpu", "sets"), [
+    (X86, "AuthenticAMD, 26, 2, AMD EPYC 9575F, 1", "avx avx2 avx512f fma sse4_1"),
+    (ARM, "0x41, 0xd4f", "asimd sve2"),
+])  # fmt: skip
 def test_processor_name_and_instruction_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cpu: str, sets: str
 ) -> None:
@@ -75,9 +73,8 @@ ONE, OTHER = {"cpu": "a", "threads": "1"}, {"cpu": "a", "threads": "2"}
 def test_differences_by_rank() -> None:
     same = {"kinds": [ONE], "of_rank": [0, 0]}
     assert hardware.diff_hardware(same, same) == []
-    assert hardware.diff_hardware(same, {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}) == [], (
-        "other ranks are another layout"
-    )
+    other_layout = {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}
+    assert hardware.diff_hardware(same, other_layout) == []
     assert hardware.diff_hardware(same, {"kinds": [OTHER], "of_rank": [0, 0]}) == ["threads: 1 → 2"]
     mixed = {"kinds": [ONE, OTHER], "of_rank": [0, 1]}
     assert hardware.diff_hardware(same, mixed) == ["threads: 1 → 2 (on rank 1)"]
@@ -85,6 +82,21 @@ def test_differences_by_rank() -> None:
     assert hardware.diff_hardware(mixed, turned) == ["threads: 1 → 2 (on rank 0)", "threads: 2 → 1 (on rank 1)"]
     more = {"kinds": [{**ONE, "MKL": "2024.2"}], "of_rank": [0, 0]}
     assert hardware.diff_hardware(same, more) == ["MKL: none → 2024.2"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None, [], "x", {}, {"kinds": [ONE]}, {"kinds": [ONE], "of_rank": [1]}, {"kinds": [ONE], "of_rank": [-1]},
+        {"kinds": [], "of_rank": [0]}, {"kinds": {}, "of_rank": [0]}, {"kinds": [ONE], "of_rank": ["0"]},
+        {"kinds": [1], "of_rank": [0]}, {"kinds": [{"instruction sets": 3}], "of_rank": [0]},
+        {"kinds": 1, "of_rank": 1},
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_a_difference(record: Any) -> None:
+    """An edited checkpoint's state may hold it; the run resumes."""
+    actual = hardware.diff_hardware(record, {"kinds": [ONE], "of_rank": [0]})
+    assert actual == ["the checkpoint's record of them is damaged"]
 
 
 def test_changed_instruction_sets_are_listed() -> None:

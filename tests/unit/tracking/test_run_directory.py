@@ -1,5 +1,6 @@
 """The run directory: its lock, its files, and what a crash leaves in the log."""
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -38,9 +39,7 @@ def enter(run: RunDirectory) -> None:
 
 def test_a_run_directory_is_locked_by_one_process(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "a", 0):
-        with pytest.raises(
-            LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
-        ):
+        with pytest.raises(LockedError, match=rf"/a: another process .* \(process {os.getpid()} on .*\): wait"):
             enter(RunDirectory(tmp_path / "a", 0))
         enter(RunDirectory(tmp_path / "a", 1))  # another rank of the first
         enter(RunDirectory(tmp_path / "b", 0))
@@ -138,9 +137,7 @@ def test_checkpoints_and_logs_may_be_linked(tmp_path: Path, name: str, caplog: p
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)
-    with pytest.raises(
-        MegatfmError, match=rf"run/{name} is a symbolic link to a missing folder: create .*/disk/of-run, or"
-    ):
+    with pytest.raises(MegatfmError, match=rf"run/{name} is a .*link to a missing folder: create .*/disk/of-run, or"):
         enter(RunDirectory(tmp_path / "run", 0))
     target.mkdir(parents=True)
     caplog.set_level("INFO", logger="megatfm")
@@ -235,6 +232,24 @@ def test_a_file_of_another_tokenizer_that_cannot_be_removed_is_named(tmp_path: P
     run = RunDirectory(tmp_path / "a", 0)
     (tmp_path / "a" / "tokenizer.json").mkdir(parents=True)
     with pytest.raises(MegatfmError, match=r"a/tokenizer\.json: belongs to another tokenizer, and can't be removed"):
+        run.write_run_files(config, "", CPU)
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_named(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    run.write_run_files(config, "", CPU)
+    copy = next((tmp_path / "a").glob("tokenizer*"))
+    genuine = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == copy:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(MegatfmError, match=r"a/tokenizer\S*: can't be read: Permission denied: remove it"):
         run.write_run_files(config, "", CPU)
 
 
@@ -375,6 +390,22 @@ def test_a_run_continues_when_the_console_is_closed(
     assert text.count("the console was closed") == 1
     assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
     assert capsys.readouterr().err == "", "no traceback of logging's"
+
+
+def fail_in_a_run(run: RunDirectory) -> None:
+    with RunLog(run, steps=1):
+        log.info("first")
+        log.info("second")
+        raise MegatfmError("the reason")
+
+
+def test_a_log_on_a_full_disk_is_one_warning_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunLog, "_open", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
+    with RunDirectory(tmp_path, 1) as run, pytest.raises(MegatfmError, match=r"^the reason$"):
+        fail_in_a_run(run)
+    assert capsys.readouterr().err == "warning: /dev/full: can't be written: No space left on device\n"
 
 
 def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def test_other_processes_do_not_lower_a_cpu_s_measured_peak(monkeypatch: pytest.
     assert flops == pytest.approx(2 * utilization.MATMUL_SIZE**3 / seconds)
 
 
+def test_a_process_that_is_paused_before_the_first_matmul_measures_it_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count()
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: float(next(times)))
+    assert measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops > 0
+
+
 def test_flops_of_gpt3_equal_its_paper() -> None:
     """Brown et al. 2020, table D.1: 3.14e23 FLOPs on 300 billion tokens, without attention's products."""
     full, causal = flops_per_token(load_config("gpt3-175b", ["model.vocab_size=50257"]))
@@ -43,37 +49,33 @@ def test_flops_of_gpt3_equal_its_paper() -> None:
 
 
 def test_recomputation_does_not_count_in_mfu() -> None:
-    plain, again = (
-        load_config("gpt2", ["model.vocab_size=50257", f"train.recompute={how}"]) for how in ("none", "full")
-    )
+    words = (["model.vocab_size=50257", f"train.recompute={how}"] for how in ("none", "full"))
+    plain, again = (load_config("gpt2", overrides) for overrides in words)
     assert flops_per_token(plain) == flops_per_token(again)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "flops"),
-    [
-        ("NVIDIA H200", torch.bfloat16, 989e12),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
-        ("NVIDIA H100 PCIe", torch.float16, 756e12),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("Tesla V100-SXM2-32GB", torch.float16, 125e12),
-        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
-        ("NVIDIA L4", torch.bfloat16, 121e12),
-        ("NVIDIA L40", torch.bfloat16, None),
-        ("NVIDIA H200", torch.float32, None),
-        ("NVIDIA H200 NVL", torch.bfloat16, 835e12),
-        ("NVIDIA GH200 480GB", torch.bfloat16, 989e12),
-        ("AMD Instinct MI250X", torch.bfloat16, 191.5e12),  # one of two dies, as torch sees it
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, None),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.float16, None),
-        ("GRID A100-4C", torch.bfloat16, None),
-        ("Tesla V100-PCIE-32GB", torch.float16, 112e12),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 3090 Ti", torch.float16, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "flops"), [
+    ("NVIDIA H200", torch.bfloat16, 989e12),
+    ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+    ("NVIDIA H100 PCIe", torch.float16, 756e12),
+    ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+    ("Tesla V100-SXM2-32GB", torch.float16, 125e12),
+    ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+    ("NVIDIA L4", torch.bfloat16, 121e12),
+    ("NVIDIA L40", torch.bfloat16, None),
+    ("NVIDIA H200", torch.float32, None),
+    ("NVIDIA H200 NVL", torch.bfloat16, 835e12),
+    ("NVIDIA GH200 480GB", torch.bfloat16, 989e12),
+    ("AMD Instinct MI250X", torch.bfloat16, 191.5e12),  # one of two dies, as torch sees it
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, None),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.float16, None),
+    ("GRID A100-4C", torch.bfloat16, None),
+    ("Tesla V100-PCIE-32GB", torch.float16, 112e12),
+    ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+    ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, None),
+    ("NVIDIA GeForce RTX 3090 Ti", torch.float16, None),
+])  # fmt: skip
 def test_peak_flops_equal_the_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
     assert look_up_peak_flops(name, dtype) == flops
 

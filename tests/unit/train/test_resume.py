@@ -140,6 +140,18 @@ def test_another_precision_is_logged() -> None:
     assert resume.find_changes_that_may_fix_skips(allowed) == allowed
 
 
+def test_a_precision_of_a_later_version_is_refused_by_name() -> None:
+    """With "auto", the checkpoint's own would be used."""
+    values = change(VALUES, "train.precision", "auto")
+    later = resume.ResumePoint(PATH, state(precision="mxfp4"))
+    with pytest.raises(
+        UsageError, match=r"step-00000005: was saved with train\.precision = 'mxfp4', .*one of fp64, fp32"
+    ):
+        resume.choose_stored_precision(Config.model_validate(values), later)
+    point = resume.ResumePoint(PATH, state(precision="bf16"))
+    assert resume.choose_stored_precision(Config.model_validate(values), point) == "bf16"
+
+
 def test_an_allowed_change_is_logged_with_both_values() -> None:
     assert check(state(), state(CHANGES["optimizer"]), "optimizer") == ["optimizer.lr: 0.001 → 0.002"]
 
@@ -259,9 +271,15 @@ def test_a_resume_on_another_machine_is_logged() -> None:
     ("step", "five"), ("step", None), ("step", -1), ("step", 2**63), ("tokens", 1.5), ("tokens", True),
     ("data.position", []), ("data.position", 10**30), ("precision", 3),
     ("config", None), ("config", "gpt"), ("config", {}), ("config.model", []),
+    ("trouble", None), ("trouble", []), ("trouble.losses", 1), ("trouble.losses", ["1"]), ("trouble.in_a_row", "x"),
+    ("trouble.skipped", -1), ("best", []), ("best", {}), ("best", {"step": None, "value": 1.0}),
+    ("best", {"step": 1}), ("best", {"step": 1, "value": "x"}),
+    ("best", {"step": 1, "value": 1, "evaluations_since": []}),
 ])  # fmt: skip
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
-    with pytest.raises(MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"):
+    with pytest.raises(
+        MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*({'|'.join(key.split('.'))})"
+    ):
         resume.ResumePoint(PATH, change(state(), key, value))
 
 
