@@ -27,9 +27,17 @@ from megatfm.data_prep.execution.executors import (
     supports_flock,
 )
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.errors import (
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+    MegatfmError,
+    UsageError,
+    describe_impossible_path,
+)
+from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
-DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
+DASK_HELP = "have the workers of a Dask cluster do the parts: its scheduler's address (tls://…) or file"
 TASK_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
 
 
@@ -42,7 +50,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
-    previous_handler = signal.signal(signal.SIGTERM, _raise_interrupt)
+    stop_signals = (signal.SIGTERM, *list_hangup_signals())
+    previous_handlers = {name: signal.signal(name, _raise_interrupt) for name in stop_signals}
     world: Any = None
     is_first = True
     try:
@@ -63,17 +72,20 @@ def cli(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except OSError as error:
-        if arguments.debug:
+    except (OSError, ValueError) as error:
+        message = describe_impossible_path(error)
+        if arguments.debug or not (message or isinstance(error, OSError)):
             raise
-        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        code = EXIT_USAGE if message else EXIT_FAILED
+        if message is None and isinstance(error, OSError):
+            message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"error: {message or type(error).__name__}", file=sys.stderr)
-        code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted: committed parts are kept; run the same command to resume", file=sys.stderr)
         code = EXIT_REQUEUE
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+        for name, handler in previous_handlers.items():
+            signal.signal(name, handler)
     if code and world is not None:  # the other ranks would wait for this one for ever
         sys.stderr.flush()
         world.Abort(code)
@@ -106,4 +118,6 @@ def _prepare(
 
 
 def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
+    if signum == signal.SIGHUP:
+        mute_closed_streams()
     raise KeyboardInterrupt

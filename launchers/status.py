@@ -135,7 +135,7 @@ def _read_steps(run: Path) -> int | None:
     """Return `train.steps` of the run's config, else of the config of its queued job."""
     for name in ("config.toml", "slurm/config.toml"):
         try:
-            return int(tomllib.loads((run / name).read_text(encoding="utf-8"))["train"]["steps"])
+            return int(tomllib.loads((run / name).read_text(encoding="utf-8-sig"))["train"]["steps"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -15,6 +15,7 @@ from types import FrameType
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS, MegatfmError
 from megatfm.files import open_nofollow
+from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # from the first failure to SIGTERM: the others may end by themselves and log why
@@ -56,7 +57,7 @@ class Child:
 def supervise(children: Sequence[Child]) -> int:
     """Run all children to their end; return the exit code that they agree on (0, 2, 75, 76 or 77), else 1.
 
-    Forwards SIGTERM, SIGINT and SIGUSR1 once each; a second SIGINT ends the children. If a child fails, ends the
+    Forwards TERM, INT, USR1 and HUP once each; a second SIGINT ends the children. If a child fails, ends the
     others within seconds, and prints to stderr which child failed first, with the end of its log.
     """
     group = _ChildGroup(children)
@@ -102,8 +103,11 @@ class _ChildGroup:
 
         def receive(signum: int, _: FrameType | None) -> None:
             self._received.append(signum)
+            if signum == signal.SIGHUP:
+                mute_closed_streams()
 
-        original_handlers = {signum: signal.signal(signum, receive) for signum in FORWARDED}
+        forwarded = (*FORWARDED, *list_hangup_signals())
+        original_handlers = {signum: signal.signal(signum, receive) for signum in forwarded}
         try:
             yield
         finally:
@@ -264,7 +268,7 @@ def _make_exec_hook(child: Child) -> Callable[[], None]:
     """Return the child's hook before exec: it blocks stop signals, and ties its life to this process's (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
-    blocked_signals = (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else ()
+    blocked_signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP) if child.blocks_stop_signals else ()
 
     def prepare() -> None:
         if blocked_signals:

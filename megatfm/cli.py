@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.terminal import open_closed_streams, spell_unencodable
+from megatfm.errors import EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
+from megatfm.terminal import list_hangup_signals, open_closed_streams, spell_unencodable
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -78,7 +78,8 @@ LAUNCH_FLAGS = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
 """Flags of `launch` that users may give to `train` by mistake."""
 
 BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""Stop signals. Training blocks them until its handlers are installed, since they would kill it before."""
+"""Stop signals, with that of a closed terminal. Training blocks them until its handlers are installed, since they would
+kill it before."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     spell_unencodable()
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] in (["train"], ["finetune"]):
-        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*BLOCKED_SIGNALS, *list_hangup_signals()))
     parser = build_parser(arguments[0] if arguments else "")
     args = parser.parse_args(arguments)
     try:
@@ -103,6 +104,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
+    except (OSError, ValueError) as error:
+        message = describe_impossible_path(error)
+        if args.debug or message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        code = EXIT_USAGE
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
@@ -124,10 +131,7 @@ class Parser(argparse.ArgumentParser):
         overrides = getattr(parsed, "overrides", None)
         unknown = [argument for argument in unparsed if overrides is None or not _is_override(argument)]
         if unknown:
-            key, equals, value = unknown[0].lstrip("-").partition("=")
-            following = unparsed[unparsed.index(unknown[0]) + 1 :]
-            value = value if equals else next(iter(following), "…")
-            hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
+            hint = _suggest_setting(parsed.command, unknown[0], unparsed) if overrides is not None else ""
             if unknown[0].partition("=")[0] in LAUNCH_FLAGS and hasattr(parsed, "source"):
                 hint = f": `train` is one process; `megatfm launch CONFIG {unknown[0]} …` starts several"
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
@@ -152,6 +156,20 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+def _suggest_setting(command: str, flag: str, arguments: Sequence[str]) -> str:
+    """Return the setting that an unknown flag may mean, such as another framework's --micro-batch-size."""
+    from megatfm.config import Config
+    from megatfm.config.load import find_keys
+    from megatfm.config.prep import PrepConfig
+
+    key, equals, value = flag.lstrip("-").partition("=")
+    following = arguments[arguments.index(flag) + 1 :]
+    if not equals:
+        value = following[0] if following and not following[0].startswith("-") else "…"
+    keys = [key] if "." in key else find_keys(key.replace("-", "_"), PrepConfig if command == "prep" else Config)
+    return f": settings have no dashes: {' or '.join(f'{key}={value}' for key in keys)}" if keys else ""
+
+
 def _is_override(argument: str) -> bool:
     return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
@@ -168,5 +186,5 @@ def build_parser(only_command: str | None = None) -> argparse.ArgumentParser:
             module = importlib.import_module(path)
             function = name.replace("-", "_")
             getattr(module, f"add_{function}_arguments")(command)
-            command.set_defaults(run=getattr(module, f"{function}_command"))
+            command.set_defaults(command=name, run=getattr(module, f"{function}_command"))
     return parser

@@ -4,6 +4,8 @@ A launcher (a job script, torchrun, `megatfm launch`) decides by the exit code a
 code says whether the same command may succeed if it is started again.
 """
 
+import errno
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 """A crash, a lost rank, a full disk: a restart may succeed."""
@@ -15,6 +17,10 @@ NO_PROGRESS = 76
 """Restarts saved no new checkpoint, so another one would not, either."""
 LOCKED = 77
 """Another job is training this run."""
+
+
+MAX_SHOWN_PATH = 60
+"""Characters of an impossible path that its error shows."""
 
 
 class MegatfmError(Exception):
@@ -47,3 +53,14 @@ class LockedError(MegatfmError):
     """Another process trains in this run directory. The command exits with 77."""
 
     exit_code = LOCKED
+
+
+def describe_impossible_path(error: Exception) -> str | None:
+    """Describe an error that the operating system raises for any use of a path; None for other errors."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)
+        start = path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}…"
+        return f"{start}: this path of {len(path):,} characters is too long: choose a shorter one"
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return "a path contains the character NUL, which no path may have: remove it"
+    return None

@@ -194,11 +194,15 @@ def raise_descriptor_limit(needed: int) -> int:
 
 
 @contextlib.contextmanager
-def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a MegatfmError that says `path` can't be written."""
+def name_disk_errors(verb: str, path: Path, way_out: str = "") -> Iterator[None]:
+    """Turn an OSError into a MegatfmError: "can't write PATH: No space left on device: make room". verb: "write"."""
     try:
         yield
     except OSError as error:
-        raise MegatfmError(
-            f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
-        ) from error
+        ending = f": {way_out}" if way_out else ""
+        raise MegatfmError(f"can't {verb} {path}: {error.strerror or error}{ending}") from error
+
+
+def name_write_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError into a MegatfmError that says `path` can't be written, and the way out."""
+    return name_disk_errors("write", path, "make room or choose another folder, and run again")

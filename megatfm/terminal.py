@@ -1,8 +1,11 @@
-"""Terminal output: characters that the encoding lacks, streams that are closed, and tables that are too wide."""
+"""A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide."""
 
 import codecs
+import errno
 import io
 import os
+import select
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +34,26 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             # The lowest free number is that of the stream.
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
+def list_hangup_signals() -> tuple[signal.Signals, ...]:
+    """Return SIGHUP, which a process gets when its terminal closes, or nothing if it ignores it, as `nohup` has it."""
+    return () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+
+
+def is_closed_error(error: BaseException | None) -> bool:
+    """Return whether a write failed because the pipe's reader has ended, or the terminal was closed."""
+    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)
+
+
+def mute_closed_streams() -> None:
+    """Write stdout and stderr to the null device if the pipe's reader has ended, or the terminal was closed."""
+    for stream in (1, 2):
+        output = select.poll()
+        output.register(stream, 0)
+        if any(event & select.POLLERR for _, event in output.poll(0)):
+            with open(os.devnull, "wb") as devnull:
+                os.dup2(devnull.fileno(), stream)
 
 
 def spell_unencodable() -> None:

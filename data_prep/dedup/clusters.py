@@ -32,7 +32,7 @@ from megatfm.data_prep.dedup.key_table import (
 )
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
-from megatfm.files import disk_errors_as_megatfm_errors
+from megatfm.files import name_write_errors
 
 SMALL_BUCKET = 32
 """A bucket of at most this size compares all pairs; a larger one compares all remaining rows with the first of them,
@@ -132,7 +132,7 @@ class Buckets:
         try:
             while True:
                 n_left, first_row = 0, None
-                with disk_errors_as_megatfm_errors(files[0]), open(files[0], "wb") as file:
+                with name_write_errors(files[0]), open(files[0], "wb") as file:
                     for row_indices in chunks:
                         signatures = self._rows.pick(row_indices)
                         first_row = (int(row_indices[0]), signatures[0].copy()) if first_row is None else first_row
@@ -281,7 +281,7 @@ class _ClusterSearch:
         order, start = np.argsort(edges[:, 1]), 0
         for path, count in zip(paths, self._partitioning.count_by_chunk(edges[order, 1]).tolist(), strict=True):
             if count:
-                with disk_errors_as_megatfm_errors(path), open(path, "ab") as file:
+                with name_write_errors(path), open(path, "ab") as file:
                     file.write(self._pack(edges[order[start : start + count]]).tobytes())
             start += count
 

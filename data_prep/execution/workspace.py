@@ -28,7 +28,7 @@ from megatfm.data_prep.execution.executors import SharedSettings
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
 from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import disk_errors_as_megatfm_errors
+from megatfm.files import name_write_errors
 
 _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})(\.partial)?")
 
@@ -59,7 +59,7 @@ def list_corpus_folders(result: Mapping[str, Any], split: str) -> list[str]:
 def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
     """Remove files of corpora that `result` doesn't list, and a tokenizer if it has none. They come from an interrupted
     preparation that went on with other settings. Files by other names stay."""
-    with disk_errors_as_megatfm_errors(out):
+    with name_write_errors(out):
         for split in ("train", "validation"):
             corpus_paths = {out / name for name in list_corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]

@@ -87,9 +87,11 @@ def _parse_host(url: str) -> str:
 def _normalize_url(url: str) -> str:
     """Return a URL without scheme, user, usual port and `www.`, in lower case up to the path; a domain has no slash."""
     bare_url = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
-    host, slash, path = bare_url.partition("/")
-    host = re.sub(r":(?:80|443)?$", "", _decode_host(host.rpartition("@")[2])).removeprefix("www.")
-    return f"{host}/{path}" if slash and path else host
+    authority = re.split(r"[/?#]", bare_url, maxsplit=1)[0]
+    path = bare_url[len(authority) :].partition("#")[0].removeprefix("/")
+    name, _, port = _decode_host(authority.rpartition("@")[2]).partition(":")
+    host = name.removesuffix(".").removeprefix("www.") + (f":{port}" if port not in ("", "80", "443") else "")
+    return f"{host}/{path}" if path else host
 
 
 def _decode_host(host: str) -> str:
@@ -169,7 +171,7 @@ def _read_texts(path: Path) -> Iterator[str]:
             for _, record in read_json_lines(path):
                 yield from _iter_strings(record)
         else:
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read ({error}): give the files of evaluation sets") from None
     except MegatfmError as error:

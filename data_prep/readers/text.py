@@ -30,9 +30,10 @@ def read_text(path: Path, limit: int) -> Iterator[str]:
         if (zero := data.find(b"\0")) >= 0:
             raise BadFileError(f"is a binary file, with a zero at byte {offset + zero}")
         try:
-            yield data.decode("utf-8")
+            text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise BadFileError(f"is not valid UTF-8 at byte {offset + error.start}") from None
+        yield text.removeprefix("\ufeff") if offset == 0 else text
         offset += len(data)
 
 

@@ -9,7 +9,7 @@ complete. `Saver` does so in the background while training goes on.
 """
 
 from megatfm.checkpoint.directory import check_all_bytes, find_latest, find_latest_intact, remove_leftovers
-from megatfm.checkpoint.locate import find_checkpoint
+from megatfm.checkpoint.locate import find_checkpoint, refuse_foreign_checkpoint
 from megatfm.checkpoint.reader import load, read_state, read_tensor_specs, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
@@ -27,6 +27,7 @@ __all__ = [
     "read_state",
     "read_tensor_specs",
     "read_tensors",
+    "refuse_foreign_checkpoint",
     "remove_leftovers",
     "save",
     "write_checkpoint_from_iterator",

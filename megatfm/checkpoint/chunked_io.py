@@ -230,7 +230,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 def _is_in_page_cache(fd: int, size: int) -> bool:
     """Return whether the page cache holds a file, sampled at three bytes."""
     try:
-        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
+        return all(os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) for offset in (0, size // 2, size - 1))
     except OSError:
         return False
 

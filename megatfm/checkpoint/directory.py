@@ -10,6 +10,7 @@ from megatfm.checkpoint import file_format, file_io, reader
 from megatfm.checkpoint.file_format import FileEntry
 from megatfm.checkpoint.metadata import METADATA_FILENAME, NewerFormatError, parse_metadata, read_metadata
 from megatfm.errors import MegatfmError
+from megatfm.files import name_disk_errors
 
 log = logging.getLogger("megatfm")
 
@@ -96,7 +97,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints of a folder, oldest first; empty if the folder doesn't exist."""
     if not folder.exists():
         return []
-    with file_io.name_errors("list", folder):
+    with name_disk_errors("list", folder):
         steps = {path: match for path in folder.iterdir() if (match := _COMMITTED.fullmatch(path.name))}
     return sorted(steps, key=lambda path: int(steps[path][1]))
 
@@ -171,7 +172,7 @@ def _is_intact(path: Path) -> bool:
 
 def list_replaced(folder: Path) -> list[tuple[Path, int]]:
     """List damaged checkpoints that were replaced, each with its step."""
-    with file_io.name_errors("list", folder):
+    with name_disk_errors("list", folder):
         matches = [(path, _REPLACED.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [(path, int(match[1])) for path, match in matches if match]
 
@@ -209,7 +210,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
             "%s is a damaged checkpoint, kept until a later one is verified; delete it if you need the space",
             path,
         )
-    with file_io.name_errors("list", folder):
+    with name_disk_errors("list", folder):
         leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
     removed = []
     for path in leftovers:

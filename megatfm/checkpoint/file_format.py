@@ -109,12 +109,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
         aligned."""
         return direct_io and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
 
-    parts = _iter_safetensors_parts({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
-    size, digest = file_io.write_file(path, parts, direct_io)
+    buffers = _iter_file_buffers({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
+    size, digest = file_io.write_file(path, buffers, direct_io)
     return FileEntry(bytes=size, blake3=digest)
 
 
-def _iter_safetensors_parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
+def _iter_file_buffers(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
     entries, end = {}, 0
     for key, tensor in tensors.items():
         start, end = end, end + tensor.nbytes

@@ -7,16 +7,15 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from megatfm import files
 from megatfm.checkpoint import chunked_io
 from megatfm.errors import MegatfmError
+from megatfm.files import fsync_directory, name_disk_errors
 
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -27,52 +26,43 @@ NFS_VISIBILITY_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine the files of another."""
 
 
-@contextmanager
-def name_errors(verb: str, path: Path) -> Iterator[None]:
-    """Convert an OSError within this context into a MegatfmError that names the action, the file and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise MegatfmError(f"cannot {verb} {path}: {error.strerror or error}") from error
-
-
 def make_durable_dirs(path: Path) -> None:
     """Create a folder and its missing parents, durably."""
     if path.is_dir():
         return
     make_durable_dirs(path.parent)
-    with name_errors("create", path):
+    with name_disk_errors("create", path):
         path.mkdir(exist_ok=True)
     sync_folder(path.parent)
 
 
 def make_dir(path: Path) -> None:
     """Create a folder that must not exist. Not durable: a staging folder needn't survive a crash."""
-    with name_errors("create", path):
+    with name_disk_errors("create", path):
         path.mkdir()
 
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable; fsync of a file doesn't cover its name."""
-    with name_errors("sync", path):
-        files.fsync_directory(path)
+    with name_disk_errors("sync", path):
+        fsync_directory(path)
 
 
-def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
+def write_file(path: Path, buffers: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
     """Write a new file and fsync it; return its size in bytes and the BLAKE3 of the data.
 
     The hash is computed from memory, so that a later check also finds errors of the disk. direct: use O_DIRECT if the
     filesystem can, which is faster for large files and leaves the page cache to others.
     """
     size = 0
-    with name_errors("write", path), chunked_io.ThreadedBlake3() as digest:
+    with name_disk_errors("write", path), chunked_io.ThreadedBlake3() as digest:
         fd = _create(path, direct)
         try:
             is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
             out = chunked_io.DirectFileWriter(fd) if is_direct else chunked_io.FileWriter(fd)
-            for part in parts:
-                for start in range(0, part.nbytes, chunked_io.CHUNK_BYTES):
-                    chunk = part[start : start + chunked_io.CHUNK_BYTES]
+            for buffer in buffers:
+                for start in range(0, buffer.nbytes, chunked_io.CHUNK_BYTES):
+                    chunk = buffer[start : start + chunked_io.CHUNK_BYTES]
                     digest.update(chunk)
                     size += chunk.nbytes
                     out.write(chunk)
@@ -99,7 +89,7 @@ def read_file(path: Path) -> bytes:
     """Read a full regular file. Raises MegatfmError for a link, a pipe, a missing, unreadable or huge file."""
     with HashedFile(path) as file:
         if file.size > MAX_METADATA_BYTES:
-            raise MegatfmError(f"cannot read {path}: {file.size} bytes are more than such a file ever has")
+            raise MegatfmError(f"can't read {path}: {file.size} bytes are more than such a file ever has")
         return bytes(file.read(file.size))
 
 
@@ -113,10 +103,10 @@ class HashedFile:
     def __init__(self, path: Path, direct: bool = False) -> None:
         self._path, self._hash = path, chunked_io.ThreadedBlake3()
         self._spare: list[memoryview] = []
-        with name_errors("read", path):
+        with name_disk_errors("read", path):
             self._file = os.open(path, _READ_FLAGS)
         try:
-            with name_errors("read", path):
+            with name_disk_errors("read", path):
                 self.size = self.remaining = _get_regular_size(path, os.fstat(self._file))
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
                 self._source = chunked_io.open_reader(self._file, self.size, direct)
@@ -139,12 +129,12 @@ class HashedFile:
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes. Raises MegatfmError if the file ends before."""
         n_read = 0
-        with name_errors("read", self._path):
+        with name_disk_errors("read", self._path):
             while n_read < target.nbytes:
                 n_bytes = self._source.read_into(target[n_read:])
                 if not n_bytes:
                     size = self.size - self.remaining + n_read
-                    raise MegatfmError(f"cannot read {self._path}: it shrank to {size} bytes while it was read")
+                    raise MegatfmError(f"can't read {self._path}: it shrank to {size} bytes while it was read")
                 self._hash.update(target[n_read : n_read + n_bytes])
                 n_read += n_bytes
         self.remaining -= n_read
@@ -175,13 +165,13 @@ class HashedFile:
 
 def get_file_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises MegatfmError for anything else."""
-    with name_errors("read", path):
+    with name_disk_errors("read", path):
         return _get_regular_size(path, os.lstat(path))
 
 
 def drop_page_cache(path: Path) -> None:
     """Drop a file from the page cache, so that reads come from the disk. Unsynced pages stay."""
-    with name_errors("read", path):
+    with name_disk_errors("read", path):
         fd = os.open(path, _READ_FLAGS)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -222,18 +212,18 @@ def wait_until_size(path: Path, size: int, deadline: float) -> None:
 
 def _get_regular_size(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise MegatfmError(f"cannot read {path}: it is not a regular file")
+        raise MegatfmError(f"can't read {path}: it is not a regular file")
     return status.st_size
 
 
 def rename(old: Path, new: Path) -> None:
     """Rename a folder atomically and durably. `new` must not exist, or be empty."""
-    with name_errors("rename", old):
+    with name_disk_errors("rename", old):
         old.rename(new)
     sync_folder(new.parent)
 
 
 def remove_tree(path: Path) -> None:
     """Remove a folder with its contents (links are removed, not followed)."""
-    with name_errors("remove", path):
+    with name_disk_errors("remove", path):
         shutil.rmtree(path)

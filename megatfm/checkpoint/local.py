@@ -344,20 +344,20 @@ def _read_messages(path: Path, size: int, errors: list[MegatfmError]) -> Generat
 def _receive(path: Path, entry: FileEntry, sender: int, group: Group, errors: list[MegatfmError]) -> None:
     bytes_left = entry.bytes
 
-    def parts() -> Iterator[memoryview]:
+    def receive_messages() -> Iterator[memoryview]:
         nonlocal bytes_left
         while bytes_left:
-            part = torch.empty(min(MESSAGE_BYTES, bytes_left), dtype=torch.uint8)
-            dist.recv(part, sender, group)
-            bytes_left -= len(part)
-            yield part.numpy().data
+            message = torch.empty(min(MESSAGE_BYTES, bytes_left), dtype=torch.uint8)
+            dist.recv(message, sender, group)
+            bytes_left -= len(message)
+            yield message.numpy().data
 
-    received_parts = parts()
+    messages = receive_messages()
     try:
-        size, digest = file_io.write_file(path, received_parts, entry.bytes >= file_format.DIRECT_BYTES)
+        size, digest = file_io.write_file(path, messages, entry.bytes >= file_format.DIRECT_BYTES)
         if (size, digest) != (entry.bytes, entry.blake3):
             errors.append(MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash"))
     except MegatfmError as error:
         errors.append(error)
-        for _ in received_parts:  # the sender continues
+        for _ in messages:  # the sender continues
             pass

@@ -10,6 +10,15 @@ from megatfm.errors import UsageError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """Owner and name, as the Hugging Face Hub names a model."""
+FOREIGN_FILES = {
+    "latest_checkpointed_iteration.txt": "Megatron-LM",
+    "common.pt": "Megatron-LM",
+    "mp_rank_*/model_optim_rng.pt": "Megatron-LM",
+    "checkpoint_metadata.json": "nanotron",
+    "*.distcp": "torch.distributed.checkpoint (torchtitan, OLMo-core)",
+    "model_and_optim/*.distcp": "OLMo-core",
+}
+"""Files, by pattern, that only another framework's checkpoints have → the framework."""
 ADAPTER_CONFIG = "adapter_config.json"
 """File of a folder in PEFT's format, which holds an adapter and not its model."""
 
@@ -20,6 +29,7 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises UsageError if there is none.
     """
     path = Path(path)
+    refuse_foreign_checkpoint(path)
     if (path / METADATA_FILENAME).is_file():
         return path
     newest = find_latest(path / "checkpoints") if path.is_dir() else None
@@ -40,6 +50,16 @@ def find_checkpoint(path: str | Path) -> Path:
     raise UsageError(f"{path}: there is no such folder: give one with a run or checkpoint{hint}")
 
 
+def refuse_foreign_checkpoint(path: Path) -> None:
+    """Raise UsageError for a checkpoint in another framework's format, with the way by which its weights come here."""
+    for pattern, framework in FOREIGN_FILES.items():
+        if any(path.glob(pattern)):
+            raise UsageError(
+                f"{path} is a checkpoint of {framework}, which is not read: export it there to the Hugging Face "
+                "format, then use `megatfm convert FOLDER NEW --to megatfm`"
+            )
+
+
 def is_peft_folder(path: str | Path) -> bool:
     """Return whether a path is a folder with an adapter in PEFT's format."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
@@ -58,7 +78,7 @@ def refuse_adapter(path: Path) -> None:
 def read_adapter_base(path: Path) -> str | None:
     """Return the base model that an adapter's folder names: a path, or a name on the Hugging Face Hub."""
     try:
-        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None

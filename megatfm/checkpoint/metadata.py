@@ -129,12 +129,8 @@ class Metadata(StrictModel):
         file_indices = {i for i, name in enumerate(self.file_names) if name in files}
         for group in self.groups:
             for piece_index, piece in enumerate(group.pieces):
-                start = 0
-                for file_index, count in piece.runs:
-                    if file_index in file_indices:
-                        for name_index in range(start, start + count):
-                            yield group.get_stored_piece(piece_index, name_index, self.file_names)
-                    start += count
+                for name_index in list_positions(piece.runs, file_indices):
+                    yield group.get_stored_piece(piece_index, name_index, self.file_names)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -294,6 +290,17 @@ def _upgrade_from_v1(old: _MetadataV1) -> Metadata:
         )
         tensor_groups.append(TensorGroup(dtype=dtype, shape=shape, names=tuple(members), pieces=group_pieces))
     return Metadata(step=old.step, state=old.state, groups=tuple(tensor_groups), files=files)
+
+
+def list_positions(runs: Iterable[tuple[int, int]], numbers: Collection[int]) -> list[int]:
+    """Return the positions of some numbers in what `run_lengths` has encoded: of 5 in (3, 2), (5, 1), position 2."""
+    positions: list[int] = []
+    start = 0
+    for number, count in runs:
+        if number in numbers:
+            positions += range(start, start + count)
+        start += count
+    return positions
 
 
 def run_lengths(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:

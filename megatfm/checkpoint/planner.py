@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatfm import object_collectives
 from megatfm.checkpoint.file_format import DTYPE_NAMES, DTYPES
-from megatfm.checkpoint.metadata import make_piece_key
+from megatfm.checkpoint.metadata import list_positions, make_piece_key
 from megatfm.checkpoint.sharded_tensor import Region, ShardedTensor, check_cover
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
@@ -86,12 +86,8 @@ class WritePlan:
     def _iter_items(self) -> Iterator[WriteItem]:
         for group_index, group in enumerate(self.groups):
             for piece_index, piece in enumerate(group.pieces):
-                start = 0
-                for rank, count in piece.writers:
-                    if rank == self.rank:
-                        for name in group.names[start : start + count]:
-                            yield WriteItem(name, piece.region, group.spec, group_index, piece_index)
-                    start += count
+                for name_index in list_positions(piece.writers, {self.rank}):
+                    yield WriteItem(group.names[name_index], piece.region, group.spec, group_index, piece_index)
 
     def view_pieces(self, shards: Mapping[str, ShardedTensor]) -> dict[WriteItem, Tensor]:
         """Return the pieces as views of the shards' memory."""

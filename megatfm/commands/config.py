@@ -2,7 +2,12 @@
 
 import argparse
 import json
+import os
+import re
 import shlex
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -32,7 +37,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--deepspeed", action="store_true", help="print the JSON that DeepSpeed is configured with instead"
     )
-    actions.add_parser("presets", help="list the configs that ship with megatfm")
+    presets = actions.add_parser("presets", help="list the configs that ship with megatfm")
+    presets.add_argument("words", nargs="*", metavar="WORD", help="only those that mention all words, such as moe")
     schema = actions.add_parser("schema", help="print the JSON schema, for editors")
     schema.add_argument("--prep", action="store_true", help="the schema of `megatfm prep`'s config")
 
@@ -40,8 +46,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def config_command(args: argparse.Namespace) -> int:
     """Print the config, the schema or the presets."""
     if args.action == "presets":
-        for name in list_presets():
-            print(f"{name:<20} {_describe_preset(name)}")
+        print_presets(args.words)
         return 0
     if args.action == "schema":
         print(json.dumps(make_schema(PrepConfig if args.prep else Config), indent=2))
@@ -96,11 +101,25 @@ def _describe_sources(path_or_preset: str, overrides: Sequence[str]) -> str:
     return "".join(char if char.isprintable() else " " for char in line)  # TOML forbids others in comments
 
 
+def print_presets(words: Sequence[str] = ()) -> None:
+    """Print name and description of the presets that mention all words, a line each where that is no terminal."""
+    names = list_presets()
+    indent = max(map(len, names)) + 2
+    lines = {name: f"{name:<{indent}}{_describe_preset(name)}" for name in names}
+    chosen = [line for line in lines.values() if all(word.lower() in line.lower() for word in words)]
+    if not chosen:
+        raise UsageError(f"no preset mentions {' and '.join(words)}: `megatfm config presets` lists all {len(names)}")
+    is_wrapped = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = max(shutil.get_terminal_size().columns, 2 * indent) if is_wrapped else sys.maxsize
+    for line in chosen:
+        print(textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+
 def _describe_preset(preset: str) -> str:
     """Return the first sentence of the comment at the head of a preset."""
     text = find_config(preset)[0].read_text(encoding="utf-8")
     comment = " ".join(line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#"))
-    return comment.partition(". ")[0].rstrip(".") + "."
+    return re.split(r"(?<!\bet al)\. ", comment)[0].rstrip(".") + "."
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:

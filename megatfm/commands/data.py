@@ -3,7 +3,7 @@
 import argparse
 import io
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,7 +150,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     """Draw the first images of training on a corpus, as the model receives them; return a summary."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
-    from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+    from megatfm.files import atomic_write, name_write_errors
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
     if not args.config:
@@ -175,11 +175,13 @@ def _draw_images(args: argparse.Namespace) -> str:
         image_token = config.model.connector.image_token_id if config.model.connector else None
         images += iter_captioned_images(rows.read_rows([position]), patch_size, names, decode, image_token)
         position += 1
-        if not images and isinstance(rows, Sized) and position >= len(rows):
-            raise UsageError(f"--images: no sample of {args.dir} has an image: name a corpus of images")
+        if not images and rows.epoch(position) == 1:  # mixed images have no length
+            raise UsageError(
+                f"--images: no sample of {args.dir} has an image outside quarantine: name a corpus of images"
+            )
     out = io.BytesIO()
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
-    with disk_errors_as_megatfm_errors(Path(args.images)):
+    with name_write_errors(Path(args.images)):
         atomic_write(Path(args.images), out.getvalue())
     return f"{args.images}: {args.count} images of {position} rows of training"
 

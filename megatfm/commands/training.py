@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, split_config
 from megatfm.config import Config, load_config, to_toml
-from megatfm.errors import LockedError, MegatfmError, UsageError
-from megatfm.files import NEW_RUN_VARIABLE, NewPaths, atomic_write
+from megatfm.errors import LockedError, UsageError
+from megatfm.files import NEW_RUN_VARIABLE, NewPaths, atomic_write, name_write_errors
 from megatfm.launchers import cli
 from megatfm.launchers.run_jobs import check_no_process
 from megatfm.parallel.process_environment import read_process_environment
@@ -122,9 +122,7 @@ def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Pat
 def write_run_config(config: Config, path: Path, new_paths: NewPaths) -> None:
     """Write a run's config into its directory, and register the file. Raises LockedError, MegatfmError."""
     check_no_process(path.parent)  # a running launcher's restarts would read the new file
-    try:
+    with name_write_errors(path):
         new_paths.make_folder(path.parent)
         new_paths.will_replace(path)
         atomic_write(path, to_toml(config))
-    except OSError as error:
-        raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error

@@ -31,7 +31,7 @@ def make_deepspeed_json(config: Config, precision: str, folder: Path | None = No
         return derived
     path = Path(config.deepspeed.json_file)
     try:
-        tuned = json.loads(path.read_text(encoding="utf-8"))
+        tuned = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(tuned, dict):

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.foreign_keys import FOREIGN_KEYS
+from megatfm.config.foreign_keys import FLAT_MODEL_KEYS, FOREIGN_KEYS
 from megatfm.config.key_migrations import find_renamed_keys
 from megatfm.config.marked_strings import FromCommandLine
 from megatfm.config.prep import PrepConfig
@@ -37,6 +37,9 @@ CORPUS = "data.corpus"
 prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Config class → the command that takes it."""
+
+MAX_SUGGESTIONS = 3
+"""Most keys that an error suggests for one of a name that several sections have."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -236,15 +239,17 @@ def _from_command_line(value: Any) -> Any:
 
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # A misspelled key leaves its right name missing: the key that is there says more.
+    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+    first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
     path, section, value = _locate_error(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
     n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(path) or "config"
     if first["type"] == "extra_forbidden":
         known_keys = list(section.model_fields) if section else []
-        our_key = FOREIGN_KEYS.get(path[-1].lower()) if config_class is Config else None
-        hint = f" (did you mean {our_key}?)" if our_key and our_key != key else did_you_mean(path[-1], known_keys)
+        hint = _suggest_keys(key, known_keys, config_class)
         known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
         return f"{key}: unknown key{hint}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
@@ -264,6 +269,36 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     elif first["type"] == "missing":
         message = "has too few elements"
     return f"{key} = {text}: {message[0].lower()}{message[1:]}{_give_example(section, path)}{n_more}"
+
+
+def _suggest_keys(key: str, known_keys: Sequence[str], config_class: type[BaseModel]) -> str:
+    """Return the end of an error: in place of an unknown key, a like one of its section, or one of another section."""
+    section, _, name = key.rpartition(".")
+    our_keys = [candidate for candidate in find_keys(name, config_class) if candidate != key]
+    elsewhere = f" (did you mean {' or '.join(our_keys)}?)" if our_keys else ""
+    if not section or name.lower() in FOREIGN_KEYS:
+        return elsewhere or did_you_mean(name, known_keys)
+    return did_you_mean(name, known_keys) or elsewhere
+
+
+def find_keys(name: str, config_class: type[BaseModel] = Config) -> list[str]:
+    """Return our dotted keys that a bare name may mean: another framework's key, or a key without its section."""
+    if config_class is Config and (our_key := FOREIGN_KEYS.get(name.lower())):
+        return [our_key]
+    if config_class is Config and name in FLAT_MODEL_KEYS:
+        return [f"model.{FLAT_MODEL_KEYS[name]}"]
+    nested_keys = dict.fromkeys(_find_nested_keys(name, config_class))
+    least_depth = min((key.count(".") for key in nested_keys), default=0)
+    keys = [key for key in nested_keys if key.count(".") == least_depth]
+    return keys if len(keys) <= MAX_SUGGESTIONS and name != "name" else []
+
+
+def _find_nested_keys(name: str, config_class: type[BaseModel]) -> Iterator[str]:
+    if name in config_class.model_fields:
+        yield name
+    for key in config_class.model_fields:
+        for section in list_sections(config_class, key):
+            yield from (f"{key}.{path}" for path in _find_nested_keys(name, section))
 
 
 def _locate_error(

@@ -114,7 +114,8 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, deep lists
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
+        hint = "" if path.suffix == ".toml" else "; configs are TOML files, not YAML, JSON or Python"
+        raise UsageError(f"{path}: not valid TOML: {error}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
     extends = values.pop("extends", None)

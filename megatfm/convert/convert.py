@@ -93,6 +93,7 @@ def convert(
 
 def _check_is_megatfm_model(source: Path) -> None:
     """Raise UsageError if a path holds no megatfm model."""
+    checkpoint.refuse_foreign_checkpoint(source)
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
@@ -100,7 +101,7 @@ def _check_is_megatfm_model(source: Path) -> None:
             raise
         raise UsageError(
             f"{source}: holds no model: the Hugging Face format has a {CONFIG}; for megatfm's it is "
-            f"{str(error).removeprefix(f'{source}: ')}; `megatfm prep` turns text into a corpus"
+            f"{str(error).removeprefix(f'{source} is ')}; `megatfm prep` turns text into a corpus"
         ) from None
 
 

@@ -157,7 +157,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises MegatfmError if there is none."""
     _check_regular(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise MegatfmError(f"{path}: can't read it: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -5,7 +5,7 @@ Where transformers stores several of megatfm's matrices as one, its adapter beco
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ NEUTRAL_OPTIONS = {
 }  # fmt: skip
 """Options of PEFT that add to, or change, what is computed → their value where they don't."""
 MERGE_ADVICE = "merge it by PEFT's merge_and_unload, and convert the merged model"
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of A and B in PEFT's files."""
+
+ScaledFactors = tuple[Tensor, Tensor, float]
+"""A, B, and the factor of their product."""
 
 
 def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
@@ -60,31 +65,26 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
-    adapter_config = read_json_object(source / ADAPTER_CONFIG)
-    for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
-        if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
-            raise UsageError(
-                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which megatfm's adapters lack: {MERGE_ADVICE}"
-            )
+    options = _read_options(source / ADAPTER_CONFIG)
     opened = _open_base(source, base)
-    factors, saved = _read_factors(source, opened)
+    factors, saved = PeftAdapter(source, options, opened).read()
     rank = max(a.shape[-2] for a, _, _ in factors.values())
     scales = [scale for _, _, scale in factors.values()]
     scale = max(set(scales), key=scales.count)
     with torch.device("meta"):
         plain = MODELS.get(opened.config.family)(opened.config)
-    options = {
+    lora = {
         "rank": rank,
         "alpha": scale * rank,
-        "dropout": adapter_config.get("lora_dropout") or 0.0,
+        "dropout": options.get("lora_dropout") or 0.0,
         "targets": [],
         "trained": list(saved),
     }
     paths = [name.removesuffix(".weight") for name in factors]
     if set(paths) != set(find_lora_targets(plain, [])):
-        options["targets"] = shorten_names(paths, list(list_adaptable_matrices(plain)))
+        lora["targets"] = shorten_names(paths, list(list_adaptable_matrices(plain)))
     try:
-        model = opened.config.with_changes({"lora": options})
+        model = opened.config.with_changes({"lora": lora})
     except ValidationError as error:
         raise make_usage_error(f"{source / ADAPTER_CONFIG}: no adapters of megatfm", error) from None
     adapters = {
@@ -95,6 +95,15 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     with new_folder(target) as folder:
         _write_model(opened, model, {**adapters, **saved}, folder, target, source)
     return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
+
+
+def _read_options(path: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises UsageError for an option that megatfm's adapters lack."""
+    options = read_json_object(path)
+    for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
+        if (value := options.get(key, neutral)) not in (neutral, None, False, {}, []):
+            raise UsageError(f"{path}: {key} = {value!r}, which megatfm's adapters lack: {MERGE_ADVICE}")
+    return options
 
 
 def _open_base(source: Path, base: str | Path | None) -> HfFolder:
@@ -114,95 +123,145 @@ def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
     return torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
 
 
-def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
-    """Return A, B and scale by name of our weights, and other weights by name."""
-    adapter_config, tensors = (
-        read_json_object(source / ADAPTER_CONFIG),
-        _read_tensors(source / ADAPTER_WEIGHTS),
-    )
-    rules = {name: rule for rule in opened.rules for name in rule.hf}
-    rules |= {name: rule for rule in _get_module_rules(opened) for name in rule.hf}
-    parameters = _map_adapted_parameters(adapter_config, opened)
-    factors: dict[str, tuple[Tensor, Tensor, float]] = {}
-    other_weights: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if not name.startswith(PREFIX):
-            raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} doesn't start with {PREFIX}: not PEFT's file")
-        module = name.removeprefix(PREFIX)
-        if module.endswith(".lora_A.weight"):
-            module = module.removesuffix(".lora_A.weight")
-            b = tensors.get(f"{PREFIX}{module}.lora_B.weight")
-            if b is None:
-                raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
-            is_matrix = tensor.dim() == b.dim() == 2 and (module in parameters or tensor.shape[0] == b.shape[1])
-            if not is_matrix:
-                raise UsageError(
-                    f"{source / ADAPTER_WEIGHTS}: A {list(tensor.shape)} and B {list(b.shape)} of {module} are not "
-                    f"those of a linear layer: {MERGE_ADVICE}"
-                )
-            weight = parameters.get(module, f"{module}.weight")
-            rule = _find_rule(rules, weight, opened, source)
-            pair = _unflatten_pair(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
-            try:
-                scale = _compute_scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
-            except (re.error, ArithmeticError, AttributeError, TypeError, ValueError) as error:
-                raise UsageError(
-                    f"{source / ADAPTER_CONFIG}: lora_alpha and alpha_pattern give no scale for {weight}: {error}"
-                ) from None
-            factors_by_name, is_transposed = _split_factors(rule, *pair, source)
-            if module in parameters and not is_transposed:
-                _check_layout(adapter_config, weight, source)
-            factors |= {
-                weight_name: (*weight_factors, scale) for weight_name, weight_factors in factors_by_name.items()
-            }
-        elif not module.endswith(".lora_B.weight"):
-            other_weights[module] = tensor
-    saved: dict[str, Tensor] = {}
-    for name in other_weights:
-        rule = _find_rule(rules, name, opened, source)
-        if all(hf in other_weights for hf in rule.hf):
-            saved |= dict(zip(rule.megatfm, rule.from_hf([other_weights[hf] for hf in rule.hf]), strict=True))
-    if not factors:
-        raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: holds no lora_A and lora_B")
-    return factors, saved
+class PeftAdapter:
+    """A folder with a PEFT adapter, which is converted to adapters of megatfm's matrices.
 
+    options: content of adapter_config.json. base: the opened folder of the model.
+    """
 
-def _get_module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
-    return get_module_rules(opened.architecture, opened.config) or opened.rules
+    def __init__(self, folder: Path, options: Mapping[str, Any], base: HfFolder) -> None:
+        self._config_path, self._weights_path = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+        self._options, self._base = options, base
+        module_rules = get_module_rules(base.architecture, base.config) or base.rules
+        self._rules = {name: rule for rule in (*base.rules, *module_rules) for name in rule.hf}
+        targets = options.get("target_parameters") or []
+        adapted_parameters = [
+            name
+            for rule in module_rules
+            for name in rule.hf
+            if any(name == target or name.endswith(f".{target}") for target in targets)
+        ]
+        self._parameters = {module: name for name, module in find_wrapper_names(adapted_parameters).items()}
+        """Module that PEFT keeps an adapter under → name of the parameter (of all experts) that it adapts."""
 
+    def read(self) -> tuple[dict[str, ScaledFactors], dict[str, Tensor]]:
+        """Return A, B and scale by name of megatfm's weights, and other trained weights by name.
 
-def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
-    """Return the module that PEFT keeps an adapter under → name of the parameter that it is of."""
-    targets = adapter_config.get("target_parameters") or []
-    adapted = [
-        name
-        for rule in _get_module_rules(opened)
-        for name in rule.hf
-        if any(name == target or name.endswith(f".{target}") for target in targets)
-    ]
-    return {wrapper: name for name, wrapper in find_wrapper_names(adapted).items()}
+        Raises UsageError for adapters that megatfm lacks, MegatfmError for a damaged file.
+        """
+        tensors = _read_tensors(self._weights_path)
+        factors: dict[str, ScaledFactors] = {}
+        other_weights: dict[str, Tensor] = {}
+        for full_name, tensor in tensors.items():
+            if not full_name.startswith(PREFIX):
+                raise MegatfmError(f"{self._weights_path}: {full_name} doesn't start with {PREFIX}: not PEFT's file")
+            name = full_name.removeprefix(PREFIX)
+            if name.endswith(A_SUFFIX):
+                module = name.removesuffix(A_SUFFIX)
+                factors |= self._convert_factors(module, tensor, tensors.get(f"{PREFIX}{module}{B_SUFFIX}"))
+            elif not name.endswith(B_SUFFIX):
+                other_weights[name] = tensor
+        if not factors:
+            raise MegatfmError(f"{self._weights_path}: holds no lora_A and lora_B")
+        return factors, self._convert_other_weights(other_weights)
 
+    def _convert_factors(self, module: str, a: Tensor, b: Tensor | None) -> dict[str, ScaledFactors]:
+        """Return A, B and scale of the matrices of megatfm that a module of transformers holds, by name."""
+        if b is None:
+            raise MegatfmError(f"{self._weights_path}: {PREFIX}{module}{A_SUFFIX} has no lora_B beside it")
+        is_of_experts = module in self._parameters
+        if not (a.dim() == b.dim() == 2 and (is_of_experts or a.shape[0] == b.shape[1])):
+            raise UsageError(
+                f"{self._weights_path}: A {list(a.shape)} and B {list(b.shape)} of {module} are not those of a linear "
+                f"layer: {MERGE_ADVICE}"
+            )
+        weight = self._parameters.get(module, f"{module}.weight")
+        rule = self._find_rule(weight)
+        if is_of_experts:
+            a, b = self._unflatten_experts(rule, a, b)
+        scale = self._compute_scale(weight, a.shape[-2])
+        factors_by_name, is_transposed = self._split_factors(rule, a, b)
+        if is_of_experts and not is_transposed:
+            self._check_layout_of_experts(weight)
+        return {name: (*factors, scale) for name, factors in factors_by_name.items()}
 
-def _unflatten_pair(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
-    n_experts = list_tensor_shapes(opened.config)[rule.megatfm[0]][0]
-    if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
-        raise MegatfmError(
-            f"{source / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} of {rule.hf[0]} are not those of "
-            f"{n_experts} experts: export the adapter again"
+    def _convert_other_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of megatfm that PEFT's `modules_to_save` holds, by name."""
+        converted: dict[str, Tensor] = {}
+        for name in weights:
+            rule = self._find_rule(name)
+            if all(hf_name in weights for hf_name in rule.hf):
+                tensors = rule.from_hf([weights[hf_name] for hf_name in rule.hf])
+                converted |= dict(zip(rule.megatfm, tensors, strict=True))
+        return converted
+
+    def _find_rule(self, name: str) -> WeightMapping:
+        """Return the rule of a weight of transformers. Raises UsageError for an unknown one."""
+        rule = self._rules.get(name) or self._rules.get(self._base.architecture.base_model_prefix + name)
+        if rule is None:
+            raise UsageError(
+                f"{self._weights_path}: {name} is no weight of a {self._base.name} that megatfm knows: {MERGE_ADVICE}"
+            )
+        return rule
+
+    def _unflatten_experts(self, rule: WeightMapping, a: Tensor, b: Tensor) -> Factors:
+        n_experts = list_tensor_shapes(self._base.config)[rule.megatfm[0]][0]
+        if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
+            raise MegatfmError(
+                f"{self._weights_path}: A {list(a.shape)} and B {list(b.shape)} of {rule.hf[0]} are not those of "
+                f"{n_experts} experts: export the adapter again"
+            )
+        return unflatten_experts(a, b, n_experts)
+
+    def _check_layout_of_experts(self, weight: str) -> None:
+        """Raise UsageError for an adapter of experts that an older PEFT wrote, in which A and B change places."""
+        version = str(self._options.get("peft_version") or "0")
+        written_by, required = (
+            [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, FIRST_VERSION_OF_LAYOUT)
         )
-    return unflatten_experts(a, b, n_experts)
+        if written_by < required:
+            raise UsageError(
+                f"{self._config_path}: adapts {weight}, and was written by a PEFT before {FIRST_VERSION_OF_LAYOUT} "
+                f"(peft_version), where A and B of experts stood for something else: {MERGE_ADVICE}"
+            )
 
+    def _compute_scale(self, weight: str, rank: int) -> float:
+        """Return alpha / rank of a weight, as PEFT's patterns and options say. Raises UsageError unless it is
+        positive."""
+        try:
+            alpha = float(self._options.get("lora_alpha", 8))
+            for pattern, value in (self._options.get("alpha_pattern") or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", weight.removesuffix(".weight")):
+                    alpha = float(value)
+                    break
+            scale = alpha / (rank**0.5 if self._options.get("use_rslora") else rank)
+            if not 0 < scale < math.inf:
+                raise ValueError(f"alpha = {alpha} is no positive number")
+        except (re.error, ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{self._config_path}: lora_alpha and alpha_pattern give no scale for {weight}: {error}"
+            ) from None
+        return scale
 
-def _check_layout(adapter_config: Mapping[str, Any], name: str, source: Path) -> None:
-    """Raise UsageError for an adapter of experts that an older PEFT wrote, in which A and B change places."""
-    version = str(adapter_config.get("peft_version") or "0")
-    first, second = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, FIRST_VERSION_OF_LAYOUT)
-    )
-    if first < second:
+    def _split_factors(self, rule: WeightMapping, a: Tensor, b: Tensor) -> tuple[dict[str, Factors], bool]:
+        """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
+        product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
+        for transposed in (False, True):
+            try:
+                b_by_matrix = rule.from_hf([b.mT if transposed else b])
+                deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
+            except (RuntimeError, ValueError, IndexError):
+                continue
+            if len(b_by_matrix) == len(deltas) == len(rule.megatfm) and all(
+                b_of_matrix.shape[-1] == a.shape[-2]
+                and torch.allclose(b_of_matrix.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
+                for b_of_matrix, delta in zip(b_by_matrix, deltas, strict=True)
+            ):
+                pairs = [(a, b_of_matrix.contiguous()) for b_of_matrix in b_by_matrix]
+                return dict(zip(rule.megatfm, pairs, strict=True)), transposed
         raise UsageError(
-            f"{source / ADAPTER_CONFIG}: adapts {name}, and was written by a PEFT before {FIRST_VERSION_OF_LAYOUT} "
-            f"(peft_version), where A and B of experts stood for something else: {MERGE_ADVICE}"
+            f"{self._weights_path}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: "
+            f"{MERGE_ADVICE}"
         )
 
 
@@ -215,49 +274,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         raise MegatfmError(f"{path}: can't read it: {error}") from None
-
-
-def _find_rule(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path) -> WeightMapping:
-    rule = rules.get(name) or rules.get(opened.architecture.base_model_prefix + name)
-    if rule is None:
-        raise UsageError(
-            f"{source / ADAPTER_WEIGHTS}: {name} is no weight of a {opened.name} that megatfm knows: {MERGE_ADVICE}"
-        )
-    return rule
-
-
-def _compute_scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / rank of a module, as PEFT's patterns and options say. Raises ValueError unless it is positive."""
-    alpha = float(adapter_config.get("lora_alpha", 8))
-    for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = float(value)
-            break
-    scale = alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"alpha = {alpha} is no positive number")
-    return scale
-
-
-def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> tuple[dict[str, Factors], bool]:
-    """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
-    product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
-    for transposed in (False, True):
-        try:
-            b_by_matrix = rule.from_hf([b.mT if transposed else b])
-            deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
-        except (RuntimeError, ValueError, IndexError):
-            continue
-        if len(b_by_matrix) == len(deltas) == len(rule.megatfm) and all(
-            b_of_matrix.shape[-1] == a.shape[-2]
-            and torch.allclose(b_of_matrix.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
-            for b_of_matrix, delta in zip(b_by_matrix, deltas, strict=True)
-        ):
-            pairs = [(a, b_of_matrix.contiguous()) for b_of_matrix in b_by_matrix]
-            return dict(zip(rule.megatfm, pairs, strict=True)), transposed
-    raise UsageError(
-        f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE_ADVICE}"
-    )
 
 
 def _write_model(

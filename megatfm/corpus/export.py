@@ -16,7 +16,7 @@ from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory, to_strict_json
+from megatfm.files import fsync_directory, name_write_errors, to_strict_json
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -66,7 +66,7 @@ def export_corpus(folder: str | Path, out: str | Path, detokenizer: Detokenizer 
             raise UsageError(f"{path}: is there already: choose another name")
     if needs_tokenizer and detokenizer is None:
         raise UsageError(f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE")
-    with disk_errors_as_megatfm_errors(out):
+    with name_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     if detokenizer is None or not needs_tokenizer:
         return _write_tars(corpus, out)
@@ -119,7 +119,7 @@ def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
     schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source", "fields")])
     partial = out.with_name(f".{out.name}.partial")
     try:
-        with disk_errors_as_megatfm_errors(out):
+        with name_write_errors(out):
             with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
                 for rows in _iter_row_groups(records):
                     writer.write_table(pyarrow.Table.from_pylist(rows, schema))

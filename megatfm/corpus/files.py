@@ -12,7 +12,7 @@ from typing import IO, Self
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory, open_nofollow
+from megatfm.files import fsync_directory, name_write_errors, open_nofollow
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 _TOO_MANY_OPEN_FILES = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is intact"
@@ -111,7 +111,7 @@ class AtomicFile:
         self.size = 0
         self._partial = path.with_name(f".{path.name}.partial")
         self._hash = blake3()
-        with disk_errors_as_megatfm_errors(path):
+        with name_write_errors(path):
             # commit or discard closes it
             self._file = open(self._partial, "wb", buffering=0, opener=open_nofollow)  # noqa: SIM115
 
@@ -150,7 +150,7 @@ class AtomicFile:
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:
-        with disk_errors_as_megatfm_errors(self.path):
+        with name_write_errors(self.path):
             try:
                 yield
             except OSError:

@@ -1,6 +1,7 @@
 """Inspect a corpus: verify every byte, show its contents, count its lengths, sources, fields and ids."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from megatfm.errors import MegatfmError
 TOKEN_SHARES, MAX_SHARES = "holds", 6
 MAX_LISTED = 20
 MAX_VALUES = 10_000
+MAX_FIELDS = 100
+"""Fields of metadata that are counted, at most: hostile records have any number of names."""
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
@@ -147,13 +150,16 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()
     by_source, by_field = _Totals("source"), dict[str, _Totals]()
-    uses = np.zeros(0, np.int64)
+    uses, has_more_fields = np.zeros(0, np.int64), False
     for block in range(corpus.n_blocks):
         for sample in corpus.read_block_samples(block):
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
             for field, value in select_countable_fields(sample.metadata).items():
-                by_field.setdefault(field, _Totals(field)).add(value, sample)
+                if field in by_field or len(by_field) < MAX_FIELDS:
+                    by_field.setdefault(field, _Totals(field)).add(value, sample)
+                else:
+                    has_more_fields = True
             counts = np.bincount(sample.tokens)
             uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
             uses[: len(counts)] += counts
@@ -163,6 +169,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
         _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
         by_source.table(),
         *(field_counts.table() for field_counts in by_field.values()),
+        *([f"there are more than {MAX_FIELDS} fields: further ones are not counted"] if has_more_fields else []),
     ]
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(MAX_LISTED, int((uses > 0).sum()))].tolist()
@@ -178,9 +185,10 @@ def select_countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def get_domain(url: str) -> str:
-    """Return the host of a URL without `www.`, or "" if it has none."""
-    host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
-    return host.lower().removeprefix("www.")
+    """Return the host of a URL in lower case, without `www.` and the dot of the root, or "" if it has none."""
+    authority = re.split(r"[/?#\\]", url.strip().partition("://")[2], maxsplit=1)[0].rpartition("@")[2]
+    host = authority.partition("]")[0].lstrip("[") if authority.startswith("[") else authority.partition(":")[0]
+    return host.lower().removesuffix(".").removeprefix("www.")
 
 
 class _Totals:

@@ -178,7 +178,7 @@ class Manifest(_Strict):
 def _read_training_corpora(folder: Path) -> list[str] | None:
     """Return the training corpora of a run directory, as its config names them; None for another folder."""
     try:
-        data = tomllib.loads((folder / "config.toml").read_text())["data"]
+        data = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8-sig"))["data"]
         sources = data.get("mixture", {}).values()
         return [path for path in [data.get("train"), *(source["path"] for source in sources)] if path]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -119,9 +119,7 @@ class RemoteFolder:
         try:
             download_rest(self.url, file.name, partial, file.size, file.path)
         except DiskError as error:
-            raise MegatfmError(
-                f"{path}: cannot be written ({error.cause.strerror}): make room, and run again"
-            ) from error
+            raise MegatfmError(f"can't write {path}: {error.cause.strerror}: make room, and run again") from error
         current = self.stat(file.name, file.path)
         if partial.stat().st_size != file.size or current is None or current.version != file.version:
             partial.unlink()

@@ -16,6 +16,7 @@ from blake3 import blake3
 from megatfm.corpus.files import RESTORE, check_size, open_descriptor, read_at, read_range
 from megatfm.corpus.remote import CHUNK_BYTES, DiskError, download_rest, with_retries
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import name_disk_errors
 
 MAX_MANIFEST_BYTES = 2**30
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -152,16 +153,12 @@ class CachedRemoteStorage:
         return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
     def _fetch(self, path: Path, entry: ManifestFile) -> None:
-        try:
+        with name_disk_errors("write", path, "make room, or choose another folder as data.cache_dir"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with _hold_lock(path.with_name(f".{path.name}.lock")):
                 if not _has_expected_size(path, entry):  # by another process, while this one waited
                     make_room(self.cache, entry.bytes)
                     self._download(path, entry)
-        except OSError as error:
-            raise MegatfmError(
-                f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache_dir"
-            ) from error
 
     def _download(self, path: Path, entry: ManifestFile) -> None:
         # The name contains the file's hash, so a later process may continue a killed download.

@@ -30,6 +30,8 @@ from megatfm.errors import MegatfmError, UsageError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SAMPLE_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls", "json", "txt")
+MAX_UNIQUE_LABELS, MAX_UNIQUE_SHARE = 1000, 0.9
+"""More labels than both, the number and the share of all images, are captions rather than classes."""
 _CLASS_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -155,6 +157,8 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     labels, shards = dict[str, str](), []
     for path in paths:
         shards.append(_index_shard(path, LabelRule(rule.by, rule.key, names), labels))
+    if not names:
+        _check_no_captions(rule, labels, sum(shard.samples for shard in shards))
     if not names and not all(_CLASS_NUMBER.fullmatch(label) for label in labels):
         names = sorted(labels)
     if rule.by == "cls" and names and not classes:
@@ -223,6 +227,18 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
     if rule.by != "cls" and rule.names and rule.find_class_index(label) is None:
         raise UsageError(f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes")
     labels.setdefault(label, where)
+
+
+def _check_no_captions(rule: LabelRule, labels: Mapping[str, str], n_samples: int) -> None:
+    """Raise a UsageError if nearly every image has a label of its own."""
+    if len(labels) > MAX_UNIQUE_LABELS and len(labels) > MAX_UNIQUE_SHARE * n_samples:
+        label = next(iter(labels))
+        source = f"json:{rule.key}" if rule.by == "json" else rule.by
+        raise UsageError(
+            f"{labels[label]}: --labels {source}: nearly every image has a label of its own, as {label[:60]!r} here "
+            f"({len(labels):,} labels of {n_samples:,} images): these are captions: prepare images and texts with "
+            '`megatfm prep` (read.format = "images" and a tokenizer), or list the classes by --classes'
+        )
 
 
 def read_class_names(path: Path, setting: str) -> list[str]:

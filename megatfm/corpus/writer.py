@@ -42,7 +42,7 @@ from megatfm.corpus.shard_index import (
     make_sample_dtype,
 )
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import disk_errors_as_megatfm_errors, fsync_directory
+from megatfm.files import fsync_directory, name_write_errors
 
 _OWN_FILE_NAME = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
 
@@ -87,7 +87,7 @@ class ShardWriter:
         self._on_file_written = on_file_written
         self._shards: list[CorpusShard] = []
         self._open_shard: _OpenShard | None = None
-        with disk_errors_as_megatfm_errors(self.folder):
+        with name_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / MANIFEST).exists():
             raise UsageError(f"{self.folder}: already holds a corpus: delete it or choose another folder")
@@ -151,7 +151,7 @@ class ShardWriter:
             provenance=dict(provenance),
         )
         current_files = {name for shard in self._shards for name in (shard.file, shard.index.file)}
-        with disk_errors_as_megatfm_errors(self.folder):
+        with name_write_errors(self.folder):
             for path in self.folder.iterdir():
                 if path.name not in current_files and _OWN_FILE_NAME.fullmatch(path.name):
                     path.unlink()

@@ -11,7 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0
 """Seconds that workers have to exit before they are killed."""
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Stop signals, which SLURM and a terminal send to workers, too. The trainer may need rows until it has saved."""
 
 
 class RowWorkers:
@@ -73,28 +77,39 @@ class RowWorkers:
         with self._lock:
             processes, pipes = self._processes, self._pipes
             self._processes, self._pipes = [], []
-        for pipe in pipes:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # the worker reads end of file
-        deadline = time.monotonic() + END_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        _end_workers(processes, pipes)
 
     def _start(self) -> None:
         # Spawn, not fork: a fork copies the locks of torch's and the network's threads in whatever state they are.
         context, pickled = multiprocessing.get_context("spawn"), pickle.dumps(self._own_rows)
-        for number in range(self._n):
-            parent_pipe, worker_pipe = context.Pipe()
-            process = context.Process(
-                target=_run_worker, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
-            )
-            process.start()
-            worker_pipe.close()
-            self._processes.append(process)
-            self._pipes.append(parent_pipe)
+        # A process that exits without `close` would wait for ever for daemons that block SIGTERM.
+        Finalize(self, _end_workers, (self._processes, self._pipes), exitpriority=0)
+        resource_tracker.ensure_running()  # the first start of a process would unblock SIGINT and SIGTERM
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # workers inherit it
+        try:
+            for number in range(self._n):
+                parent_pipe, worker_pipe = context.Pipe()
+                process = context.Process(
+                    target=worker_loop, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
+                )
+                process.start()
+                worker_pipe.close()
+                self._processes.append(process)
+                self._pipes.append(parent_pipe)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_workers(processes: Sequence[Any], pipes: Sequence[Connection]) -> None:
+    for pipe in pipes:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # the worker reads end of file
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _receive_answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
@@ -117,12 +132,6 @@ def _exit_code(process: Any) -> int | None:
         time.sleep(0.01)
     code: int | None = process.exitcode
     return code
-
-
-def _run_worker(pipe: Connection, pickled: bytes) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    worker_loop(pipe, pickled)
 
 
 def worker_loop(pipe: Connection, pickled: bytes) -> None:

@@ -187,12 +187,16 @@ def _describe_counts(description: "Description") -> list[Line]:
         ("tokens", steps),
         ("FLOPs", flops),
         ("state", f"{description.state_bytes:.3g} bytes a parameter: {state}"),
-        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_describe_sharding(description)}"),
+        ("", f"{_format_memory(description.total_bytes)}, {_describe_sharding(description)}"),
         *_describe_engine(config),
         *_describe_per_rank_state(config),
         ("activations", _describe_activations(description)),
         *_suggest_warmup(description.config),
     ]
+
+
+def _format_memory(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes > 0.1 * 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
 
 
 def _describe_sharding(description: "Description") -> str:
@@ -226,11 +230,10 @@ def _describe_per_rank_state(config: Config) -> list[Line]:
     parallel = config.parallel
     axes = {axis: getattr(parallel, axis, 1) for axis in ALL_AXES}
     layout = describe_sizes({axis: size for axis, size in axes.items() if size > 1})
-    weights, gradients, optimizer, total = (
-        f"{n_bytes / 2**30:,.2f}"
-        for n_bytes in (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes, state.total_bytes)
+    weights, gradients, optimizer, total = map(
+        _format_memory, (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes, state.total_bytes)
     )
-    rank = f"{total} GiB{' on the fullest rank' if parallel.pp > 1 else ''} of {state.ranks}"
+    rank = f"{total}{' on the fullest rank' if parallel.pp > 1 else ''} of {state.ranks}"
     return [
         ("  on a rank", f"{rank}: weights {weights}, gradients {gradients}, optimizer {optimizer}"),
         ("", f"{layout}, ZeRO {parallel.zero}; {state.parameters:,} parameters before ZeRO"),
@@ -269,7 +272,7 @@ def _describe_activations(description: "Description") -> str:
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if activation_bytes is None:
         return "not counted: this model's activations depend on values, and only shapes are known here"
-    saved_text, recomputed_text = (f"{n_bytes / 2**30:,.2f} GiB" for n_bytes in activation_bytes)
+    saved_text, recomputed_text = map(_format_memory, activation_bytes)
     text = f'{saved_text} saved by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
     parallel = description.config.parallel
     is_divided = max(parallel.tp, parallel.cp, parallel.pp) > 1

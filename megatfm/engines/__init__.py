@@ -1,1 +1,1 @@
-"""Engines carry out steps of a laid-out model, behind `interface.py` and `registry.py`; each has a room of its own."""
+"""Engines, which run training steps of a parallelized model. Other packages use `interface.py` and `registry.py`."""

@@ -158,8 +158,10 @@ class MemoryBudget:
 
 def make_memory_key(block: nn.Module) -> Any:
     """Return a hashable key, equal for blocks with equal activation memory: modules, patterns and weight shapes."""
-    parts = tuple((path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules())
-    return parts, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    modules = tuple(
+        (path, type(module), repr(getattr(module, "pattern", None))) for path, module in block.named_modules()
+    )
+    return modules, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
 def measure_saved_bytes(block: nn.Module, forward: Forward) -> tuple[Any, int]:

@@ -44,6 +44,7 @@ from megatfm.ops.transfer import DeferredReads
 from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline
+from megatfm.parallel.process_environment import count_local_ranks
 
 
 class BaseEngine:
@@ -301,12 +302,12 @@ def init_weights(model: nn.Module, layout: ModelLayout, weights: Mapping[str, Sh
 def count_threads() -> int:
     """Return a process's share of the cores that it may run on, at least torch's own number of threads.
 
-    torchrun sets torch to one thread a process, but says how many processes run on this machine.
+    torchrun sets torch to one thread a process; launchers say how many processes run on this machine.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    has_affinity = local_ranks and hasattr(os, "sched_getaffinity")
-    share = len(os.sched_getaffinity(0)) // local_ranks if has_affinity else 0
-    return max(torch.get_num_threads(), share)
+    local_ranks = count_local_ranks(os.environ)
+    if not local_ranks or not hasattr(os, "sched_getaffinity"):
+        return torch.get_num_threads()
+    return max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:

@@ -126,8 +126,8 @@ class LossTotals:
             return {}
         values, n_terms = self._values(), len(self.loss_weights)
         counts = values[len(values) // 2 + n_terms :]
-        parts = zip(self._sources, values[n_terms:], counts, strict=False)
-        return {name: total / count for name, total, count in parts if count}
+        sums_and_counts = zip(self._sources, values[n_terms:], counts, strict=False)
+        return {name: total / count for name, total, count in sums_and_counts if count}
 
     @property
     def loss(self) -> float:

@@ -52,9 +52,10 @@ class OwnedTensors:
         flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
-            pieces = flat[source].split([_count_elements(self.regions[name][source]) for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                _view_region(full[name], self.regions[name][source]).copy_(piece.view(self.regions[name][source][1]))
+            regions = [self.regions[name][source] for name in names]
+            flat_blocks = flat[source].split([_count_elements(region) for region in regions])
+            for name, region, flat_block in zip(names, regions, flat_blocks, strict=True):
+                _view_region(full[name], region).copy_(flat_block.view(region[1]))
         return full
 
     def refresh(self) -> None:
@@ -71,14 +72,15 @@ class OwnedTensors:
         """Return this rank's blocks of tensors that their owners have in full, shaped like the weights."""
         send_buffers = []
         for target in range(self.ranks):
-            parts = [_view_region(tensor, self.regions[name][target]).reshape(-1) for name, tensor in full.items()]
-            send_buffers.append(self._concatenate(parts))
+            views = (_view_region(tensor, self.regions[name][target]) for name, tensor in full.items())
+            send_buffers.append(self._concatenate([view.reshape(-1) for view in views]))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
         flat = self._exchange(send_buffers, [sum(self.local[name].numel() for name in names) for names in owned])
         blocks: dict[str, Tensor] = {}
         for names, values in zip(owned, flat, strict=True):
-            pieces = values.split([self.local[name].numel() for name in names])
-            blocks |= {name: piece.view_as(self.local[name]) for name, piece in zip(names, pieces, strict=True)}
+            flat_blocks = values.split([self.local[name].numel() for name in names])
+            for name, flat_block in zip(names, flat_blocks, strict=True):
+                blocks[name] = flat_block.view_as(self.local[name])
         return blocks
 
     def _is_sender(self, name: str, rank: int) -> bool:
@@ -88,16 +90,16 @@ class OwnedTensors:
         names = [name for name in self.local if self.owners[name] == owner and self._is_sender(name, self.rank)]
         return self._concatenate([blocks[name].reshape(-1) for name in names])
 
-    def _concatenate(self, parts: list[Tensor]) -> Tensor:
+    def _concatenate(self, tensors: list[Tensor]) -> Tensor:
         first = next(iter(self.local.values()))
-        return torch.cat(parts) if parts else first.new_empty(0)
+        return torch.cat(tensors) if tensors else first.new_empty(0)
 
     def _exchange(self, send_buffers: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
         if self.ranks == 1:
             return tuple(send_buffers)
         flat = torch.cat(send_buffers)
         received = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in send_buffers], group=self.group)
+        dist.all_to_all_single(received, flat, sizes, [buffer.numel() for buffer in send_buffers], group=self.group)
         return received.split(sizes)
 
 
@@ -141,9 +143,10 @@ class TorchOptimizer:
         self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked_names
         self._state_dtype = group.state_dtype
         groups = group.make_param_groups(self.tensors)
-        self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
+        self._torch_params = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
+        """Name → tensors that torch's optimizer updates: the tensor itself, or those that are stacked in it."""
         for names, options in groups:
-            options["params"] = [part for name in names for part in self._parts[name]]
+            options["params"] = [param for name in names for param in self._torch_params[name]]
         # torch refuses an optimizer without parameters, and a rank may own none.
         self.optimizer = group.build([options for _, options in groups]) if groups else None
         # torch's protocol (`torch.amp.GradScaler`): with `found_inf` = 1 on the device, the kernel skips the step.
@@ -167,15 +170,15 @@ class TorchOptimizer:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         for options in self.optimizer.param_groups:
             options["lr"] = lr * options["lr_ratio"]
-        for name, parts in self._parts.items():
-            for part, gradient in zip(parts, self._split(name, gradients[name]), strict=True):
-                part.grad = gradient
+        for name, params in self._torch_params.items():
+            for param, gradient in zip(params, self._split(name, gradients[name]), strict=True):
+                param.grad = gradient
         self.optimizer.step()
         if found_inf is not None:
             del self.optimizer.found_inf  # type: ignore[attr-defined]
-        for part in (part for parts in self._parts.values() for part in parts):
-            part.grad = None
-            state = self.optimizer.state[part]
+        for param in (param for params in self._torch_params.values() for param in params):
+            param.grad = None
+            state = self.optimizer.state[param]
             # LAPACK returns column-major tensors, a resume would have row-major ones.
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -193,11 +196,11 @@ class TorchOptimizer:
 
     def _get_state(self, name: str) -> dict[str, Tensor]:
         assert self.optimizer is not None
-        states = [self.optimizer.state[part] for part in self._parts[name]]
+        states = [self.optimizer.state[param] for param in self._torch_params[name]]
         state = dict(states[0])
         if name in self._stacked:  # scalars, such as the step count, are common to all
             for key, value in states[0].items():
-                state[key] = torch.stack([part_state[key] for part_state in states]) if value.dim() else value
+                state[key] = torch.stack([param_state[key] for param_state in states]) if value.dim() else value
         if state:
             for key in self.counters:
                 state[key] = torch.tensor(self.options[name][key], dtype=torch.float64)
@@ -205,18 +208,18 @@ class TorchOptimizer:
 
     def load(self, state: State) -> None:
         """Load the result of `state` for exactly these tensors. Raises KeyError for a missing one."""
-        for name, parts in self._parts.items():
+        for name, params in self._torch_params.items():
             assert self.optimizer is not None
             values = {key: align(value) for key, value in state[name].items()}
             for key in self.counters:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
-            for i, part in enumerate(parts):
-                values = {key: self._cast_state(value, part) for key, value in values.items()}
-                part_values = values
+            for i, param in enumerate(params):
+                values = {key: self._cast_state(value, param) for key, value in values.items()}
+                param_state = values
                 if name in self._stacked:  # only these have a row for each part; a shard may have no rows at all
-                    part_values = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
-                self.optimizer.state[part] = part_values
+                    param_state = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
+                self.optimizer.state[param] = param_state
 
     def _cast_state(self, value: Tensor, weight: Tensor) -> Tensor:
         """Cast state to the configured dtype, which may differ from the saved one."""

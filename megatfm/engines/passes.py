@@ -125,11 +125,11 @@ class FeatureGradients:
         for name, x in inputs.items():
             gradient = cast(Tensor, x.grad)
             if name in MODEL_SCALARS:  # shared by all micro-batches: their gradient goes to the first
-                parts = [gradient, *(torch.zeros_like(gradient) for _ in features[1:])]
+                by_microbatch = [gradient, *(torch.zeros_like(gradient) for _ in features[1:])]
             else:
-                parts = list(gradient.split([len(part[name]) for part in features]))
-            for feature_gradients, part in zip(self._gradients, parts, strict=True):
-                feature_gradients[name] = part
+                by_microbatch = list(gradient.split([len(microbatch[name]) for microbatch in features]))
+            for feature_gradients, microbatch_gradient in zip(self._gradients, by_microbatch, strict=True):
+                feature_gradients[name] = microbatch_gradient
 
     def get_gradients(self, index: int) -> dict[str, Tensor]:
         """Return the gradients of a micro-batch's features."""
@@ -185,7 +185,7 @@ MODEL_SCALARS = ("scale", "bias")
 def concatenate_features(features: Sequence[Features]) -> Features:
     """Concatenate the features of micro-batches along samples."""
     return {
-        name: x if name in MODEL_SCALARS else torch.cat([part[name] for part in features])
+        name: x if name in MODEL_SCALARS else torch.cat([microbatch[name] for microbatch in features])
         for name, x in features[0].items()
     }
 

@@ -121,7 +121,7 @@ class PipelineForwardBackward:
         self._dtype, self._device = dtype, device
         self._rank = dist.get_rank(group)
         self._stages = {stage.index: stage for stage in pipeline.list_stages(self._rank)}
-        self.splits = pipeline.schedule in SPLITS_BACKWARD
+        self._splits_backward = pipeline.schedule in SPLITS_BACKWARD
         self._plan = cache(self._build_plan)
         self._views = {
             index: cast(Splittable, model).stage({point.name for point in stage.split_points})
@@ -159,7 +159,7 @@ class PipelineForwardBackward:
         scale_loss: LossScaler,
         gradient_sync: GradientSync,
     ) -> list[Terms]:
-        gradient_sync.start_pipeline_step(keep_unsharded=self.splits)
+        gradient_sync.start_pipeline_step(keep_unsharded=self._splits_backward)
         step = StepState(batches, objective, scale_loss)
         run = {
             "F": self._run_forward,

@@ -15,7 +15,7 @@ from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
-from megatfm.estimate.memory import RankMemory, rank_memory
+from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.schedule import Timeline
@@ -33,19 +33,27 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and traffic of a run. config: with `dp_shard` and precision resolved; memory, flows_by_rank: by
-    pipeline rank; busiest: the pipeline rank with the longest passes."""
+    """Memory, time and traffic of a run."""
 
     config: Config
+    """The run's config, with `dp_shard` and precision resolved."""
     cluster: Cluster
     description: Description
+    """Parameters and FLOPs."""
     memory: Sequence[RankMemory]
+    """Memory of each pipeline rank."""
     time: StepTime
+    """Time of the busiest pipeline rank."""
     flows_by_rank: Sequence[Flows]
+    """Traffic of each pipeline rank."""
     busiest: int
+    """Pipeline rank with the longest passes."""
     timeline: Timeline | None
+    """Passes of all ranks; None without a pipeline."""
     microbatches: int
+    """Micro-batches of a rank in a step."""
     compiled: bool
+    """Whether blocks are compiled."""
 
     @property
     def worst(self) -> RankMemory:
@@ -87,7 +95,7 @@ class Estimate:
 
 @dataclass
 class Estimator:
-    """Estimates layouts of one model on one cluster; caches the parts that layouts share. Open one by `estimator`."""
+    """Estimates layouts of one model on one cluster, and caches what layouts share. `open_estimator` makes one."""
 
     base: Config
     cluster: Cluster
@@ -130,20 +138,9 @@ class Estimator:
         }
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
+        memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
         memory = [
-            rank_memory(
-                config,
-                weights,
-                parts,
-                profile.parts,
-                step.in_flight,
-                sent_bytes,
-                rank,
-                microbatches,
-                compiled=compiled,
-                reserved=reserved,
-                kept_bytes=kept_bytes,
-            )
+            rank_memory(memory_step, RankStages(rank, parts, step.in_flight, sent_bytes))
             for rank, parts in enumerate(parts_of_rank)
         ]
         computed = step.time.step

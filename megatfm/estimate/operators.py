@@ -1,6 +1,7 @@
 """Records the operators of a pass where torch dispatches them: shapes, FLOPs, bytes, and the storages read and written.
 
-Tensors are fake, so a pass of a block of any size takes a fraction of a second.
+Tensors are fake, so a pass of a block of any size takes a fraction of a second. A storage is known by its number
+(`OperatorRecorder.number`), as torch reuses the addresses of freed ones.
 """
 
 import math
@@ -30,28 +31,40 @@ MATMULS = {
     "convolution",
     "convolution_backward",
 }
+COPIES = {"copy_", "clone", "_to_copy"}
+"""Operators that rearrange elements."""
+REDUCTIONS = {"sum", "mean", "amax"}
+"""Operators whose time depends on the dimensions that they reduce."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. reads, writes: storage → bytes. dims: (batch, m, n, k) of a matmul. itemsize: bytes of an element.
-    sent_bytes: bytes that this rank sends in a ring collective. fetched_tokens: of local attention under context
-    parallelism, the most tokens whose keys a rank sends; 0: all go around. is_eager: of a module that stays eager in
-    compiled blocks."""
+    """One kernel."""
 
     name: str
+    """Name of torch's operator; "attention" for the fused kernel."""
     kind: Kind
     flops: float
     reads: Mapping[int, int]
+    """Storage → bytes that it reads."""
     writes: Mapping[int, int]
+    """Storage → bytes that it writes."""
     dims: tuple[int, int, int, int] | None = None
+    """Of a matmul: (batch, m, n, k)."""
     itemsize: int = 2
+    """Bytes of an element."""
     is_backward: bool = False
     collective: str = ""
+    """Name of the collective, such as "all_gather"."""
     sent_bytes: int = 0
+    """Bytes that this rank sends in a ring collective."""
     fetched_tokens: int = 0
+    """Of local attention under context parallelism: the most tokens whose keys a rank sends; 0: keys go around."""
     is_eager: bool = False
+    """Whether its module stays eager in compiled blocks."""
+    variant: str = ""
+    """Name with what the time depends on beside bytes (`describe_variant`); of a matmul: its operands' layouts."""
 
     @property
     def moved_bytes(self) -> int:
@@ -61,27 +74,36 @@ class Operator:
 
 @dataclass
 class Recording:
-    """Operators of a pass and the memory that it took.
-
-    live: bytes that the pass allocated and that are live, after each operator. created: storage → index of the operator
-    that allocated it, and its bytes. live_at_end: bytes that are live at the end.
-    """
+    """Operators of a pass and the memory that it took."""
 
     operators: list[Operator] = field(default_factory=list)
+    """Its kernels, in order."""
     live: list[int] = field(default_factory=list)
+    """Bytes that are live after each call of an operator, kernel or view, less those that were live before the pass."""
     created: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Storage → index in `live` of the call that allocated it, and its bytes."""
+    last_calls: dict[int, int] = field(default_factory=dict)
+    """Storage → index in `live` of the last call that reads or writes it, or makes a view of it, but by `detach`."""
     live_at_end: int = 0
+    """Bytes that are live at the end of the pass."""
 
     def peak(self) -> int:
         """Return the most bytes that are live at once."""
         return max(self.live, default=0)
 
     def live_without(self, numbers: Iterable[int]) -> list[int]:
-        """Return the live bytes after each operator, without some storages that outlive the pass."""
+        """Return the live bytes after each call, without some storages that outlive the pass."""
+        return self.live_until({number: -1 for number in numbers if number in self.created})
+
+    def live_until(self, freed: Mapping[int, int]) -> list[int]:
+        """Return the live bytes after each call, as if some storages that outlive the pass were freed earlier.
+
+        freed: storage → index of the last call after which it is live; a saved storage may be among them.
+        """
         live = list(self.live)
-        for number in numbers:
-            first, n_bytes = self.created.get(number, (len(live), 0))
-            for index in range(first, len(live)):
+        for number, last in freed.items():
+            first, n_bytes = self.created[number]
+            for index in range(max(first, last + 1), len(live)):
                 live[index] -= n_bytes
         return live
 
@@ -147,6 +169,8 @@ class OperatorRecorder(TorchDispatchMode):
                 self._sizes[key] = x.untyped_storage().nbytes()
                 self._live += self._sizes[key]
                 self.recording.created[number] = len(self.recording.live), self._sizes[key]
+        if name != "detach":
+            self.recording.last_calls |= dict.fromkeys(map(self.number, (*inputs, *outputs)), len(self.recording.live))
         self.recording.live.append(self._live - self._base)
         if name in KERNEL_FREE:
             return out
@@ -182,8 +206,28 @@ class OperatorRecorder(TorchDispatchMode):
         if name in MATMULS:
             dims = _dims(name, [x for x in args if isinstance(x, Tensor)], outputs)
             flops = 2 * math.prod(dims)
-            return Operator(name, "matmul", flops, reads, writes, dims, inputs[0].element_size())
-        return Operator(name, "pointwise", 0, reads, writes, itemsize=itemsize)
+            variant = describe_layouts(inputs)
+            return Operator(name, "matmul", flops, reads, writes, dims, inputs[0].element_size(), variant=variant)
+        variant = describe_variant(name, inputs, args, kwargs)
+        return Operator(name, "pointwise", 0, reads, writes, itemsize=itemsize, variant=variant)
+
+
+def describe_layouts(inputs: Sequence[Tensor]) -> str:
+    """Return the layouts of a matmul's operands, as BLAS names them: n for rows in memory order, t for columns."""
+    return "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in inputs if x.dim() >= 2)[-2:]
+
+
+def describe_variant(name: str, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the name of an operator with what its time depends on beside bytes: words among its arguments, integers,
+    and inputs that are not contiguous where it copies."""
+    words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    if inputs and not inputs[0].is_floating_point():
+        words.append(str(inputs[0].dtype).removeprefix("torch."))
+    if name in REDUCTIONS:
+        words += [str(value) for value in args if isinstance(value, list)]
+    if name in COPIES and any(not x.is_contiguous() for x in inputs):
+        words.append("strided")
+    return f"{name}({', '.join(words)})" if words else name
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -78,7 +78,8 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     folder = files("megatfm.estimate")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
-    curve, ideal = compute_scaling_lines([point for point in points if not point.refusal])
+    accepted = [point for point in points if not point.refusal]
+    curve, ideal = compute_scaling_lines(accepted)
     return template.render(
         style=files("megatfm.report").joinpath("report.css").read_text(encoding="utf-8"),
         title=estimate.config.name,
@@ -90,6 +91,7 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
         points=points,
         curve=curve,
         ideal=ideal,
+        ends=[point.gpus for point in (*accepted[:1], *accepted[-1:])],
         row=ROW,
         width=WIDTH,
     )

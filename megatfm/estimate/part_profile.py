@@ -1,7 +1,11 @@
-"""Profile of one part of a model: the operators of its two passes, and the bytes that it saves between them."""
+"""Profile of one part of a model: the kernels of its two passes, and the bytes that it saves between them.
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+A part is what a split point runs, such as a block or the head. `profile.py` makes profiles; `moments.py` and
+`accumulation.py` add up the memory of a rank from them, `part_time.py` its time.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatfm.estimate.operators import Operator, Recording
@@ -16,43 +20,76 @@ LONG_CHAIN = 100
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Storage that a forward pass saves for its backward pass. number: see `OperatorRecorder.number`; is_eager: by a
-    module that stays eager in compiled blocks; shared_input: name of an input that all parts which read it share, such
-    as an encoder's output."""
+    """Storage that a forward pass saves for its backward pass."""
 
     number: int
+    """Number of the storage (see `OperatorRecorder.number`)."""
     n_bytes: int
     is_eager: bool = False
+    """Whether a module saves it that stays eager in compiled blocks."""
     shared_input: str = ""
+    """Name of the input that it is, if all parts that read the input share it, such as an encoder's output."""
 
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """A weight's gradient when a backward pass has computed it. live: bytes of the pass then, without gradients;
-    n_bytes: of the gradient, of all experts where `is_expert`; is_saved: the forward pass computed it, and it counts as
-    saved."""
+    """Gradient that a backward pass computes, and then adds to that of earlier passes.
 
-    live: int
+    Live bytes are those of the pass beside the tensors saved for it, of which it frees more and more. They include
+    gradients that are not added yet, but no experts' gradients, which `parallel.ep` divides.
+    """
+
+    place: int
+    """Place of the weight among the trained ones of its part."""
     n_bytes: int
-    is_expert: bool
-    is_saved: bool = False
+    """Bytes as computed; those of all experts where `is_expert`."""
+    live: int
+    """Live bytes when the gradient is added."""
+    peak: int
+    """Most live bytes since the gradient before was added."""
+    is_expert: bool = False
+
+
+def list_weight_gradients(
+    backward: Recording, gradients: Mapping[int, tuple[int, int]], experts: Collection[int]
+) -> tuple[list[WeightGradient], int]:
+    """Return the gradients of a backward pass in the order in which they are added, and the most live bytes after them.
+
+    gradients: storage → place and bytes; experts: those of experts. A gradient is added after the last call that makes
+    a view of it. The forward pass may have computed it: then it counts as saved.
+    """
+    added = {number: backward.last_calls.get(number, 0) for number in gradients}
+    created = backward.created | {number: (0, gradients[number][1]) for number in gradients.keys() - backward.created}
+    live = replace(backward, created=created).live_until(
+        {number: -1 if number in experts and number in backward.created else last for number, last in added.items()}
+    )
+    listed, start = [], 0
+    for number, last in sorted(added.items(), key=lambda item: item[1]):
+        place, n_bytes = gradients[number]
+        at = backward.created[number][0] if number in experts and number in backward.created else last
+        peak = max(live[start : last + 1], default=0)
+        listed.append(WeightGradient(place, n_bytes, live[at] if live else 0, peak, number in experts))
+        start = last
+    return listed, max(live[start + 1 :], default=live[-1] if live else 0)
 
 
 @dataclass(frozen=True)
 class ExpertMoment:
-    """Moment of a backward pass whose gradients are not reduced. live: bytes without those of experts, which are
-    `expert_gradients` for all experts; is_reduced: those of experts are reduced, and no longer gathered."""
+    """Moment of a backward pass under ZeRO 2 and 3 that keeps all gradients but those of experts."""
 
     live: int
+    """Live bytes with all gradients but those of experts."""
     expert_gradients: int
+    """Bytes of the experts' gradients: those of all experts, which ranks share."""
     is_reduced: bool
+    """Whether the experts' gradients are reduced by then, and their weights no longer gathered."""
 
 
 def expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
     """Return the moments of a backward pass that may be the fullest for some number of ranks that share experts.
 
-    gradients: numbers of those of experts; complete: operator before which they are all computed, and then reduced; 0:
-    experts exchange no tokens.
+    gradients: storages of the experts' gradients. complete: index of the call before which all of them are computed;
+    then they are reduced. It is 0 where experts exchange no tokens.
     """
     created = [backward.created[number] for number in gradients if number in backward.created]
     if not created or not complete:
@@ -70,28 +107,45 @@ def expert_moments(backward: Recording, gradients: Sequence[int], complete: int)
 
 @dataclass(frozen=True, eq=False)
 class PartProfile:
-    """Passes of a split point; equal to itself alone. input_bytes, output_bytes: of the activations that it reads and
-    writes; shared_input_bytes: of those that it reads and does not write, which parts share.
-
-    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
-    whole_backward_peak: with these. expert_moments: the fullest ones, if experts exchange tokens. gradients: in the
-    order of the weights' names. is_block: it lies in a stack.
-    """
+    """Passes of a split point; equal to itself alone."""
 
     name: str
+    """Name of the split point."""
     forward: Sequence[Operator]
+    """Kernels of the forward pass."""
     backward: Sequence[Operator]
+    """Kernels of the backward pass."""
     saved: Sequence[SavedTensor]
+    """What the forward pass saves for the backward pass."""
     input_bytes: int
+    """Bytes of the activations that it reads."""
     output_bytes: int
+    """Bytes of the activations that it writes."""
     forward_peak: int
+    """Most live bytes of the forward pass beside saved tensors."""
     backward_peak: int
+    """Most live bytes of the backward pass beside gradients of weights."""
     gradients: Sequence[WeightGradient]
+    """Gradients of weights, in the order in which they are added to those of earlier passes."""
     is_block: bool
+    """Whether it is a block of a stack."""
     weight_numbers: frozenset[int] = frozenset()
+    """Storages of the model's weights."""
     whole_backward_peak: int = 0
+    """Most live bytes of the backward pass with all gradients of weights."""
+    peak_after_gradients: int = 0
+    """Most live bytes of the backward pass after the last gradient was added."""
     expert_moments: Sequence[ExpertMoment] = ()
+    """Fullest moments of the backward pass, if experts exchange tokens."""
     shared_input_bytes: int = 0
+    """Bytes of the activations that it reads and does not write: parts share them, such as an encoder's output."""
+    waiting_gradients: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of gradients of inputs that it reads and does not write, by name: they wait until the part that writes the
+    input runs backward."""
+    writes: frozenset[str] = frozenset()
+    """Names of the activations that it writes."""
+    unsaved_input_bytes: int = 0
+    """Bytes of the activations that it reads and does not save: they are live in the forward pass alone."""
 
     @cached_property
     def has_experts(self) -> bool:
@@ -99,10 +153,11 @@ class PartProfile:
         return any(op.name == "_grouped_mm" for op in self.forward)
 
     def unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
-        """Return the most bytes that a backward pass has live if it keeps all gradients, but those of experts until
-        they are reduced.
+        """Return the most live bytes of a backward pass that keeps all gradients of dense weights, and those of experts
+        until they are reduced.
 
-        ep: as below; reducing, reducing_experts: bytes in a reduce-scatter before and after the experts' gradients.
+        ep: ranks that share the experts. reducing: bytes in a reduce-scatter until the experts' gradients are reduced;
+        reducing_experts: from then on.
         """
         if not self.expert_moments:
             return self.whole_backward_peak + reducing
@@ -110,17 +165,6 @@ class PartProfile:
             moment.live + moment.expert_gradients // ep + (reducing_experts if moment.is_reduced else reducing)
             for moment in self.expert_moments
         )
-
-    def accumulation_peak(self, copies: float, expert_copies: float, ep: int) -> int:
-        """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.
-
-        copies, expert_copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
-        """
-        peaks = (
-            g.live + ((expert_copies if g.is_expert else copies) - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1)
-            for g in self.gradients
-        )
-        return max(map(int, peaks), default=0)
 
     @cached_property
     def _own_saved(self) -> list[SavedTensor]:
@@ -156,10 +200,10 @@ class PartProfile:
     def compiled_bytes(self) -> int:
         """Return the bytes that a compiled block saves, without shared inputs.
 
-        torch's partitioner of forward and backward pass recomputes elementwise operators from their inputs, but not a
-        result that a matmul or attention of the backward pass reads (`ban_recompute_materialized_backward` of
-        torch/_functorch/config.py): it would be written to memory anyway. Nor does it recompute the end of a
-        long chain, such as the hash of a dropout's mask. Experts stay eager.
+        torch's partitioner recomputes elementwise operators from their inputs, with two exceptions. It saves a result
+        that a matmul or attention of the backward pass reads, as that would be written to memory anyway
+        (`ban_recompute_materialized_backward` of torch/_functorch/config.py). It also saves the end of a long chain,
+        such as the hash of a dropout's mask. Experts stay eager.
         """
         producers, reads, chain_lengths = self._trace_pointwise_chains()
         materialized = {n for op in self.backward if op.kind != "pointwise" for n in op.reads}
@@ -186,8 +230,10 @@ class PartProfile:
         return min(sum(saved_by_number.values()), sum(tensor.n_bytes for tensor in self._own_saved))
 
     def _find_needed(self, written: Collection[int]) -> set[int]:
-        """Return those of some results from which the backward pass computes what it reads; a compiled block does not
-        save the remaining ones, such as the output of its last matmul."""
+        """Return the results that the backward pass needs, directly or for a recomputation.
+
+        written: results of the forward pass. A compiled block does not save the others, such as its last matmul's.
+        """
         _, reads, _ = self._trace_pointwise_chains()
         queue = [tensor.number for tensor in self.saved]
         visited: set[int] = set()
@@ -199,8 +245,8 @@ class PartProfile:
         return visited.intersection(written)
 
     def _trace_pointwise_chains(self) -> tuple[dict[int, Operator], dict[int, dict[int, int]], dict[int, int]]:
-        """Return, for each storage that the forward pass writes: the operator that wrote it first, all that its writers
-        read, and how many operators after the first one of its pointwise chain it was written last."""
+        """Trace the storages that the forward pass writes. Return three mappings by storage: the operator that writes
+        it first, the storages that its writers read, and the length of the pointwise chain that ends in it."""
         producers: dict[int, Operator] = {}
         reads: dict[int, dict[int, int]] = {}
         starts: dict[int, int] = {}
@@ -218,12 +264,14 @@ class PartProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Profiles of all split points in order; blocks of a kind share one object. samples: features of a micro-batch that
-    the loss compares; batch_bytes: of a micro-batch's fields."""
+    """Profiles of a model's parts at one micro-batch."""
 
     parts: Sequence[PartProfile]
+    """Profile of each split point, in order. Blocks of a kind share one object."""
     samples: int
+    """Features of a micro-batch that a contrastive loss compares; else 0."""
     batch_bytes: int
+    """Bytes of a micro-batch's fields."""
 
 
 def add_shared_inputs(parts: Sequence[PartProfile], saved_bytes: Sequence[int]) -> list[int]:

@@ -31,26 +31,33 @@ WEIGHT_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PartKernels:
-    """Seconds of a split point's kernels, and what its tensor-parallel collectives send: (collective, bytes) each.
-
-    recompute, sent_again: of recomputation in the backward pass. grouped_matmul: seconds of the experts' products in
-    both passes. weight_share: share of the backward pass that computes gradients of weights.
-    """
+    """Kernels of a split point, and its tensor-parallel collectives, each as (collective, bytes that a rank sends)."""
 
     forward: Seconds
+    """Kernels of the forward pass."""
     backward: Seconds
+    """Kernels of the backward pass, without recomputation."""
     recompute: float
+    """Seconds of kernels that recomputation runs again."""
     sent_forward: Sequence[tuple[str, float]]
+    """Collectives of the forward pass."""
     sent_backward: Sequence[tuple[str, float]]
+    """Collectives of the backward pass."""
     sent_again: Sequence[tuple[str, float]]
+    """Collectives that recomputation runs again."""
     grouped_matmul: float
+    """Seconds of the experts' matmuls in both passes."""
     weight_share: float
+    """Share of the backward pass that computes gradients of weights."""
 
 
 def estimate_part_kernels(
     device: Device, part: PartProfile, recompute: str, ep: int, *, compiled: bool, fp8: bool
 ) -> PartKernels:
-    """Estimate the kernels of a split point's two passes. ep: ranks that share experts; compiled, fp8: of blocks."""
+    """Estimate the kernels of a split point's two passes.
+
+    recompute: `train.recompute`. ep: ranks that share experts. compiled, fp8: whether blocks are.
+    """
     part = with_local_experts(part, ep)
     compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
     repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
@@ -70,9 +77,9 @@ def estimate_part_kernels(
 
 
 def with_local_experts(part: PartProfile, ep: int) -> PartProfile:
-    """Return a profile whose grouped matmuls are of the experts of one of `ep` ranks: fewer groups of more rows.
+    """Return a profile whose grouped matmuls compute the experts of one of `ep` ranks: fewer groups of more rows.
 
-    A rank receives as many rows as it sends, for its own experts alone.
+    A rank receives as many rows as it sends, and all of them are for its own experts.
     """
     if ep == 1 or not part.has_experts:
         return part
@@ -101,24 +108,36 @@ def _list_collectives(operators: Sequence[Operator]) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class PartTime:
-    """Seconds of a split point's passes: computing, traffic over tp, cp and ep, and ZeRO's gathers and reductions.
-    imbalance: extra time of both passes on the fullest expert-parallel rank; shared_forward, shared_backward: traffic
-    over tp, cp and ep on the link of ZeRO's gathers, which wait for it; gathers_once: the first pass of a step does."""
+    """Seconds of a split point's two passes."""
 
     forward: Seconds
+    """Kernels of the forward pass."""
     backward: Seconds
+    """Kernels of the backward pass, without recomputation."""
     recompute: float
+    """Recomputation, with its traffic over `tp`."""
     sent_forward: float
+    """Traffic over `tp` in the forward pass."""
     sent_backward: float
+    """Traffic over `tp` in the backward pass."""
     context: float
+    """Traffic over `cp` in both passes."""
     experts: float
+    """Traffic over `ep` in both passes."""
     imbalance: float
+    """Additional time of the fullest expert-parallel rank in both passes."""
     gather: float
+    """One gather of the weights by ZeRO 2 and 3."""
     reduce: float
+    """One reduction of the gradients by ZeRO 2 and 3."""
     weight_share: float
+    """Share of the backward pass that computes gradients of weights."""
     shared_forward: float = 0.0
+    """Traffic over `tp`, `cp` and `ep` in the forward pass on the link of ZeRO's gathers, which wait for it."""
     shared_backward: float = 0.0
+    """The same in the backward pass."""
     gathers_once: bool = False
+    """Whether a step gathers weights once, in its first pass."""
 
     def total(self, *, reduces: bool) -> tuple[float, float]:
         """Return forward and backward seconds, including gathers and reductions that computation does not hide.
@@ -184,7 +203,7 @@ def estimate_part_time(
 
 
 def _estimate_imbalance(config: Config, grouped_matmul: float, sent: float) -> float:
-    """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
+    """Estimate by how many seconds the fullest expert-parallel rank exceeds the mean. sent: seconds of exchanges."""
     if config.parallel.ep == 1 or not grouped_matmul:
         return 0.0
     tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
@@ -194,7 +213,10 @@ def _estimate_imbalance(config: Config, grouped_matmul: float, sent: float) -> f
 def _estimate_zero_seconds(
     config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
-    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 2 and 3."""
+    """Estimate the seconds of one gather of a part's weights, and of one reduction of their gradients.
+
+    Both are 0 below ZeRO 2; in a pipeline, gradients are reduced after all passes.
+    """
     parallel, node = config.parallel, cluster.node
     if parallel.effective_zero < 2:
         return 0.0, 0.0
@@ -214,7 +236,7 @@ def _estimate_zero_seconds(
 
 
 def _count_weight_gradient_flops(part: PartProfile) -> float:
-    """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
+    """Return the FLOPs of matmuls that compute gradients of weights: those that sum over tokens."""
     return sum(
         op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
     ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)

@@ -24,15 +24,15 @@ from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.kernels import ProfiledKernels
 from megatfm.estimate.operators import Recording
 from megatfm.estimate.part_profile import (
-    ExpertMoment,
     ModelProfile,
     PartProfile,
     SavedTensor,
-    WeightGradient,
     expert_moments,
+    list_weight_gradients,
 )
 from megatfm.estimate.stand_ins import (
     HostValues,
+    StandInLoss,
     default_dtype,
     forward_predicted_tokens,
     quiet_fake_tensors,
@@ -151,7 +151,10 @@ class LocalModel:
                 module = self.model.get_submodule(point.modules[0]) if point.modules else None
                 is_block = id(module) in blocks
                 carry = self._carry(splittable, point, written, fields, lengths)
+                trained = tuple(p.requires_grad for p in module.parameters()) if module is not None else ()
                 key = (
+                    is_block and model.drop_path > 0 and point.name.endswith(".0"),  # stochastic depth spares it
+                    trained,
                     point.name.rpartition(".")[0] if is_block and point.name != last_block else point.name,
                     type(module),
                     len(point.modules),
@@ -173,9 +176,52 @@ class LocalModel:
         carry: Mapping[str, Tensor],
         is_block: bool,
     ) -> PartProfile:
+        """Run a split point forward and backward. carry: what it reads from earlier ones."""
         recorder = self._kernels.start_part()
         weights = frozenset(map(recorder.number, self._parameters.values()))
-        saved: dict[int, SavedTensor] = {}
+        forward, output, saved = self._run_forward(model, point, fields, carry, weights)
+        losses, predictions = (output.losses or {}).values(), (getattr(output, "predictions", None) or {}).values()
+        written = {name: x for name, x in output.carried().items() if name in point.writes} if point.writes else {}
+        self._samples = max([self._samples, *map(len, predictions)])
+        backward = self._run_backward([*losses, *written.values(), *predictions])
+        self._mark_eager(forward, backward, saved)
+        gradients, experts = self._list_gradients(point)
+        listed_gradients, peak_after_gradients = list_weight_gradients(backward, gradients, experts)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        read = {name: tensor for name, tensor in carry.items() if name in point.reads}
+        saved_in_forward = sum(forward.created[number][1] for number in saved if number in forward.created)
+        return PartProfile(
+            point.name,
+            forward.operators,
+            backward.operators,
+            list(saved.values()),
+            sum(tensor.nbytes for tensor in read.values()),
+            sum(tensor.nbytes for tensor in written.values()),
+            max(0, forward.peak() - saved_in_forward),
+            max(backward.live_without(gradients), default=0),
+            listed_gradients,
+            is_block,
+            weight_numbers=weights,
+            whole_backward_peak=backward.peak(),
+            peak_after_gradients=peak_after_gradients,
+            expert_moments=expert_moments(backward, sorted(experts), self._kernels.experts_complete),
+            shared_input_bytes=sum(tensor.nbytes for name, tensor in read.items() if name not in point.writes),
+            waiting_gradients={n: x.nbytes for n, x in read.items() if n not in point.writes and x.requires_grad},
+            writes=frozenset(point.writes),
+            unsaved_input_bytes=sum(x.nbytes for x in read.values() if recorder.number(x) not in saved),
+        )
+
+    def _run_forward(
+        self,
+        model: Splittable,
+        point: SplitPoint,
+        fields: Mapping[str, Tensor],
+        carry: Mapping[str, Tensor],
+        weights: frozenset[int],
+    ) -> tuple[Recording, Any, dict[int, SavedTensor]]:
+        """Run a split point forward. Return the recording, the output, and what the pass saves, by storage."""
+        recorder, saved = self._kernels.recorder, dict[int, SavedTensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             number = recorder.number(tensor)
@@ -185,6 +231,7 @@ class LocalModel:
 
         tables = record_shared_tables()
         with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor), tables as table_by_key:
+            self._tables = table_by_key  # live in the backward pass, too: earlier blocks have saved them
             output = model.stage({point.name}).forward(**fields, **carry)
         predictions = (getattr(output, "predictions", None) or {}).values()
         outputs = [*(output.losses or {}).values(), *output.carried().values(), *predictions]
@@ -195,61 +242,45 @@ class LocalModel:
         stack = point.name.rpartition(".")[0]
         shared_names = {recorder.number(x): name for name, x in carry.items() if name not in point.writes}
         shared_names |= {recorder.number(x): f"{stack} {key}" for key, x in table_by_key.items()}
-        for number, name in shared_names.items():
-            if number in saved:
-                saved[number] = replace(saved[number], shared_input=name)
-        carried = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
-        self._samples = max([self._samples, *map(len, predictions)])
-        ends = (*(output.losses or {}).values(), *carried.values(), *predictions)
-        roots = [x for x in ends if x.requires_grad]
-        with recorder.record() as backward:
-            if roots:
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for number in shared_names.keys() & saved.keys():
+            saved[number] = replace(saved[number], shared_input=shared_names[number])
+        return forward, output, saved
+
+    def _run_backward(self, outputs: Sequence[Tensor]) -> Recording:
+        """Run backward from some outputs, those that depend on weights or inputs with gradients."""
+        roots = [output for output in outputs if output.requires_grad]
+        total = StandInLoss.apply(*roots) if roots else None
+        gradient = torch.ones(())
+        with self._kernels.recorder.record() as backward:
+            if total is not None:
+                torch.autograd.backward(total, gradient)
+        backward.operators = [op for op in backward.operators if op.name != "ones_like"]  # gradients of the roots
         self._kernels.mark_fused_backward(backward.operators)
+        return backward
+
+    def _mark_eager(self, forward: Recording, backward: Recording, saved: Mapping[int, SavedTensor]) -> None:
+        """Mark the operators of modules that stay eager in compiled blocks, and all those of the backward pass."""
         for index in (index for indices in self._eager_ranges for index in indices):
             forward.operators[index] = replace(forward.operators[index], is_eager=True)
         self._eager_ranges.clear()
         eager_numbers = {tensor.number for tensor in saved.values() if tensor.is_eager}
-        backward_operators = [
+        backward.operators = [
             replace(op, is_backward=True, is_eager=not eager_numbers.isdisjoint(op.reads)) for op in backward.operators
         ]
-        peak, gradients, moments = self._backward_peak(backward)
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        return PartProfile(
-            point.name,
-            forward.operators,
-            backward_operators,
-            list(saved.values()),
-            sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
-            sum(tensor.nbytes for tensor in carried.values()),
-            max(0, forward.peak() - sum(forward.created[number][1] for number in saved if number in forward.created)),
-            peak,
-            gradients,
-            is_block,
-            weight_numbers=weights,
-            whole_backward_peak=backward.peak(),
-            expert_moments=moments,
-            shared_input_bytes=sum(
-                tensor.nbytes for name, tensor in carry.items() if name in point.reads and name not in point.writes
-            ),
-        )
 
-    def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient], list[ExpertMoment]]:
-        """Return the most bytes that a backward pass has live beside gradients of weights, those gradients, and the
-        fullest moments with gradients of experts."""
-        number = self._kernels.recorder.number
-        gradients_of = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        names = {number(gradient): name for name, gradient in gradients_of.items()}
-        live = backward.live_without(names)
-        gradients = []
-        for key, name in names.items():
-            is_saved = key not in backward.created
-            live_bytes = 0 if is_saved else live[backward.created[key][0]]
-            n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
-            gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
-        experts = [key for key, name in names.items() if name in self._expert_names]
-        return max(live, default=0), gradients, expert_moments(backward, experts, self._kernels.experts_complete)
+    def _list_gradients(self, point: SplitPoint) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+        """Return the gradients of weights as storage → (place among the part's trained weights, bytes), and the
+        storages of experts' gradients."""
+        members = {p for path in point.modules for p in self.model.get_submodule(path).parameters()}
+        trained = [name for name, p in self._parameters.items() if p in members and p.requires_grad]
+        gradients, experts = {}, set()
+        for place, name in enumerate(trained):
+            if (gradient := self._parameters[name].grad) is not None:
+                number = self._kernels.recorder.number(gradient)
+                gradients[number] = place, gradient.untyped_storage().nbytes()
+                if name in self._expert_names:
+                    experts.add(number)
+        return gradients, frozenset(experts)
 
     def _carry(
         self,

@@ -19,7 +19,7 @@ from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node, find_zero_axis
-from megatfm.estimate.weights import LocalWeight, numel_by_block
+from megatfm.estimate.weights import LocalWeight, number_bytes, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE
 
 Numbers = NDArray[np.float64]
@@ -29,10 +29,12 @@ CACHED_PARTS = 512
 
 @dataclass(frozen=True)
 class Score:
-    """Seconds of a step and bytes of the fullest rank, close to those of a full estimate."""
+    """Score of a layout, close to its full estimate."""
 
     seconds: float
+    """Seconds of a step."""
     n_bytes: float
+    """Bytes of the fullest rank."""
 
 
 def scale_profile(part: PartProfile, factor: int, tokens: int) -> PartProfile:
@@ -47,6 +49,7 @@ def scale_profile(part: PartProfile, factor: int, tokens: int) -> PartProfile:
         input_bytes=part.input_bytes * factor,
         output_bytes=part.output_bytes * factor,
         shared_input_bytes=part.shared_input_bytes * factor,
+        waiting_gradients={name: n_bytes * factor for name, n_bytes in part.waiting_gradients.items()},
         forward_peak=part.forward_peak * (factor if part.is_block else 1),
         backward_peak=part.backward_peak * factor,
     )
@@ -70,38 +73,62 @@ def _scale_operator(op: Operator, factor: int, tokens: int, weights: frozenset[i
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of the split points. sums: running sums, by row: seconds of forward, backward, gradients of weights, and
-    traffic in both passes on the link of data parallelism; then saved bytes. workspace, boundary: the largest of a
-    block, in bytes."""
+    """Passes of all split points."""
 
     sums: Numbers
+    """Running sums over split points. Its rows are the first five fields of `RankSums`, then saved bytes."""
     workspace: float
+    """Bytes of the largest workspace of a block."""
     boundary: float
+    """Bytes of the largest output of a block, which a stage may send to the next."""
 
 
 @dataclass(frozen=True)
 class PartPasses:
-    """Passes of one split point. saved_bytes: between them; recomputed_bytes: of tensors that its recomputation makes
-    anew."""
+    """Passes of one split point."""
 
     profile: PartProfile
     time: PartTime
     saved_bytes: int
+    """Bytes saved between the passes."""
     recomputed_bytes: int
+    """Bytes of tensors that recomputation makes anew for the backward pass."""
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """Sums over the split points of each pipeline rank, as arrays by rank."""
+
+    forward: Numbers
+    """Seconds of a micro-batch's forward pass."""
+    backward: Numbers
+    """Seconds of its backward pass."""
+    weight_gradients: Numbers
+    """Seconds of the backward pass that compute gradients of weights."""
+    shared_forward: Numbers
+    """Seconds of traffic in the forward pass, on the link of data parallelism."""
+    shared_backward: Numbers
+    """The same in the backward pass."""
+    dense: Numbers
+    """Elements of weights before ZeRO, without those of experts that ranks share."""
+    experts: Numbers
+    """Elements of the experts that ranks share."""
+    outside: Numbers
+    """Elements of weights outside of blocks."""
 
 
 @dataclass(frozen=True)
 class StageSums:
-    """Stages of a pipeline, for sums over them.
-
-    bounds: first split point of each, then the number of split points; to_rank: [stages, ranks], 1 where a rank has a
-    stage; is_sender: 1 for a stage whose output goes to another rank.
-    """
+    """Stages of a pipeline, for sums over them."""
 
     bounds: NDArray[np.int64]
+    """First split point of each stage, then the number of split points."""
     rank_of: Sequence[int]
+    """Stage → pipeline rank."""
     to_rank: Numbers
+    """[stages, ranks]: 1 where a rank has a stage, else 0."""
     is_sender: Numbers
+    """1 for a stage whose output goes to another rank, else 0."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], rank_of: Sequence[int], ranks: int) -> "StageSums":
@@ -139,10 +166,9 @@ class QuickScores:
         axes = axes_of(parallel)
         passes = self._passes_of(config, axes)
         stages = self._stages_of(config)
-        numels, block = self._weight_sums(config)
-        dense, experts, outside = stages.differences(numels) @ stages.to_rank
+        numels, largest_block = self._weight_sums(config)
         by_stage = stages.differences(passes.sums)
-        forward, backward, weight_part, *shared = by_stage[:-1] @ stages.to_rank
+        sums = RankSums(*(by_stage[:-1] @ stages.to_rank), *(stages.differences(numels) @ stages.to_rank))
         in_flight = microbatches_in_flight(
             parallel.pp_schedule if parallel.pp > 1 else "1f1b",
             parallel.pp,
@@ -151,31 +177,20 @@ class QuickScores:
             stages.rank_of,
         )
         saved = ((by_stage[-1] + stages.is_sender * passes.boundary) * in_flight) @ stages.to_rank
-        n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
-        seconds = self._seconds(
-            config, microbatches, axes, passes, forward, backward, weight_part, shared, dense, experts
-        )
+        n_bytes = self._state_bytes(config, microbatches, sums, largest_block) + saved
         reserved = self.cluster.device.reserved_gib * GIB
+        seconds = self._seconds(config, microbatches, axes, sums, passes.boundary)
         return Score(seconds, float(n_bytes.max()) + passes.workspace + reserved)
 
-    def _state_bytes(
-        self,
-        config: Config,
-        microbatches: int,
-        dense: Numbers,
-        experts: Numbers,
-        outside: Numbers,
-        block: float,
-    ) -> Numbers:
-        """Return the bytes of state, gradients and gathered weights of each pipeline rank."""
+    def _state_bytes(self, config: Config, microbatches: int, sums: RankSums, largest_block: float) -> Numbers:
+        """Return the bytes of state, gradients and gathered weights of each pipeline rank. largest_block: elements."""
         parallel = config.parallel
         zero = parallel.effective_zero
-        size = 8 if config.train.precision == "fp64" else 4
-        is_mixed = config.train.precision not in ("fp32", "fp64")
-        compute = 2 if is_mixed else size
+        size, compute = number_bytes(config)
+        is_mixed = size != compute
         edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
-        unsharded_numel = dense + experts
-        shard = dense / parallel.zero_shards + experts / edp if zero else unsharded_numel
+        unsharded_numel = sums.dense + sums.experts
+        shard = sums.dense / parallel.zero_shards + sums.experts / edp if zero else unsharded_numel
         unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
         total = (unsharded_numel if zero == 1 and not is_mixed else shard) * size
         total = total + (unsharded_numel if unsharded else shard) * size + shard * self._optimizer_bytes
@@ -184,66 +199,53 @@ class QuickScores:
         if zero == 2 or parallel.splits_backward:
             total = total + unsharded_numel * compute
         else:
-            total = total + (outside + 2 * block) * compute
-        return total + (0 if unsharded else block * (compute + size))
+            total = total + (sums.outside + 2 * largest_block) * compute
+        return total + (0 if unsharded else largest_block * (compute + size))
 
     def _seconds(
-        self,
-        config: Config,
-        microbatches: int,
-        axes: dict[str, Axis],
-        passes: Passes,
-        forward: Numbers,
-        backward: Numbers,
-        weight_part: Numbers,
-        shared: Sequence[Numbers],
-        dense: Numbers,
-        experts: Numbers,
+        self, config: Config, microbatches: int, axes: dict[str, Axis], sums: RankSums, boundary: float
     ) -> float:
-        parallel, node = config.parallel, self.cluster.node
-        shard, copies, edp = find_zero_axis(axes, is_expert=False), axes[REPLICATE], axes[EXPERT_SHARD]
-        compute = 4 if config.train.precision == "fp32" else 2
-        size, data = 2 if parallel.reduce_dtype == "bf16" else 4, 0.0
+        """Return the seconds of a step. boundary: bytes that a stage sends."""
+        parallel, data = config.parallel, 0.0
         if parallel.zero_shards * parallel.dp_replicate > 1:
-            n_dense, n_expert = float(dense.max()), float(experts.max())
-            gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
-            gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))
-            reduce = collective_seconds(shard, node, "all_gather", n_dense * size * (1 - 1 / shard.size))
-            reduce += collective_seconds(edp, node, "all_gather", n_expert * size * (1 - 1 / edp.size))
-            reduce += collective_seconds(
-                copies, node, "all_reduce", 2 * (n_dense / shard.size + n_expert / edp.size) * size
-            )
-            shared_forward, shared_backward = shared
-            free = backward - shared_backward  # of the link
-            hidden = float(free.max()) * OVERLAP if parallel.pp == 1 else 0.0
+            gather, reduce = self._data_seconds(config, axes, sums)
+            free = sums.backward - sums.shared_backward  # of the link
             if parallel.zero == 3 and not parallel.splits_backward:
                 sharded = parallel.grad_accumulation == "sharded"
-                forward = np.maximum(forward, gather + shared_forward)
+                forward = np.maximum(sums.forward, gather + sums.shared_forward)
                 overlapped = gather + (reduce if sharded else 0.0)
                 data = 0.0 if sharded else max(0.0, reduce + gather - float(free.max())) * (parallel.pp == 1)
                 data = reduce if parallel.pp > 1 else data
-                backward = np.maximum(backward, overlapped + shared_backward)
+                backward = np.maximum(sums.backward, overlapped + sums.shared_backward)
+                sums = replace(sums, forward=forward, backward=backward)
             else:
+                hidden = float(free.max()) * OVERLAP if parallel.pp == 1 else 0.0
                 data = max(0.0, reduce + gather - hidden)
-        step = microbatches * float((forward + backward).max())
-        step += self._bubble(config, passes, forward, backward, weight_part, axes[PIPELINE])
-        return step + data
+        step = microbatches * float((sums.forward + sums.backward).max())
+        return step + self._bubble(config, sums, boundary, axes[PIPELINE]) + data
 
-    def _bubble(
-        self,
-        config: Config,
-        passes: Passes,
-        forward: Numbers,
-        backward: Numbers,
-        weight_part: Numbers,
-        axis: Axis,
-    ) -> float:
-        """Idle time of the busiest rank by the schedules' closed forms, and the first micro-batch's transfers."""
+    def _data_seconds(self, config: Config, axes: dict[str, Axis], sums: RankSums) -> tuple[float, float]:
+        """Return the seconds in which ZeRO gathers all weights once, and reduces all gradients once."""
+        parallel, node = config.parallel, self.cluster.node
+        shard, copies, edp = find_zero_axis(axes, is_expert=False), axes[REPLICATE], axes[EXPERT_SHARD]
+        compute = 4 if config.train.precision == "fp32" else 2
+        size = 2 if parallel.reduce_dtype == "bf16" else 4
+        n_dense, n_expert = float(sums.dense.max()), float(sums.experts.max())
+        gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
+        gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))
+        reduce = collective_seconds(shard, node, "all_gather", n_dense * size * (1 - 1 / shard.size))
+        reduce += collective_seconds(edp, node, "all_gather", n_expert * size * (1 - 1 / edp.size))
+        shards = n_dense / shard.size + n_expert / edp.size
+        return gather, reduce + collective_seconds(copies, node, "all_reduce", 2 * shards * size)
+
+    def _bubble(self, config: Config, sums: RankSums, boundary: float, axis: Axis) -> float:
+        """Return the idle seconds of the busiest rank by the schedules' closed forms, and of the first micro-batch's
+        transfers. boundary: bytes of a transfer."""
         parallel = config.parallel
         if parallel.pp == 1:
             return 0.0
-        microbatch, weight = float((forward + backward).max()), float(weight_part.max())
-        transfer = collective_seconds(axis, self.cluster.node, "send", passes.boundary)
+        microbatch, weight = float((sums.forward + sums.backward).max()), float(sums.weight_gradients.max())
+        transfer = collective_seconds(axis, self.cluster.node, "send", boundary)
         idle = {
             "interleaved": microbatch / parallel.stages_per_rank,
             "interleaved-zero-bubble": max(0.0, microbatch - 2 * weight) / parallel.stages_per_rank,

@@ -22,7 +22,7 @@ def compute_rank_flows(
     rank: int,
     microbatches: int,
 ) -> Flows:
-    """Estimate the traffic of a pipeline rank. stages: split points of each; rank_of: pipeline rank of each stage."""
+    """Estimate the traffic of a pipeline rank. stages: split points of each stage; rank_of: pipeline rank of each."""
     axes, flows = axes_of(config.parallel), Flows()
     indices = list_rank_parts(stages, rank_of, rank)
     for part in (profile.parts[index] for index in indices):
@@ -44,10 +44,10 @@ def list_rank_parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], ran
 
 
 def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
-    """Return the operators of a block that a backward pass repeats.
+    """Return the operators of a block that recomputation runs again.
 
-    With "full" all until the last saved tensor exists, so not the block's last sum over ranks; with "selective" cheap
-    operators and gathers.
+    "full" repeats all until the last saved tensor exists, which leaves out the block's last sum over ranks; "selective"
+    repeats pointwise kernels, gathers and experts.
     """
     if mode == "selective":
         return [
@@ -73,9 +73,9 @@ def _add_tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Confi
 def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, microbatches: int) -> None:
     """Add the traffic of attention in rows of one document: a ring of keys and values, or Ulysses' all-to-alls.
 
-    In a ring of c ranks with x bytes of keys and values (or latents) on each, a rank sends (c − 1)·x forward, and
-    backward the same and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps
-    1/c. Local attention sends the keys of its windows alone.
+    Let c ranks have x bytes of keys and values (or latents) each. In a ring, a rank sends (c − 1) · x forward; backward
+    it sends the same, and gradients in float32. By Ulysses a rank keeps 1 / c of queries, keys, values and output.
+    Recomputation repeats the forward traffic. Local attention sends the keys of its windows alone.
     """
     if axis.size == 1:
         return

@@ -24,13 +24,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated step. busy: seconds of each rank's passes; in_flight: stage → micro-batches between their two passes
-    when its rank has most of them."""
+    """Simulated step."""
 
     passes: Sequence[Pass]
     seconds: float
+    """Seconds of the step."""
     busy: Sequence[float]
+    """Seconds of each rank's passes."""
     in_flight: Mapping[int, int]
+    """Stage → micro-batches between their two passes when its rank has most of them."""
 
     @property
     def bubble(self) -> float:
@@ -53,7 +55,11 @@ def simulate(
     seconds: Mapping[str, Sequence[float]],
     transfer: float,
 ) -> Timeline:
-    """Simulate a step. seconds: "F", "B", "I", "W" → time of each stage. transfer: between stages on two ranks."""
+    """Simulate a step.
+
+    rank_of: rank of each stage. seconds: kind of pass → seconds of each stage. transfer: seconds of a transfer between
+    stages on two ranks.
+    """
     queues = _order_passes(schedule, ranks, stages_per_rank, microbatches)
     positions, free, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     ends: Ends = {kind: [[None] * microbatches for _ in rank_of] for kind in "FBW"}

@@ -20,12 +20,14 @@ OVERLAP = 0.9
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the busiest rank, by cause; of communication only what no computation hides."""
+    """Seconds of a step on the busiest rank, by cause. Communication that computation hides does not count."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
+    """Pointwise kernels, which memory bounds."""
     host: float = 0.0
+    """Time in which the device waits for the host's launches."""
     recompute: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
@@ -45,14 +47,18 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Estimated step. flows: of each pipeline rank; busiest: the pipeline rank with the longest passes, whose time it
-    is; timeline: of a pipeline; in_flight: stage → most micro-batches between their passes."""
+    """Estimated step."""
 
     time: StepTime
+    """Time of the busiest pipeline rank."""
     flows: Sequence[Flows]
+    """Traffic of each pipeline rank."""
     busiest: int
+    """Pipeline rank with the longest passes."""
     timeline: Timeline | None
+    """Passes of all ranks; None without a pipeline."""
     in_flight: Mapping[int, int]
+    """Stage → most micro-batches between their two passes."""
 
 
 def step_time(
@@ -120,9 +126,10 @@ def step_time(
 
 
 def _select_data_flows(flows: Flows, of_weights: Flows) -> Flows:
-    """Return those of a rank's flows over data axes that computation may hide. of_weights: see `add_data_flows`.
+    """Return the part of a rank's traffic that computation may hide: weights and gradients.
 
-    Over `cp` alone, weights and gradients may go by the same collectives as keys and values, which are not among them.
+    of_weights: what `add_data_flows` adds. Keys and values may use the same collectives over `cp`, so of that axis only
+    `of_weights` is taken.
     """
     selected = flows.select([key for key in flows.sent if key not in of_weights.by_member and key[0] != CONTEXT])
     over_context = [key for key in of_weights.sent if key not in of_weights.by_member and key[0] == CONTEXT]
@@ -190,6 +197,8 @@ def _sum_causes(
 
 
 def _sum_stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    """Return kind of pass → seconds of each stage. Kinds: forward, backward, and the halves of a split backward pass,
+    gradients of inputs and of weights (see `parallel.pipeline_schedule.Kind`)."""
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
     for stage in stages:
         forward = backward = weight = 0.0
@@ -215,5 +224,9 @@ def estimate_optimizer_seconds(
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
-    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    return moved / rate
+    device = cluster.device
+    if device.update_seconds is not None:
+        per_tensor, per_byte = device.update_seconds
+        n_tensors = sum(not set(weight.parts).isdisjoint(parts) for weight in weights)
+        return per_tensor * n_tensors + per_byte * moved
+    return moved / (device.memory_bandwidth * device.memory_efficiency)

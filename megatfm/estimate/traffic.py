@@ -1,7 +1,8 @@
 """Traffic of ZeRO and of whole-tensor optimizers in closed forms, by axis and collective; and seconds on a link.
 
-By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
-all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.
+A rank of a ring of n ranks sends (n − 1) · x bytes in an all-gather of shards of x bytes, (n − 1) / n · x in a
+reduce-scatter of x bytes, and twice that in an all-reduce. `tests/unit/estimate` compares these flows with executed
+ranks.
 """
 
 import math
@@ -26,21 +27,25 @@ BUCKET = 2**24
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis. size: in ranks; stride: distance between neighbours in rank numbers."""
+    """A mesh axis, or several joined."""
 
     name: str
     size: int
+    """Ranks of a group."""
     stride: int
+    """Distance between neighbours of a group, in rank numbers."""
 
 
 @dataclass
 class Flows:
-    """Bytes that a rank sends, and calls, by (axis, collective). by_member: bytes of each rank of the axis, where they
-    differ; `sent` has their maximum."""
+    """Traffic of a rank in a step, by (axis, collective)."""
 
     sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes that the rank sends; where ranks differ, the most that one of them sends."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Number of collectives."""
     by_member: dict[tuple[str, str], Sequence[int]] = field(default_factory=dict)
+    """Bytes that each rank of a group sends, where ranks differ."""
 
     def add(self, axis: Axis, collective: str, n_bytes: float, times: int = 1) -> None:
         """Add `times` collectives, in each of which this rank sends `n_bytes`."""
@@ -104,10 +109,10 @@ def find_zero_axis(axes: Mapping[str, Axis], *, is_expert: bool) -> Axis:
 
 
 def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
-    """Estimate the seconds of collectives. n_bytes: sent by each rank, in all calls together.
+    """Estimate the seconds of collectives. n_bytes: what each rank sends in all calls together.
 
-    A ring over nodes crosses the network once for each byte that a rank sends; a node's ranks of the group share their
-    network cards for it. An all-to-all sends most bytes to other nodes, each rank by its own card.
+    A byte that a rank sends in a ring over nodes crosses the network once, and the ranks of a node share their network
+    cards for it. An all-to-all sends most bytes to other nodes, each rank over its own card.
     """
     if axis.size == 1 or not n_bytes:
         return 0.0
@@ -155,6 +160,7 @@ def add_data_flows(
 
 
 def _add_replicated(flows: Flows, weights: Sequence[LocalWeight], axis: Axis, size: int, config: Config) -> None:
+    """Add the traffic of ZeRO 0: one all-reduce for each bucket of gradients."""
     reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
     for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         n_bytes = sum(w.local for w in bucket) * reduced
@@ -177,6 +183,7 @@ def _add_sharded_optimizer(
     size: int,
     compute: int,
 ) -> None:
+    """Add the traffic of ZeRO 1: gradients are reduce-scattered, and new weights gathered, bucket by bucket."""
     n = shard.size
     for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
         shard_numel = sum(w.shard(n) for w in bucket)
@@ -193,6 +200,7 @@ def _add_fully_sharded(
     replicas: Axis,
     microbatches: int,
 ) -> None:
+    """Add the traffic of ZeRO 2 and 3: each block is gathered, and its gradients are reduce-scattered."""
     parallel, n = config.parallel, shard.size
     size, compute = number_bytes(config)
     reduced = 2 if parallel.reduce_dtype == "bf16" else size
@@ -210,9 +218,9 @@ def _add_fully_sharded(
 
 
 def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
-    """Add the exchange of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
+    """Add the exchange of optimizers that need whole tensors: gradients go to a tensor's owner, new weights back.
 
-    The ranks of dp_shard, cp and tp own tensors (`assign_owners`).
+    The ranks of dp_shard, cp and tp share the tensors (`assign_owners`).
     """
     parallel, axes = config.parallel, axes_of(config.parallel)
     axis = join_axes((axes[SHARD], axes[CONTEXT], axes[TENSOR]))
@@ -235,7 +243,8 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
 
 
 def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
-    """Return each rank's elements of a weight after ZeRO, and 1 for the first rank with the same block."""
+    """Return two arrays by rank: its elements of a weight after ZeRO, and 1 for the first of the ranks with the same
+    block, else 0."""
     sharded = parallel.effective_zero > 0
     shards, n_experts = parallel.zero_shards, weight.numel
     if weight.is_expert:
@@ -255,7 +264,7 @@ def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tup
 
 
 def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
-    """Return how often a step gathers a block's weights under ZeRO 2 and 3, or weights outside blocks."""
+    """Return how often a step gathers weights under ZeRO 2 and 3. in_block: those of a block, else those outside."""
     parallel = config.parallel
     if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
         return 1
@@ -266,7 +275,7 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
 
 
 def _group_into_buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
-    """Group neighbours that one message carries."""
+    """Group neighbouring weights into the buckets of ZeRO 0 and 1."""
     buckets: list[list[LocalWeight]] = []
     filled = BUCKET
     for weight in weights:

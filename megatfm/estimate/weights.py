@@ -23,21 +23,28 @@ BUCKET_NUMEL = 2**24
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """A parameter as one rank has it before ZeRO. numel, optimizer_bytes: of the full parameter and its state; rows:
-    along the dim that ZeRO shards; parts: indices of the split points that use it; is_partial: tensor-parallel ranks
-    sum its gradient; whole_tensor_group: number of the optimizer that needs it whole, else None."""
+    """A parameter as one rank has it before ZeRO."""
 
     name: str
     numel: int
+    """Elements of the full parameter."""
     rows: int
+    """Rows on this rank, along the dim that ZeRO shards."""
     row_numel: int
+    """Elements of a row."""
     is_expert: bool
+    """Whether it belongs to experts that ranks share (`parallel.ep`)."""
     is_trained: bool
     optimizer_bytes: int
+    """Bytes of the optimizer's state of the full parameter."""
     parts: tuple[int, ...]
+    """Indices of the split points that use it."""
     in_block: bool
+    """Whether it belongs to a block of a stack."""
     is_partial: bool = False
+    """Whether tensor-parallel ranks sum its gradient."""
     whole_tensor_group: int | None = None
+    """Number of the optimizer that needs the whole tensor, such as Muon; None for elementwise optimizers."""
 
     @property
     def local(self) -> int:
@@ -52,27 +59,32 @@ class LocalWeight:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on a rank.
-
-    gradients: accumulated in a step; reduced: those that the optimizer reads; keeps_whole_gradients: each rank
-    accumulates those of all its weights; exchanged: of whole tensors, on the way to their owners. gathered: the most
-    that ZeRO 2 and 3 gather at once in a block's backward pass beside stored shards; beyond_in_forward, beyond_outside:
-    bytes beyond these in a block's forward pass, and outside of blocks (negative: fewer); gather_buffer: of the last
-    gather, which ZeRO 2 keeps; regathered: new weights that ZeRO 1 gathers after the optimizer.
-    """
+    """Bytes on a rank: weights, gradients and optimizer state after ZeRO, and what ZeRO gathers and exchanges."""
 
     weights: int
+    """Weights in the optimizer's precision."""
     copies: int
+    """Weights in the model's precision, where ZeRO 0 and 1 keep them beside the others."""
     gradients: int
+    """Gradients that a step accumulates."""
     optimizer: int
+    """State of the optimizer."""
     gathered: int
+    """The most that ZeRO 2 and 3 gather at once in a block's backward pass, beside stored shards."""
     reduced: int
+    """Gradients that the optimizer reads."""
     regathered: int
+    """New weights that ZeRO 1 gathers after the optimizer."""
     keeps_whole_gradients: bool
+    """Whether a rank accumulates whole gradients of all of its weights."""
     gather_buffer: int
+    """Buffer of the last gather, which ZeRO 2 keeps."""
     beyond_in_forward: int
+    """Gathered bytes of a block's forward pass less those of its backward pass; may be negative."""
     beyond_outside: int
+    """Gathered bytes outside of blocks less those of a block's backward pass; may be negative."""
     exchanged: int
+    """Whole tensors on the way to the ranks that own them, and back."""
 
     @property
     def at_rest(self) -> int:
@@ -187,7 +199,8 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
 
 
 def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1) -> RankBytes:
-    """Add up the bytes of some split points on the fullest rank. ahead: blocks that are prefetched."""
+    """Add up the state of some split points on the fullest rank. ahead: number of blocks whose weights ZeRO 3 gathers
+    ahead."""
     parallel, train = config.parallel, config.train
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     zero = config.parallel.effective_zero

@@ -73,7 +73,7 @@ class ImaginaryGPU(TorchDispatchMode):
 
     def _track_storage(self, tensor: Any) -> None:
         """Count a new tensor's storage until it is freed."""
-        if not (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda" and tensor.fake_mode is self.fake):
+        if not (isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda" and tensor.fake_mode is self.fake):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -96,12 +96,15 @@ class ImaginaryGPU(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls of a step ask for it
         options = dict(kwargs or {})
-        if any(is_traceable_wrapper_subclass(x) for x in tree_leaves((args, options))):
+        leaves = tree_leaves((args, options))
+        if any(is_traceable_wrapper_subclass(x) for x in leaves):
             return NotImplemented  # a DTensor dispatches again with its local tensor
         name = func._schema.name.partition("::")[2]
         pinned = options.pop("pin_memory", None)
-        if not self._is_on_device(args, options):
+        if not _is_on_device(leaves, options.get("device")):
             out = func(*args, **options)
             if pinned and isinstance(out, Tensor):
                 PINNED[out] = True
@@ -115,7 +118,10 @@ class ImaginaryGPU(TorchDispatchMode):
             return args[0].fill_(1)
         is_copy = name in ("copy_", "_to_copy")
         non_blocking = is_copy and bool(options.get("non_blocking") or (len(args) > 2 and args[2]))
-        args, options = tree_map_only(Tensor, lambda x: self._make_fake_input(x, name, non_blocking), (args, options))
+        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in leaves):
+            args, options = tree_map_only(
+                Tensor, lambda x: self._make_fake_input(x, name, non_blocking), (args, options)
+            )
         if name == "add" and self._is_summing_gradients(args[0]):
             func, name = torch.ops.aten.add_.Tensor, "add_"
         out = self._run(func, name, args, options)
@@ -130,11 +136,6 @@ class ImaginaryGPU(TorchDispatchMode):
         """Count the storages of new tensors until they are freed."""
         for x in tree_leaves(values):
             self._track_storage(x)
-
-    def _is_on_device(self, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        device = options.get("device")
-        on_cuda = device is not None and torch.device(device).type == "cuda"
-        return on_cuda or any(isinstance(x, FakeTensor) for x in tree_leaves((args, options)))
 
     def _make_fake_input(self, x: Tensor, name: str, non_blocking: bool) -> Tensor:
         """Return a fake of a host tensor for an operator on the device; the host waits for it unless it is pinned."""
@@ -174,3 +175,9 @@ class ImaginaryGPU(TorchDispatchMode):
         ):
             self.kernels[self.memory.phase, name] += 1
         return out
+
+
+def _is_on_device(inputs: Sequence[Any], device: Any) -> bool:
+    """Return whether an operator runs on the imaginary device. device: where it is asked to make its output."""
+    is_asked_for = device is not None and torch.device(device).type == "cuda"
+    return is_asked_for or any(isinstance(x, FakeTensor) for x in inputs)

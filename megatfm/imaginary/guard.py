@@ -29,7 +29,14 @@ def load_guard() -> None:
     """Load the guard, and build it first if necessary. Raises MegatfmError if that fails, or if torch is imported."""
     if "torch" in sys.modules:
         raise MegatfmError("the imaginary GPU must be loaded before torch: start it in a process of its own")
-    ctypes.CDLL(str(build_guard()))
+    library = build_guard()
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:  # damaged, of another machine's architecture, or on a disk mounted without execution
+        raise MegatfmError(
+            f"the imaginary GPU's guard can't be loaded ({error}): remove {library}, or set XDG_CACHE_HOME to a folder "
+            f"from which libraries may be loaded, or {WITHOUT_GUARD}"
+        ) from error
 
 
 def build_guard(folder: Path | None = None) -> Path:

@@ -1,12 +1,13 @@
 """Batches and steps of a traced rank."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config
@@ -18,19 +19,25 @@ from megatfm.imaginary.ledger import Ledger
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import draw_batch, objective_for
-from megatfm.verify.traffic import TrafficCounter
+from megatfm.verify.traffic import TrafficTally
 
 if TYPE_CHECKING:
     from megatfm.imaginary.trace import Trace
 
 
-class _StepTraffic(TrafficCounter):
-    """Traffic of a step, in compiled graphs, too."""
+class _StepTraffic(TrafficTally, TorchDispatchMode):
+    """Traffic of a step, in compiled graphs, too: torch compiles without a mode, and the graphs run under it."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch compile under this mode; the graphs run under it."""
         return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.add_call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:

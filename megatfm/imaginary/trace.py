@@ -81,7 +81,7 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
         engine = build_engine(config, mesh, CUDA, precision)
         batches = make_batches(config, mesh.data_ranks, microbatches)
         record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.live_bytes)
-        record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
+        record.weights = sum(block.tensor.nbytes for block in engine.weights().values())
         try:
             take_steps(config, engine, gpu, batches, steps, record)
         except TorchDynamoException as error:
@@ -95,10 +95,8 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
 
 def main(argv: Sequence[str]) -> int:
     """Trace a rank and print the record as JSON; return the exit code."""
-    from megatfm.imaginary.guard import load_guard
-
-    load_guard()
     from megatfm.errors import MegatfmError
+    from megatfm.imaginary.guard import load_guard
 
     parser = argparse.ArgumentParser(prog="python -m megatfm.imaginary", description=__doc__)
     parser.add_argument("config")
@@ -108,7 +106,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--microbatches", type=int)
     args = parser.parse_intermixed_args(argv)
+    if args.steps < 1 or not 0 <= args.rank < args.world:
+        parser.error(f"--steps must be 1 or more, and --rank one of 0 to {args.world - 1}, as --world is {args.world}")
     try:
+        load_guard()
         record = trace(args.config, args.overrides, args.world, args.rank, args.steps, args.microbatches)
     except MegatfmError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,11 +1,12 @@
 """Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
-import gzip
 import lzma
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import refuse_adapter
@@ -114,9 +115,17 @@ def _make_absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:
     }
 
 
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "gzip -9": lambda text: gzip.compress(text, compresslevel=9, mtime=0),
-    "xz -9": lambda text: lzma.compress(text, preset=9),
+class Compressor(Protocol):
+    """A compressor of a stream, as zlib and lzma offer them."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "gzip -9": lambda: zlib.compressobj(9, wbits=zlib.MAX_WBITS | 16),
+    "xz -9": lambda: lzma.LZMACompressor(preset=9),
 }
 
 
@@ -126,8 +135,15 @@ def measure_compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float
     Python's zlib and lzma replace the programs: lzma gives xz's bytes, zlib up to half a percent more than gzip.
     Raises MegatfmError if the decoded tokens differ in size from the corpus's text, UsageError for an empty corpus.
     """
-    texts = list(_iter_texts(corpus, tokenizer))
-    size = sum(map(len, texts))
+    size = 0
+    single, joined = Counter[str](), Counter[str]()
+    streams = {name: start() for name, start in COMPRESSORS.items()}
+    for text in _iter_texts(corpus, tokenizer):
+        size += len(text)
+        for name, start in COMPRESSORS.items():
+            compressor = start()
+            single[name] += len(compressor.compress(text)) + len(compressor.flush())
+            joined[name] += len(streams[name].compress(text))
     if size != corpus.n_text_bytes:
         raise MegatfmError(
             f"{corpus.folder}: its tokens decode to {size} bytes, but its manifest counts {corpus.n_text_bytes}: "
@@ -136,9 +152,9 @@ def measure_compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float
     if not size:
         raise UsageError(f"{corpus.folder}: has no text that could be compressed: leave out --baselines")
     result = {}
-    for name, compress in COMPRESSORS.items():
-        result[f"{name}, per document"] = 8 * sum(len(compress(text)) for text in texts) / size
-        result[f"{name}, joined"] = 8 * len(compress(b"".join(texts))) / size
+    for name, stream in streams.items():
+        result[f"{name}, per document"] = 8 * single[name] / size
+        result[f"{name}, joined"] = 8 * (joined[name] + len(stream.flush())) / size
     return result
 
 

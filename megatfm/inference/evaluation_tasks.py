@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, disk_errors_as_megatfm_errors, to_strict_json
+from megatfm.files import atomic_write, name_write_errors, to_strict_json
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.inference.harness import run_harness
@@ -119,13 +119,13 @@ def _run_harness(loaded: TextModel, harness: HarnessTasks, limit: int, batch_siz
 
 def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:
     """Write evaluation_tasks.json and each task's records. Raises MegatfmError if a file can't be written."""
-    with disk_errors_as_megatfm_errors(folder / PREDICTIONS):
+    with name_write_errors(folder / PREDICTIONS):
         (folder / PREDICTIONS).mkdir(parents=True, exist_ok=True)
         for name, result in results.items():
             lines = [to_strict_json(record, ensure_ascii=False) + "\n" for record in result.records]
             atomic_write(folder / PREDICTIONS / f"{name}.jsonl", "".join(lines))
     stored = {"step": step, "tasks": {name: result.summary for name, result in results.items()}}
-    with disk_errors_as_megatfm_errors(folder / RESULTS):
+    with name_write_errors(folder / RESULTS):
         atomic_write(folder / RESULTS, to_strict_json(stored, indent=2) + "\n")
 
 

@@ -226,7 +226,7 @@ def run_harness(
 
     include_path: folder with YAML files of further tasks. shots: number of solved examples; None: the task's.
     chat_template: render questions by the model's chat template, with solved examples as earlier turns. Raises
-    MegatfmError without the package, UsageError for an unknown task.
+    MegatfmError without the package or the task's data, UsageError for an unknown task.
     """
     model = harness_model(loaded, batch_size=batch_size)
     from lm_eval import simple_evaluate
@@ -243,6 +243,12 @@ def run_harness(
             model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
             log_samples=False, bootstrap_iters=0, apply_chat_template=chat_template, fewshot_as_multiturn=True,
         )  # fmt: skip
+    except OSError as error:  # the harness downloads its data
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MegatfmError(
+            f"--harness {' '.join(tasks)}: the task's data can't be had: {reason}: the harness downloads them from the "
+            "Hugging Face Hub; without a network, run it once elsewhere, and copy the folder that HF_HOME names"
+        ) from error
     except OverflowError:  # the harness's own exp
         raise MegatfmError(
             f"--harness {' '.join(tasks)}: a perplexity is beyond the range of numbers, so the model predicts nothing: "

@@ -14,7 +14,7 @@ from megatfm.config.objective import ImageObjective
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+from megatfm.files import atomic_write, name_write_errors
 from megatfm.train.corpora import open_corpus
 
 CONFUSION = "confusion.json"
@@ -77,7 +77,7 @@ class ImageEvaluation:
 
         if self._sets:
             content = {"step": step, "sets": self._sets}
-            with disk_errors_as_megatfm_errors(run_dir / CONFUSION):
+            with name_write_errors(run_dir / CONFUSION):
                 atomic_write(run_dir / CONFUSION, json.dumps(content, ensure_ascii=False) + "\n")
         if self._n_images:
             write_pictures(run_dir, step, self._galleries)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatfm.config import Config
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
-from megatfm.files import atomic_write, disk_errors_as_megatfm_errors
+from megatfm.files import atomic_write, name_write_errors
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import Mistake, Pixels, get_image_pixels, list_image_tokens
 from megatfm.layers.patch_embedding import make_normalisation
@@ -162,13 +162,13 @@ def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> in
         entries = []
         for number, picture in enumerate(gallery.pictures):
             file = Path(FOLDER) / f"{gallery.name}-{number:02d}.png"
-            with disk_errors_as_megatfm_errors(run_dir / file):
+            with name_write_errors(run_dir / file):
                 (run_dir / FOLDER).mkdir(exist_ok=True)
                 atomic_write(run_dir / file, join_panels(picture.panels))
             entries.append({"file": str(file), "caption": picture.caption})
         index.append({"title": gallery.title, "note": gallery.note, "pictures": entries})
     content = {"step": step, "galleries": index}
-    with disk_errors_as_megatfm_errors(run_dir / PICTURES):
+    with name_write_errors(run_dir / PICTURES):
         atomic_write(run_dir / PICTURES, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return sum(len(gallery.pictures) for gallery in galleries)
 

@@ -16,7 +16,7 @@ from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, disk_errors_as_megatfm_errors, to_strict_json
+from megatfm.files import atomic_write, name_write_errors, to_strict_json
 from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
@@ -96,7 +96,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         results[name] |= {**summary, "metrics": metrics, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
-    with disk_errors_as_megatfm_errors(run_dir / RESULTS):
+    with name_write_errors(run_dir / RESULTS):
         atomic_write(run_dir / RESULTS, to_strict_json(stored, indent=2) + "\n")
     return TaskResults(source, int(str(step)), results)
 
@@ -267,7 +267,7 @@ def _generate_answers(engine: Any, tokenizer: Tokenizer, config: Config, file: s
 def _write_predictions(file: Path, predictions: FilePredictions) -> int:
     """Write a line for each row; return the number of lines."""
     rows = list(predictions.rows())
-    with disk_errors_as_megatfm_errors(file):
+    with name_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, "".join(to_strict_json(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)

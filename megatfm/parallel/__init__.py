@@ -1,1 +1,1 @@
-"""Parallelism, laid over plain modules from outside: mesh, collectives, styles, plans. Modules by name only."""
+"""Parallelism of plain modules, which know nothing of it: mesh, collectives, styles, plans, pipeline stages."""

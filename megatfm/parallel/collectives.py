@@ -249,19 +249,19 @@ class _Wait(torch.autograd.Function):
 
 
 def all_to_all_overlapped(
-    meanwhile: Callable[[], None],
+    overlapped: Callable[[], None],
     x: Tensor,
     input_splits: list[int],
     output_splits: list[int],
     group: ProcessGroup,
 ) -> Tensor:
-    """`all_to_all` that overlaps with computation: calls `meanwhile` during the transfer.
+    """`all_to_all` that overlaps with computation: calls `overlapped` during the transfer.
 
-    In the backward pass, the gradients' transfer overlaps with the backward pass of `meanwhile`.
+    In the backward pass, the gradients' transfer overlaps with the backward pass of `overlapped`.
     """
     exchange = _AsyncAllToAll(input_splits, output_splits, group)
     in_transfer = _Start.apply(x, exchange)
-    meanwhile()
+    overlapped()
     return _Wait.apply(in_transfer, exchange)
 
 

@@ -243,13 +243,13 @@ def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
     indices_by_rank, cp = row.indices_by_rank, row.cp
     shape = *x.shape[:2], len(indices_by_rank[cp.rank]), x.shape[3]
-    parts = [x[:, :, move_to_device(indices, x.device)] for indices in indices_by_rank]
-    return torch.cat(_exchange(parts, [shape] * cp.size, cp), 1)
+    rows_by_rank = [x[:, :, move_to_device(indices, x.device)] for indices in indices_by_rank]
+    return torch.cat(_exchange(rows_by_rank, [shape] * cp.size, cp), 1)
 
 
-def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], cp: ContextParallel) -> list[Tensor]:
-    """Send parts[r] to rank r; return the tensors received from each rank, of these shapes."""
+def _exchange(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], cp: ContextParallel) -> list[Tensor]:
+    """Send tensors[r] to rank r; return the tensors received from each rank, of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    received = all_to_all_no_grad(flat, [part.numel() for part in parts], sizes, cp.group)
-    return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    received = all_to_all_no_grad(flat, [tensor.numel() for tensor in tensors], sizes, cp.group)
+    return [tensor.view(tuple(shape)) for tensor, shape in zip(received.split(sizes), shapes, strict=True)]

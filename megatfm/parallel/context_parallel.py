@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
-from megatfm.ops.transfer import move_to_device, to_host
+from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
-# B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
+# B batch, K key-value heads, T tokens of a rank, H head width
 
 MAX_CACHED_LENGTHS = 64
 """Number of row lengths whose split is cached; a batch schedule has fewer."""
@@ -256,63 +256,15 @@ class _Fetch(torch.autograd.Function):
         by_source = torch.empty_like(g)
         by_source[:, :, move_to_device(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
-        sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
+        sends = [(r, grad) for r, grad in enumerate(received_grads) if sizes[r]]
         users = [(r, indices) for r, indices in enumerate(plan.send_indices) if len(indices)]
         receives = [(r, _allocate_like(g, len(indices))) for r, indices in users]
         returned = P2PExchange(plan.cp.group, sends, receives).wait()
         local_grad = local_grad.clone()
-        for (_, indices), part in zip(users, returned, strict=True):
-            local_grad.index_add_(2, move_to_device(indices, g.device), part)
+        for (_, indices), grad in zip(users, returned, strict=True):
+            local_grad.index_add_(2, move_to_device(indices, g.device), grad)
         return local_grad, None
 
 
 def _allocate_like(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
-
-
-def make_span_boundary_forward(_: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make the `forward` of a module that looks up the tokens beside masked spans, by their distances."""
-
-    def forward(
-        hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        indices_by_rank = cp.token_indices(row_left_BS.shape[1])
-        row = to_host(row_left_BS), to_host(row_right_BS)
-        needed = [find_span_boundary_indices(*row, indices) for indices in indices_by_rank]
-        plan = FetchPlan.build(cp, indices_by_rank, needed)
-        x_BLD = fetch(hidden_BTD[:, None], plan)[:, 0]
-        local, fetched = (move_to_device(x, left_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
-        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
-        left_M, right_M = local[columns] - left_BT[rows, columns], local[columns] + right_BT[rows, columns]
-        left_M, right_M = (torch.searchsorted(fetched, indices_M) for indices_M in (left_M, right_M))
-        return x_BLD[rows, left_M], x_BLD[rows, right_M]
-
-    return forward
-
-
-def make_token_gather_forward(_: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
-    """Make the `forward` of a module that looks up tokens of another row, of which each rank fetches what it needs."""
-
-    def forward(x_BSD: Tensor, indices_BT: Tensor, length: int) -> Tensor:
-        host_BT, indices_by_rank = to_host(indices_BT), cp.token_indices(indices_BT.shape[1])
-        needed = [find_gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
-        plan = FetchPlan.build(cp, cp.token_indices(length), needed)
-        x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
-        local, fetched = (move_to_device(x, indices_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
-        # searchsorted wants contiguous input; an index of −1 becomes 0.
-        indices_BT = torch.searchsorted(fetched, indices_BT[:, local].contiguous())
-        return x_BLD.gather(1, indices_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))
-
-    return forward
-
-
-def find_gathered_indices(indices_BT: Tensor) -> Tensor:
-    """Return the sorted indices that tokens look up in any row, without −1."""
-    return indices_BT[indices_BT >= 0].unique()
-
-
-def find_span_boundary_indices(left_BS: Tensor, right_BS: Tensor, token_indices: Tensor) -> Tensor:
-    """Return the sorted indices of tokens beside spans that the masked ones of `token_indices` look up in any row."""
-    rows, columns = (left_BS[:, token_indices] > 0).nonzero(as_tuple=True)
-    masked = token_indices[columns]
-    return torch.cat([masked - left_BS[rows, masked], masked + right_BS[rows, masked]]).unique()

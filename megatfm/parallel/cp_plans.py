@@ -34,12 +34,13 @@ from megatfm.parallel.context_attention import (
     make_latent_forward,
 )
 from megatfm.parallel.context_global_attention import make_global_forward, make_pooling_forward
-from megatfm.parallel.context_parallel import (
-    ContextParallel,
+from megatfm.parallel.context_modules import (
+    install_moe,
+    install_soft_moe,
     make_span_boundary_forward,
     make_token_gather_forward,
 )
-from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
+from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.layout import iter_blocks, replace_forward
 
 CP_FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] = {

@@ -81,12 +81,12 @@ def init_distributed(
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _choose_device(env, device))
     env = read_process_environment(os.environ)
-    chosen = _choose_device(env, device)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    process_device = _choose_device(env, device)
+    backend = "cpu:gloo,cuda:nccl" if process_device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"backend": backend, "timeout": default_timeout}
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-        options["device_id"] = chosen
+    if process_device.type == "cuda":
+        torch.cuda.set_device(process_device)
+        options["device_id"] = process_device
     if env.world_size >= LAZY_GLOO_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if missing := raise_descriptor_limit(DESCRIPTORS_PER_RANK * env.world_size):
@@ -118,7 +118,7 @@ def init_distributed(
             f"rank {env.rank} of {env.world_size} could not meet the others{address} within {timeout:g} s: check "
             f"that all ranks run, that the host is reachable and the port free ({_take_first_line(error)})"
         ) from error
-    return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, chosen, env.address)
+    return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, process_device, env.address)
 
 
 def check_resolves(address: str, rank: int) -> None:

@@ -1,13 +1,10 @@
 """Expert parallelism: sends tokens to the ranks of their experts (dispatch) and outputs back (combine).
 
-The first half has the all-to-alls and the styles that shard experts. The second half is for mixtures under context
-parallelism, where a rank holds some of a row's tokens: values that depend on the full row, and soft-mixture slots.
+Mixtures under context parallelism, where values depend on the full row, are in `context_modules.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +14,10 @@ from torch.distributed import ProcessGroup
 from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
-    all_gather,
     all_to_all,
     all_to_all_overlapped,
-    reduce_from_group,
-    reduce_scatter,
 )
-from megatfm.parallel.context_parallel import ContextParallel, fetch, make_fetch_all_plan
-from megatfm.parallel.layout import Shard, TensorLayout, replace_forward
+from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT, EXPERT_DATA_AXES, Mesh
 from megatfm.parallel.styles import (
     GATHER_INPUT,
@@ -37,8 +30,7 @@ from megatfm.parallel.styles import (
     register_style,
 )
 
-# B batch, T tokens of a rank, S tokens of the row, K chosen experts, M local rows, R received rows, P ranks,
-# E experts on a rank, N documents, X = N · slots per document, x slots of a rank, D model width
+# M local rows, R received rows, P ranks, E experts on a rank, D model width
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 """(rows [M, D] sorted by expert, end offset of each expert's rows, int32 [experts]) → expert outputs [M, D]."""
@@ -49,18 +41,18 @@ def dispatch_and_combine(
 ) -> Callable[..., Tensor]:
     """Wrap a function of local experts in two all-to-alls, so that it applies the experts of all ranks of the group.
 
-    Every rank holds the same number of experts. The wrapped function takes `meanwhile`, a function to call while rows
+    Every rank holds the same number of experts. The wrapped function takes `overlapped`, a function to call while rows
     are being sent (shared experts). reached_share: of all choices, those of the group's experts, for fake tensors.
     """
     ranks = group.size()
 
-    def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, overlapped: Callable[[], None] | None = None) -> Tensor:
         send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
         input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, round(len(rows_MD) * reached_share))
         sent_MD = rows_MD[: sum(input_splits)]
-        if meanwhile:
-            received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
+        if overlapped:
+            received_RD = all_to_all_overlapped(overlapped, sent_MD, input_splits, output_splits, group)
         else:
             received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
         order_R, inverse_R = sort_rows_by_expert(recv_counts_PE, sum(output_splits))
@@ -187,73 +179,3 @@ register_style(
 
 register_style(replace(NO_COMMUNICATION, name="split_choices", expert_tp_overrides={"folded": SPLIT_OUTPUT}))
 """Keeps the choices of a rank's local tokens if experts are folded."""
-
-
-MODULES_WITH_ROW_HOOKS = ("experts", "router")
-"""Submodules of a mixture that may have `gather_row` (gathers values of the full row) and its inverse `split_row`."""
-
-
-def install_moe(moe: nn.Module, cp: ContextParallel) -> None:
-    """Make capacity, expert choice and per-row counts of a mixture refer to full rows.
-
-    A capacity serves a row's choices in token order, across ranks. Ranks therefore gather the router's output of the
-    row (K integers per token; for expert choice, a probability per expert), and each keeps the part of its local
-    tokens. No gradient flows through this.
-    """
-    for owner in MODULES_WITH_ROW_HOOKS:
-        module: Any = moe.get_submodule(owner)
-        if hasattr(module, "split_row"):
-            replace_forward(module.gather_row, partial(_gather_row, cp))
-            replace_forward(module.split_row, _take_local_tokens)
-    replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=cp.group))
-
-
-def _gather_row(cp: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:
-    """Gather [B, S, K] in row order."""
-    plan = sequence.cached("all keys", lambda: make_fetch_all_plan(cp, sequence.length))
-    return fetch(values_BTK[:, None], plan)[:, 0]
-
-
-def _take_local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
-    """Take the local tokens' values [B, T, K]."""
-    return values_BSK[:, sequence.indices]
-
-
-def install_soft_moe(mixture: Any, cp: ContextParallel) -> None:
-    """Make the slots of a soft mixture means over full rows, and divide the slots among ranks.
-
-    Each rank computes means over its local tokens. They are weighted by the sums of exponentiated scores (Dao et al.
-    2022) and added up; slots are divided equally among ranks, and expert outputs gathered.
-    """
-    padding_expert = mixture.experts.n_experts
-    replace_forward(mixture.gather_slots, partial(_merge_slots, cp, padding_expert))
-    replace_forward(mixture.return_slots, partial(_gather_slots, cp))
-
-
-def count_slots_per_rank(slots: int, ranks: int) -> int:
-    """Return the number of slots per rank; those of the last ranks may be padding."""
-    return -(-slots // ranks)
-
-
-def _merge_slots(
-    cp: ContextParallel,
-    padding_expert: int,
-    means_BXD: Tensor,
-    scores_BNTS: Tensor,
-    choices_BX1: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return this rank's slots [B, x, D] and their experts [B, x, 1], `padding_expert` for padding."""
-    logs_BX = scores_BNTS.logsumexp(2).flatten(1)
-    logs_BX = logs_BX.clamp(min=torch.finfo(logs_BX.dtype).min)  # documents without local tokens
-    weights_PBX = all_gather(logs_BX[None], 0, cp.group).softmax(0)
-    weighted_BXD = means_BXD * weights_PBX[cp.rank, ..., None].to(means_BXD.dtype)
-    per_rank = count_slots_per_rank(choices_BX1.shape[1], cp.size)
-    padding = per_rank * cp.size - choices_BX1.shape[1]
-    slots_BxD = reduce_scatter(F.pad(weighted_BXD, (0, 0, 0, padding)), 1, cp.group)
-    choices_BX1 = F.pad(choices_BX1, (0, 0, 0, padding), value=padding_expert)
-    return slots_BxD, choices_BX1[:, cp.rank * per_rank :][:, :per_rank]
-
-
-def _gather_slots(cp: ContextParallel, output_BxD: Tensor, slots: int) -> Tensor:
-    """Gather the outputs of all slots [B, X, D]."""
-    return all_gather(output_BxD, 1, cp.group)[:, :slots]

@@ -218,17 +218,17 @@ def _balance_cuts(starts: Sequence[int], costs: Sequence[float], stages: int) ->
     starts: split points at which a stage may begin.
     """
     ends = [*starts[1:], len(costs)]
-    pieces = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+    unit_costs = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
     sums = [0.0]
-    for piece in pieces:
-        sums.append(sums[-1] + piece)
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * len(pieces)]
+    for unit_cost in unit_costs:
+        sums.append(sums[-1] + unit_cost)
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * len(unit_costs)]
     for _ in range(stages):
         row = [(float("inf"), 0)]
-        for end in range(1, len(pieces) + 1):
+        for end in range(1, len(unit_costs) + 1):
             row.append(min((best[-1][start][0] + (sums[end] - sums[start]) ** 2, start) for start in range(end)))
         best.append(row)
-    bounds, end = list[int](), len(pieces)
+    bounds, end = list[int](), len(unit_costs)
     for row in reversed(best[1:]):
         end = row[end][1]
         bounds.append(starts[end])

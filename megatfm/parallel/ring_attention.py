@@ -164,22 +164,24 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class LatentKeyValues:
-    """Latents, from which each rank computes keys and values (MLA). make: (latents, *weights) → keys, values. v_width:
-    of a head."""
+    """Latents, from which each rank computes keys and values (MLA).
 
-    make: Callable[..., tuple[Tensor, Tensor]]
+    project: (latents, *weights) → keys, values. v_width: of a head.
+    """
+
+    project: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[Tensor, ...]
     v_width: int
 
     def unpack(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values from latents."""
-        return self.make(kv, *self.weights)
+        return self.project(kv, *self.weights)
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
         """Return gradients of the latents, in the dtype of `dk`, and of the weights."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (kv, *weights)]
-            k, v = self.make(*inputs)
+            k, v = self.project(*inputs)
         kv_grad, *weight_grads = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
         return kv_grad.to(dk.dtype), *weight_grads
 

@@ -35,7 +35,7 @@ SERVE_SECONDS = 20.0
 STOPPED_KEY = "megatfm/stopped"
 """Key in the store that names the stopped rank."""
 WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM}
+STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}
 
 _sentinels: list[tuple[int, int]] = []
 """Process id of each sentinel, and the file descriptor whose closing ends it."""
@@ -46,8 +46,8 @@ class StartupWatch:
 
     def __init__(self, env: ProcessEnvironment) -> None:
         self._env = env
-        self._over = threading.Event()
-        self._ending = threading.Lock()  # so that the watch can't end the process once the ranks have met
+        self._finished = threading.Event()
+        self._exit_lock = threading.Lock()  # so that the watch can't end the process once the ranks have met
         self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -56,13 +56,13 @@ class StartupWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._ending:
-            self._over.set()
+        with self._exit_lock:
+            self._finished.set()
         end_sentinel()
 
     def _watch(self) -> None:
         stopped, n_stop_signals = Counter[int](), 0
-        while not self._over.wait(POLL_SECONDS):
+        while not self._finished.wait(POLL_SECONDS):
             stopped = Counter({rank: stopped[rank] + 1 for rank in find_stopped_ranks(self._env)})
             if stopped_ranks := [rank for rank, n_polls in stopped.items() if n_polls > STOPPED_POLLS]:
                 self._end(
@@ -78,8 +78,8 @@ class StartupWatch:
                 )
 
     def _end(self, code: int, text: str) -> None:
-        with self._ending:
-            if not self._over.is_set():
+        with self._exit_lock:
+            if not self._finished.is_set():
                 os.write(2, f"{text}\n".encode())
                 os._exit(code)
 

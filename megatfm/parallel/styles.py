@@ -172,8 +172,8 @@ def _slice_heads(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -
     head = tp.rank * heads // tp.group.size()  # type: ignore[operator]
 
     def forward(x: Tensor) -> Tensor:
-        parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts]
-        return getattr(module, "multiply", F.linear)(x, parts[0], parts[1] if parts[1:] else None)
+        weight, *bias = (module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts)
+        return getattr(module, "multiply", F.linear)(x, weight, bias[0] if bias else None)
 
     replace_forward(module, forward)
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from megatfm.errors import UsageError
+from megatfm.parallel import expert_parallel  # noqa: F401  registers the styles of experts
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 ADAPTER_STYLES: dict[str, tuple[str, str, str]] = {
@@ -105,9 +106,9 @@ def match_rows(model: nn.Module) -> dict[nn.Module, list[PlanRow]]:
     for module, rows in list(rows_by_module.items()):
         adapter = getattr(module, "lora", None)
         for key, style in zip(("a", "b", "dropout"), ADAPTER_STYLES.get(rows[0].style, ()), strict=False):
-            if (part := getattr(adapter, key, None)) is not None:
+            if (submodule := getattr(adapter, key, None)) is not None:
                 pattern = f"{rows[0].pattern}.lora.{key}".lstrip(".")
-                rows_by_module[part] = [replace(rows[0], pattern=pattern, style=style)]
+                rows_by_module[submodule] = [replace(rows[0], pattern=pattern, style=style)]
     return rows_by_module
 
 

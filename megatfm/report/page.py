@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatfm.errors import MegatfmError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, name_disk_errors
 from megatfm.report.charts import format_number
 from megatfm.report.evaluation_charts import describe_metric, get_loss_unit, list_baselines
+from megatfm.report.layer_charts import make_expert_load_maps
 from megatfm.report.predictions import compute_class_results, read_galleries
 from megatfm.report.run import (
     Run,
@@ -29,11 +29,7 @@ from megatfm.report.run import (
     parse_count,
     split_sections,
 )
-from megatfm.report.run_charts import (
-    compute_time_shares,
-    make_expert_load_maps,
-    make_run_charts,
-)
+from megatfm.report.run_charts import compute_time_shares, make_run_charts
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -235,10 +231,8 @@ def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def write_page(path: Path, content: str, way_out: str) -> Path:
     """Write a page atomically and return its path. Raises MegatfmError that ends with `way_out`."""
-    try:
+    with name_disk_errors("write", path, way_out):
         atomic_write(path, content)
-    except OSError as error:
-        raise MegatfmError(f"can't write {path}: {error.strerror}; {way_out}") from error
     return path
 
 

@@ -137,7 +137,7 @@ class Run:
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
         try:
-            config: dict[str, Any] = migrate(tomllib.loads(path.read_text(encoding="utf-8")))
+            config: dict[str, Any] = migrate(tomllib.loads(path.read_text(encoding="utf-8-sig")))
             return config
         except (OSError, ValueError) as error:
             raise MegatfmError(f"{path}: can't read the run's config: {error}") from error

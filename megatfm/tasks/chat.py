@@ -185,7 +185,7 @@ def _find_template(folder: Path, name: str) -> str:
 def _read_template(path: Path, place: str) -> str:
     """Return a file's text. place: names the file in an error. Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{place}: can't read it: {error}") from None
 

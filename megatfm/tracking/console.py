@@ -1,5 +1,6 @@
 """Console and log files of a run: a progress bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import open_nofollow
+from megatfm.terminal import is_closed_error
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -25,18 +27,61 @@ MAX_SHOWN_SECONDS = 1e10
 """Time left, some 300 years, above which none is shown: a run without an end, whose steps a person stops."""
 
 
-class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes log lines to the console. If that is closed (`megatfm train … | head`), the run continues without it."""
+class ConsoleHandler(logging.Handler):
+    """A handler for the console. If that is closed (`megatfm train … | head`), the run continues without it."""
+
+    @property
+    def output(self) -> IO[str]:
+        """The stream to which it writes."""
+        raise NotImplementedError
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Stop writing after the console was closed. Other errors are handled as `logging` does."""
-        if not isinstance(sys.exception(), BrokenPipeError):
+        if not is_closed_error(sys.exception()):
             super().handleError(record)
             return
         log.removeHandler(self)
         with open(os.devnull, "wb") as devnull:
-            os.dup2(devnull.fileno(), self.stream.fileno())
+            os.dup2(devnull.fileno(), self.output.fileno())
         log.warning("the console was closed: the run continues, and writes to its log file only")
+
+
+class PlainHandler(ConsoleHandler, logging.StreamHandler[TextIO]):
+    """Writes log lines to stdout as they are."""
+
+    @property
+    def output(self) -> IO[str]:
+        return self.stream
+
+
+class TerminalHandler(ConsoleHandler, RichHandler):
+    """Writes log lines above the progress bar of a terminal."""
+
+    @property
+    def output(self) -> IO[str]:
+        return self.console.file
+
+
+class LogFileHandler(logging.StreamHandler[TextIO]):
+    """Writes messages to the log file. If the disk is full, the run continues, and a line on stderr says so once."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report a failed write once. Other errors are handled as `logging` does."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            with contextlib.suppress(OSError):
+                print(f"warning: {self.stream.name}: can't be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file; what could not be written is lost."""
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        super().close()
 
 
 class RunLog:
@@ -54,15 +99,17 @@ class RunLog:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # undoes everything if a log file can't be opened
-            self._file_handler = logging.StreamHandler(stack.enter_context(self._open()))
+            self._file_handler = LogFileHandler(self._open())
             self._file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             handlers: list[logging.Handler] = [self._file_handler]
             if self._has_console and self._console.is_terminal:
                 handlers.append(
-                    RichHandler(console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
+                    TerminalHandler(
+                        console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S"
+                    )
                 )
             elif self._has_console:
-                console_handler = ConsoleHandler(sys.stdout)
+                console_handler = PlainHandler(sys.stdout)
                 console_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
                 handlers.append(console_handler)
             for handler in handlers:

@@ -142,6 +142,8 @@ def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
 
 def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
     """Return the changes on ranks that exist in both, as `threads: 1 → 2`."""
+    if not _is_hardware_record(saved):
+        return ["the checkpoint's record of them is damaged"]
     pairs = list(zip(_expand_by_rank(saved), _expand_by_rank(current), strict=False))
     ranks_by_change: dict[str, list[int]] = defaultdict(list)
     for rank, (old, new) in enumerate(pairs):
@@ -153,6 +155,19 @@ def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
         line if len(ranks) == len(pairs) else f"{line} (on rank {', '.join(map(str, ranks))})"
         for line, ranks in ranks_by_change.items()
     ]
+
+
+def _is_hardware_record(record: object) -> bool:
+    """Return whether a value that was read from a file is a HardwareByRank."""
+    if not isinstance(record, Mapping):
+        return False
+    kinds, of_rank = record.get("kinds"), record.get("of_rank")
+    if not isinstance(kinds, list) or not isinstance(of_rank, list):
+        return False
+    are_texts = all(
+        isinstance(kind, Mapping) and all(isinstance(fact, str) for fact in kind.values()) for kind in kinds
+    )
+    return are_texts and all(type(index) is int and 0 <= index < len(kinds) for index in of_rank)
 
 
 def _expand_by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from megatfm.config import Config
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write, open_nofollow, to_strict_json
+from megatfm.errors import UsageError
+from megatfm.files import atomic_write, name_disk_errors, open_nofollow, to_strict_json
 from megatfm.registry import Registry
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+RESUME_AFTER_REPAIR = "make room or mend the disk, then resume the run"
+"""Way out of an error of the disk."""
+SNAPSHOT_DIR = "memory"
+"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 
 _log = logging.getLogger("megatfm")
 
@@ -90,12 +94,12 @@ class MetricsLog:
     def __init__(self, run: RunInfo, sinks: Sequence[str] = ()) -> None:
         sink_classes = [SINKS.get(name) for name in sinks]
         self._path = run.folder / METRICS
-        with _name_file_in_errors(self._path):
+        with name_disk_errors("write", self._path, RESUME_AFTER_REPAIR):
             run.folder.mkdir(parents=True, exist_ok=True)
             _truncate_after(self._path, run.first_step, has_earlier_steps=not run.is_branch)
         self._last_step = run.first_step or -1  # a new run may write a step 0
         self._sinks = [sink_class(run) for sink_class in sink_classes]
-        with _name_file_in_errors(self._path):
+        with name_disk_errors("write", self._path, RESUME_AFTER_REPAIR):
             self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
 
     @classmethod
@@ -113,7 +117,7 @@ class MetricsLog:
         step = record["step"]
         if step <= self._last_step:
             raise ValueError(f"step {step} was written already: the last one was {self._last_step}")
-        with _name_file_in_errors(self._path):
+        with name_disk_errors("write", self._path, RESUME_AFTER_REPAIR):
             self._file.write(to_json_line(record))
             self._file.flush()  # readers see the step now; it is on disk after sync()
         self._last_step = step
@@ -122,7 +126,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Force everything written so far to disk. Called before a checkpoint is saved."""
-        with _name_file_in_errors(self._path):
+        with name_disk_errors("write", self._path, RESUME_AFTER_REPAIR):
             os.fsync(self._file.fileno())
         for sink in self._sinks:
             sink.sync()
@@ -157,7 +161,7 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
     if step is not None:
         record["step"] = step
     path = folder / EVENTS
-    with _name_file_in_errors(path):
+    with name_disk_errors("write", path, RESUME_AFTER_REPAIR):
         has_unfinished_line = path.exists() and not path.read_bytes().endswith(b"\n")
         with open(path, "ab", opener=open_nofollow) as file:
             file.write((b"\n" if has_unfinished_line else b"") + to_json_line(record))
@@ -206,15 +210,6 @@ def _read_step(line: bytes) -> int | None:
         return None
 
 
-@contextmanager
-def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a MegatfmError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise MegatfmError(f"can't write {path}: {error.strerror}; fix this, then resume the run") from error
-
-
 def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`.
 
@@ -243,7 +238,7 @@ class TensorBoard:
 
         folder = run.folder / "tensorboard"
         self._event = event_pb2.Event
-        with _name_file_in_errors(folder):
+        with name_disk_errors("write", folder, RESUME_AFTER_REPAIR):
             folder.mkdir(exist_ok=True)
             self._folder = folder
             self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
@@ -255,15 +250,15 @@ class TensorBoard:
         event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
         for name, value in _flatten_scalars(record):
             event.summary.value.add(tag=name, simple_value=value)
-        with _name_file_in_errors(self._folder):
+        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
             self._writer.write_event(event)
 
     def sync(self) -> None:
-        with _name_file_in_errors(self._folder):
+        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
             self._writer.flush()
 
     def close(self) -> None:
-        with _name_file_in_errors(self._folder):
+        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
             self._writer.close()
 
 
@@ -321,7 +316,7 @@ class WeightsAndBiases:
 
 
 def _get_wandb_run_id(path: Path) -> str:
-    with _name_file_in_errors(path):
+    with name_disk_errors("write", path, RESUME_AFTER_REPAIR):
         if not path.exists():
             atomic_write(path, secrets.token_hex(4))
         return path.read_text().strip()

@@ -187,7 +187,11 @@ class RunDirectory:
         """Write the files of the run's tokenizer, and remove those of another one that an earlier run has left."""
         for name, content in files.items():
             path = self.folder / name
-            if not path.is_file() or path.read_bytes() != content:
+            try:
+                is_present = path.is_file() and path.read_bytes() == content
+            except OSError as error:
+                raise MegatfmError(f"{path}: can't be read: {error.strerror}: remove it") from error
+            if not is_present:
                 self.write(name, content)
         present = {*tokenizers.TOKENIZER_FILENAMES, *tokenizers.list_chat_templates(self.folder)}
         for name in sorted(present - files.keys()):

@@ -108,7 +108,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: st
         return time.perf_counter() if device.type == "cuda" else time.process_time() / torch.get_num_threads()
 
     best, start_time = float("inf"), time.perf_counter()
-    while time.perf_counter() - start_time < MATMUL_SECONDS:
+    while best == float("inf") or time.perf_counter() - start_time < MATMUL_SECONDS:
         start = clock()
         a @ b
         if device.type == "cuda":

@@ -9,6 +9,7 @@ from typing import Any
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import check_checkpoint
 from megatfm.config import Config
+from megatfm.errors import MegatfmError
 from megatfm.files import replace_non_finite
 
 log = logging.getLogger("megatfm")
@@ -76,13 +77,16 @@ class BestCheckpoint:
 def find_best_checkpoint(run_dir: str | Path) -> Path:
     """Return a run's best checkpoint if it has recorded one that is intact, else its newest one.
 
-    The path of a checkpoint is returned unchanged. Raises UsageError if there is no checkpoint.
+    The path of a checkpoint is returned unchanged. Raises UsageError if there is no checkpoint, MegatfmError
+    if its record of the best one is damaged.
     """
     newest = checkpoint.find_checkpoint(run_dir)
     if newest == Path(run_dir):
         return newest
     best = checkpoint.read_state(newest).get("best")
     if isinstance(best, Mapping):
+        if type(best.get("step")) is not int:
+            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {best.get('step')!r:.40}")
         path = newest.with_name(f"step-{best['step']:08d}")
         if path.is_dir() and check_checkpoint(path) is None:
             return path

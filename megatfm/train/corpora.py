@@ -151,15 +151,15 @@ def note_few_streams(config: Config) -> str:
     batch, streams = config.train.global_batch, choose_interleave(config.train.global_batch).streams
     if config.data.read_streams or streams >= MIN_STREAMS:
         return ""
-    near = next(
-        n
-        for distance in range(batch)
-        for n in (batch - distance, batch + distance)
-        if n % config.train.micro_batch == 0 and choose_interleave(n).streams >= MIN_STREAMS
+    candidates = (n for distance in range(batch) for n in (batch - distance, batch + distance))
+    usable = (
+        n for n in candidates if n % config.train.micro_batch == 0 and choose_interleave(n).streams >= MIN_STREAMS
     )
+    near = next(usable, None)  # none if the micro-batch itself has few divisors
+    advice = "set data.read_streams = 64" if near is None else f"choose {near}, or set data.read_streams = 64"
     return (
         f"train.global_batch = {batch} has few divisors, so {streams} stream{'s' * (streams > 1)} read the corpus, "
-        f"and neighbouring documents get into the same batch: choose {near}, or set data.read_streams = 64"
+        f"and neighbouring documents get into the same batch: {advice}"
     )
 
 

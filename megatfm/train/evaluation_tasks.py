@@ -1,8 +1,9 @@
 """Evaluation tasks during training: the engine computes the likelihoods of answers under its own layout.
 
 Prompts with answers are packed into rows like documents. The head over the vocabulary records the loss of each token.
-The batch fields `examples` and `words` say to which answer a token belongs, on whichever rank it was computed. An
-answer's losses are summed exactly: packing, batches and ranks affect results only by the rounding of token losses.
+The batch fields `examples` and `answer_positions` say to which answer a token belongs, on whichever rank it was
+computed. An answer's losses are summed exactly: packing, batches and ranks affect results only by the rounding of token
+losses.
 """
 
 import math
@@ -52,23 +53,23 @@ class AnswerLikelihood(Answers):
             "tokens": FieldSpec(pad_value=special.pad),
             "targets": FieldSpec(pad_value=IGNORE),
             "examples": FieldSpec(pad_value=-1),
-            "words": FieldSpec(),
+            "answer_positions": FieldSpec(),
         }
         self.recorder = TokenLossRecorder()
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        """Return an example with the fields `examples` (its index) and `words` (index of the token in the answer)."""
+        """Return an example with its index in `examples`, and the index of each answer token in `answer_positions`."""
         fields = super().build_example(chunk, key)
         counted = fields["targets"] != IGNORE
         return {
             **fields,
             "examples": np.where(counted, key.sample, -1),
-            "words": np.where(counted, np.cumsum(counted) - 1, 0),
+            "answer_positions": np.where(counted, np.cumsum(counted) - 1, 0),
         }
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Return the loss. The recorder stores the loss of each token, on ranks that hold the head."""
-        index_fields = ("examples", "words", "full_row_examples")
+        index_fields = ("examples", "answer_positions", "full_row_examples")
         inputs = {name: tensor for name, tensor in batch.items() if name not in index_fields}
         with self.recorder.recording(batch):
             losses = dict(model(**inputs).losses or {})
@@ -99,18 +100,18 @@ class TokenLossRecorder:
             if targets_BT.data_ptr() == batch["targets"].data_ptr():
                 counted_BT = batch["examples"] >= 0
                 losses_BT = losses_M.view(targets_BT.shape).double()
-                columns = (batch["examples"][counted_BT], batch["words"][counted_BT], losses_BT[counted_BT])
-                examples, words, losses = (column.cpu().numpy() for column in columns)
-                self.recorded.append((examples, words, losses))
+                columns = (batch["examples"][counted_BT], batch["answer_positions"][counted_BT], losses_BT[counted_BT])
+                examples, answer_positions, losses = (column.cpu().numpy() for column in columns)
+                self.recorded.append((examples, answer_positions, losses))
         self._calls.clear()
 
     def gather(self) -> dict[int, list[float]]:
         """Return example → losses of its tokens. Tokens that several ranks have computed count once. A collective."""
         recorded_by_rank = object_collectives.all_gather_object(self.recorded)
-        examples, words, losses = (
+        examples, answer_positions, losses = (
             np.concatenate(columns) for columns in zip(*chain.from_iterable(recorded_by_rank), strict=True)
         )
-        _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
+        _, first = np.unique(np.stack([examples, answer_positions]), axis=1, return_index=True)
         losses_by_example: dict[int, list[float]] = {}
         for example, loss in zip(examples[first].tolist(), losses[first].tolist(), strict=True):
             losses_by_example.setdefault(example, []).append(loss)

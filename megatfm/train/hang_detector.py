@@ -86,6 +86,11 @@ class _Rank:
     lost_peer: bool = False
 
     @property
+    def gone(self) -> bool:
+        """Whether the rank has exited or failed."""
+        return self.exited or self.failed_at is not None
+
+    @property
     def vanished(self) -> bool:
         return self.failed_at is not None and self.reason is None
 
@@ -111,6 +116,7 @@ class HangDetector:
     start: float
     relays: Sequence[int] | None = None
     _ranks: list[_Rank] = field(init=False)
+    _n_gone: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank(n, f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
@@ -121,7 +127,9 @@ class HangDetector:
 
     def record_exit(self, rank: int) -> None:
         """Record that a rank is done and exits."""
-        self._ranks[rank].exited = True
+        record = self._ranks[rank]
+        self._n_gone += not record.gone
+        record.exited = True
 
     def record_failure(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
         """Record that a rank raised an error, or (reason None) that its connection broke.
@@ -129,7 +137,8 @@ class HangDetector:
         lost_peer: whether its error only reports that another rank is gone.
         """
         record = self._ranks[rank]
-        if not record.exited and record.failed_at is None:
+        if not record.gone:
+            self._n_gone += 1
             record.failed_at, record.reason, record.lost_peer = now, reason, lost_peer
 
     def exclude_pause(self, seconds: float) -> None:
@@ -140,7 +149,7 @@ class HangDetector:
     @property
     def all_gone(self) -> bool:
         """Whether every rank has exited or failed."""
-        return all(rank.exited or rank.failed_at is not None for rank in self._ranks)
+        return self._n_gone == len(self._ranks)
 
     def diagnose(self, now: float) -> Diagnosis | None:
         """Return the diagnosis once the cause of a hang or failure is known; None before, and while all is well."""
@@ -202,7 +211,7 @@ class HangDetector:
         return [rank for rank in silent if (relay := relays[rank.rank]) == rank.rank or relay not in silent_ranks]
 
     def _list_active_ranks(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
+        return [rank for rank in self._ranks if not rank.gone]
 
     def _make_diagnosis(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
         blamed_ranks = [rank.rank for rank in blamed]

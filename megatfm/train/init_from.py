@@ -76,7 +76,7 @@ def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ())
     }
     shapes = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
     report = match_weights(shapes, stored, patterns, source)
-    weights = {f"model.{name}": box for name, box in engine.weights().items() if name in report.loaded}
+    weights = {f"model.{name}": block for name, block in engine.weights().items() if name in report.loaded}
     checkpoint.load(source, weights, cast=True)
     engine.sync_weights()
     return report

@@ -4,6 +4,7 @@ recorder for hangs.
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatfm.errors import MegatfmError
+from megatfm.files import temporary_path
+from megatfm.tracking.metrics import SNAPSHOT_DIR
 from megatfm.tracking.run_directory import RunDirectory
 
+log = logging.getLogger("megatfm")
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-SNAPSHOT_DIR = "memory"
-"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 
@@ -149,7 +152,7 @@ class StepProfile:
     """
 
     def __init__(self, steps: str | None, run: RunDirectory, device: torch.device) -> None:
-        self._first, self._end = (int(part) for part in steps.split(":")) if steps else (0, 0)
+        self._first, self._end = (int(step) for step in steps.split(":")) if steps else (0, 0)
         name = f"rank-{run.rank}-steps-{self._first}-{self._end}"
         self._path = run.folder / "profile" / f"{name}.json"
         self._device = device
@@ -171,12 +174,21 @@ class StepProfile:
         self._finish()
 
     def _finish(self) -> None:
-        if self._profile:
-            self._profile.stop()
-            self._path.parent.mkdir(exist_ok=True)
-            path, suffix = self._path, 1
-            while path.exists():
-                suffix += 1
-                path = self._path.with_stem(f"{self._path.stem}-{suffix}")
-            self._profile.export_chrome_trace(str(path))
-            self._profile = None
+        """End the recording, and write it; a failure is only logged, as the run doesn't need the profile."""
+        if self._profile is None:
+            return
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        path, suffix = self._path, 1
+        while path.exists():
+            suffix += 1
+            path = self._path.with_stem(f"{self._path.stem}-{suffix}")
+        temporary = temporary_path(path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(str(temporary))
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:
+            log.warning("log.profile: can't write %s: %s", path, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)

@@ -140,10 +140,8 @@ class RankMonitor:
 
     def _connect(self) -> None:
         """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
-        own_rank, host_names = (
-            self._process.rank,
-            all_gather_object((socket.gethostname(), get_machine_name())),
-        )
+        own_rank = self._process.rank
+        host_names = all_gather_object((socket.gethostname(), get_machine_name()))
         self._hosts, machines = [host for host, _ in host_names], [name for _, name in host_names]
         self._relays = find_relays(machines)
         single_host = len(set(machines)) == 1

@@ -21,7 +21,7 @@ from megatfm.train.json_connection import LINE_BYTES, MESSAGE_BYTES, JsonConnect
 
 TOKEN_SECONDS = 10.0
 """Time within which a new connection must send the token."""
-MAX_STRANGERS = 16
+MAX_UNIDENTIFIED = 16
 """Largest number of unidentified connections beyond one for each rank that has not identified itself yet."""
 LAST_MESSAGE_SECONDS = 5.0
 """Time within which the last message must be sent to all, and time within which they must read it."""
@@ -29,7 +29,7 @@ ACCEPT_PAUSE_SECONDS = 1.0
 """Pause after a connection could not be accepted."""
 DIAGNOSE_INTERVAL_SECONDS = 0.05
 """Time between two runs of the detector, which visits all ranks."""
-UNHEARD_SECONDS = 30.0
+FIRST_MESSAGE_SECONDS = 30.0
 """Time after which a warning names the ranks that have never sent a message."""
 
 Warn = Callable[[str], None]
@@ -38,7 +38,7 @@ Warn = Callable[[str], None]
 class _Hub(threading.Thread):
     """Accepts connections of ranks, and exchanges messages with them until the last one.
 
-    Each must first send its rank and the token. A subclass says how it handles messages, and when the last is due.
+    Each must first send its rank and the token. A subclass defines how messages are handled, and when the last is due.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _Hub(threading.Thread):
         if listener:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        if missing := raise_descriptor_limit(len(ranks) + MAX_STRANGERS):
+        if missing := raise_descriptor_limit(len(ranks) + MAX_UNIDENTIFIED):
             warn(
                 f"the limit of open files and sockets is {missing} too low for {len(ranks)} connections of the rank "
                 "monitor, which may miss ranks: raise the hard limit (ulimit -Hn, or LimitNOFILE of slurmd)"
@@ -90,7 +90,7 @@ class _Hub(threading.Thread):
                 elif isinstance(key.fileobj, JsonConnection):
                     self._receive(key.fileobj, now)
             self._resume_accepting(now)
-            self._drop_strangers(now)
+            self._drop_unidentified(now)
             if now >= next_heartbeat:
                 next_heartbeat = now + interval
                 self._broadcast({"heartbeat": True})
@@ -164,9 +164,9 @@ class _Hub(threading.Thread):
         connection.line_bytes = MESSAGE_BYTES
         del self._unidentified[connection]
 
-    def _drop_strangers(self, now: float) -> None:
+    def _drop_unidentified(self, now: float) -> None:
         """Close unidentified connections that sent no token in time, and the oldest ones if there are too many."""
-        max_unidentified = len(self._expected) + MAX_STRANGERS - self._n_identified
+        max_unidentified = len(self._expected) + MAX_UNIDENTIFIED - self._n_identified
         late = [connection for connection, since in self._unidentified.items() if now - since > TOKEN_SECONDS]
         surplus = list(self._unidentified)[: max(0, len(self._unidentified) - max_unidentified)]
         for connection in {*late, *surplus}:
@@ -233,33 +233,33 @@ class RankMonitorServer(_Hub):
     ) -> None:
         self._relays = relays or range(len(hosts))
         super().__init__("megatfm-rank-monitor", set(self._relays), heartbeat_interval, token, listener, warn)
-        self._unheard = set(range(len(hosts)))
+        self._ranks_without_message = set(range(len(hosts)))
         now = time.monotonic()
         self._detector = HangDetector(hosts, hang_timeout, max(4 * heartbeat_interval, 1.0), now, self._relays)
         self._next_diagnosis = now
-        self._warn_unheard_at: float | None = now + max(UNHEARD_SECONDS, 4 * heartbeat_interval)
+        self._warn_without_message_at: float | None = now + max(FIRST_MESSAGE_SECONDS, 4 * heartbeat_interval)
 
     def _exclude_pause(self, seconds: float) -> None:
         self._detector.exclude_pause(seconds)
 
     def _advance(self, now: float) -> Message | None:
-        """Return the diagnosis once there is one, or a farewell after all ranks have exited."""
-        if self._warn_unheard_at and now > self._warn_unheard_at:
-            self._warn_unheard_at = None
-            self._warn_of_unheard()
-        if now < self._next_diagnosis:
+        """Return the diagnosis once there is one, or {"bye": True} after all ranks have exited."""
+        if self._warn_without_message_at and now > self._warn_without_message_at:
+            self._warn_without_message_at = None
+            self._warn_of_ranks_without_message()
+        if now < self._next_diagnosis and not self._detector.all_gone:  # ranks wait for the farewell
             return None
         self._next_diagnosis = now + DIAGNOSE_INTERVAL_SECONDS
         if diagnosis := self._detector.diagnose(now):
             return {"diagnosis": diagnosis.to_dict()}
         return {"bye": True} if self._detector.all_gone else None
 
-    def _warn_of_unheard(self) -> None:
+    def _warn_of_ranks_without_message(self) -> None:
         """Warn of ranks that have never sent a message."""
-        if unheard := sorted(self._unheard):
-            names = ", ".join(map(str, unheard[:16])) + (" …" if len(unheard) > 16 else "")
+        if ranks := sorted(self._ranks_without_message):
+            names = ", ".join(map(str, ranks[:16])) + (" …" if len(ranks) > 16 else "")
             self._warn(
-                f"the rank monitor has had no message from {len(unheard)} of {len(self._relays)} ranks since the "
+                f"the rank monitor has had no message from {len(ranks)} of {len(self._relays)} ranks since the "
                 f"start: {names}"
             )
 
@@ -267,7 +267,7 @@ class RankMonitorServer(_Hub):
         for sender, inner in message.get("relayed", [(rank, message)]):
             if self._relays[sender] != rank:
                 raise ValueError(f"rank {rank} is not the relay of rank {sender}")
-            self._unheard.discard(sender)
+            self._ranks_without_message.discard(sender)
             if "heartbeat" in inner:
                 self._detector.record_heartbeat(sender, Heartbeat(**inner["heartbeat"]), now)
             elif "failed" in inner:

@@ -85,12 +85,41 @@ class ResumePoint:
         config = self.state.get("config")
         if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
+<<<<<<< HEAD
+        if part := _find_malformed_part(self.state):
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
+||||||| 16e8cb56
+        if (key := _find_malformed_part(self.state)) is not None:
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {key} in this form")
+=======
+        if (part := _find_malformed_part(self.state)) is not None:
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
+>>>>>>> defects2
         object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property
     def step(self) -> int:
         """Number of steps done when it was saved."""
         return int(self.state["step"])
+
+
+def _find_malformed_part(state: Mapping[str, Any]) -> str | None:
+    """Return the name of a part, "trouble" or "best", that no training run wrote as it is; None if there is none."""
+
+    def are_counts(part: Mapping[str, Any], keys: Sequence[str]) -> bool:
+        return all(type(part.get(key, 0)) is int and 0 <= part.get(key, 0) <= MAX_COUNT for key in keys)
+
+    trouble, best = state.get("trouble", {}), state.get("best")
+    if not isinstance(trouble, Mapping) or not are_counts(trouble, ("in_a_row", "skipped")):
+        return "trouble"
+    losses = trouble.get("losses", [])
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        return "trouble"
+    if best is None:
+        return None
+    is_best = isinstance(best, Mapping) and "step" in best and are_counts(best, ("step", "evaluations_since"))
+    value = best.get("value") if is_best else None
+    return None if type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity") else "best"
 
 
 def convert_config(stored: Any) -> Any:

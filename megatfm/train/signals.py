@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.ops.transfer import DeferredReads, move_to_device
+from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
 log = logging.getLogger("megatfm")
 
@@ -24,7 +25,8 @@ GRACE_SECONDS = 2.0
 
 
 class StopSignals:
-    """Context manager that records SIGTERM, SIGINT and SIGUSR1. A second SIGINT interrupts at once.
+    """Context manager that records SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless it is ignored. A second SIGINT
+    interrupts at once.
 
     Python runs signal handlers in the main thread only. If that is stuck inside a collective, a second thread, which
     reads the signals' numbers from a socket, ends the process.
@@ -49,9 +51,10 @@ class StopSignals:
                 "training runs outside the main thread, and only that one handles signals: no signal makes it save"
             )
             return self
-        self._previous_handlers = {name: signal.signal(name, self._handle) for name in STOP_SIGNALS}
+        stop_signals = (*STOP_SIGNALS, *list_hangup_signals())
+        self._previous_handlers = {name: signal.signal(name, self._handle) for name in stop_signals}
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher may have blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)  # the launcher may have blocked them
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,6 +99,8 @@ class StopSignals:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
+        if signum == signal.SIGHUP:
+            mute_closed_streams()
         self._received = signal.Signals(signum)
 
     def _exit_if_stuck(self) -> None:

@@ -231,24 +231,20 @@ def find_slow(per_rank: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
 def _find_missing_probes(run: RunDirectory) -> list[str]:
     """Return a problem, on rank 0, if it can't see every rank's probe file: then run_dir is not on a shared disk."""
     dist.barrier()
-    problems = []
-    if run.is_main:
-        probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
-        deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
-        while True:
-            missing = [rank for probe, rank in probes.items() if not probe.exists()]
-            if not missing or time.monotonic() >= deadline:
-                break
-            os.listdir(run.folder)  # noqa: PTH208  makes an NFS client refresh its cache
-            time.sleep(0.1)
-        if missing:
-            names = ", ".join(map(str, missing[:8]))
-            problems = [
-                f"rank 0 can't see the file that rank {names} wrote to {run.folder}: run_dir must be on a shared disk"
-            ]
-        for probe in probes:
+    if not run.is_main:
+        return []
+    probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
+    deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
+    for probe in probes:
+        file_io.wait_until_visible(probe, deadline)
+    missing = [rank for probe, rank in probes.items() if not probe.exists()]
+    for probe in probes:
+        with contextlib.suppress(OSError):  # the other ranks wait for this one, which must not fail alone
             probe.unlink(missing_ok=True)
-    return problems
+    if not missing:
+        return []
+    names = ", ".join(map(str, missing[:8]))
+    return [f"rank 0 can't see the file that rank {names} wrote to {run.folder}: run_dir must be on a shared disk"]
 
 
 def raise_together(problems: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from megatfm.config import Config
 from megatfm.data.loader import DataLoader
 from megatfm.engines.interface import Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
+from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.tracking import hardware
 from megatfm.tracking.console import RunLog
@@ -228,17 +230,20 @@ class Trainer:
             event, details = "started", self._start(branch)
         self._log_event(event, "; ".join([*details, *list_layout_changes(self.context.requested_config, config)]))
         launch_info = hardware.describe_launch(self.context.launcher)
-        if self.run.is_main:
-            launch_info |= {"peak": str(self.utilization.peak)} if self.utilization else {}
-            layout, device = self.engine.layout, self.engine.device
-            self.run.write_run_files(self.context.requested_config, layout.table, device, launch_info)
-            checkpoint.remove_leftovers(self.run.checkpoints)
+        run_on_rank_0_raising(lambda: self._write_run_files(launch_info))
         self.run.announce_links()
         description = f"{describe_size(self.engine)}, {self.precision}"
         log.info("%s: %s, step %d of %d", self.run.folder, description, self.step, config.train.steps)
         peak = f"MFU is relative to {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)
+
+    def _write_run_files(self, launch_info: Mapping[str, str]) -> None:
+        """Write the files that describe this start, and remove what a killed save left. On rank 0."""
+        peak = {"peak": str(self.utilization.peak)} if self.utilization else {}
+        table, device = self.engine.layout.table, self.engine.device
+        self.run.write_run_files(self.context.requested_config, table, device, {**launch_info, **peak})
+        checkpoint.remove_leftovers(self.run.checkpoints)
 
     def _start(self, branch: resume.ResumePoint | None) -> list[str]:
         """Start with new weights, or from another run's checkpoint or weights; return details for the log."""

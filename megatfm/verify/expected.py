@@ -46,7 +46,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
         reasons[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
     if parallel.pp > 1 and parallel.zero == 3 and _has_frozen_block_before_trained_part(config, model):
         reasons[name_group(list_group_sizes(parallel), SHARD, CONTEXT)] = (
-            "a frozen block lies before a trained part of its pipeline stage: FSDP2 prefetches it in vain, and whether "
+            "a frozen block lies before a trained part of its pipeline stage: FSDP2 prefetches it unused, and whether "
             "a later pass finds it gathered depends on the schedule"
         )
     if parallel.cp > 1 and (pattern := _find_plugin_pattern(config, model)):

@@ -255,7 +255,7 @@ def _add_fully_sharded(
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
     """Count the all-gathers of a block for one micro-batch: each forward pass, and each backward pass through it.
 
-    FSDP2 prefetches one block ahead, so the frozen block before the first trained one is gathered in vain.
+    FSDP2 prefetches one block ahead, so the frozen block before the first trained one is gathered and not used.
     """
     is_block = any(call.is_layer_output for call in calls if call.path == path)
     order = [call for call in calls if call.is_layer_output or (call.path == path and not is_block)]

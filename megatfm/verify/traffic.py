@@ -4,18 +4,24 @@ Bytes that a rank sends in a ring of n ranks: (n − 1)·x for an all-gather of 
 reduce-scatter and 2(n − 1)/n·x for an all-reduce of x bytes (Korthikanti et al. 2022; Rajbhandari et al. 2020).
 """
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.library import Library
 
 NAMESPACES = ("c10d", "_c10d_functional")
 WAITS = ("wait_tensor", "barrier", "monitored_barrier_", "recv_")
+COUNTING_KEY = "BackendSelect"
+"""Dispatch key at which collectives are counted: after autograd and modes (selective recomputation runs few operators
+again), before a backend. A `TorchDispatchMode` would see every operator, which doubles the time of a step."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class CollectiveTraffic:
     sent_bytes: int
 
 
-class TrafficCounter(TorchDispatchMode):
-    """Counts the collectives of this thread while entered. axes: process-group name → axis name."""
+class TrafficTally:
+    """Adds up collectives. axes: process-group name → axis name."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()
@@ -41,14 +47,11 @@ class TrafficCounter(TorchDispatchMode):
         """Return the traffic counted so far, sorted by axis and collective."""
         return [CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if func.namespace in NAMESPACES and name not in WAITS:
-            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-            self._count(name, {**named, **(kwargs or {})})
-        return func(*args, **(kwargs or {}))
+    def add_call(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count an operator's call if it sends anything."""
+        if operator.namespace in NAMESPACES and (name := operator._schema.name.partition("::")[2]) not in WAITS:
+            named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False))
+            self._count(name, {**named, **kwargs})
 
     def _count(self, name: str, arguments: Mapping[str, Any]) -> None:
         group = (
@@ -63,6 +66,51 @@ class TrafficCounter(TorchDispatchMode):
         key = self._axes.get(group.group_name, f"{group.size()} ranks"), collective
         self._calls[key] += 1
         self._bytes[key] += n_bytes
+
+
+class TrafficCounter(TrafficTally):
+    """Counts the collectives of this process while entered."""
+
+    def __enter__(self) -> Self:
+        if not _entered:
+            _kernels.extend(_register_kernels())
+        _entered.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _entered.remove(self)
+        while _kernels and not _entered:
+            _kernels.pop()._destroy()
+
+
+_entered: list[TrafficCounter] = []
+_kernels: list[Library] = []
+_running = threading.local()
+"""Its attribute `depth`: operators that a thread runs one inside another; functional collectives run others."""
+
+
+def _register_kernels() -> Iterator[Library]:
+    """Register kernels that count, for operators that send; yield what unregisters them."""
+    for namespace in NAMESPACES:
+        library = Library(namespace, "IMPL")
+        for full_name in torch._C._dispatch_get_all_op_names():
+            name, _, overload = full_name.removeprefix(f"{namespace}::").partition(".")
+            if full_name.startswith(f"{namespace}::") and name not in WAITS:
+                operator = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+                library.impl(operator, partial(_count_and_run, operator), COUNTING_KEY, with_keyset=True)
+        yield library
+
+
+def _count_and_run(operator: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    depth = getattr(_running, "depth", 0)
+    for counter in _entered if depth == 0 else ():
+        counter.add_call(operator, args, kwargs)
+    _running.depth = depth + 1
+    try:
+        later_keys = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        return operator.redispatch(keyset & later_keys, *args, **kwargs)
+    finally:
+        _running.depth = depth
 
 
 def _count_ring_bytes(

@@ -43,8 +43,8 @@ def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Conf
     config_file.write_text(text)
 
     def make(*overrides: str, run: str) -> Config:
-        more = [f"run_dir={tmp_path / run}", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9"]
-        return load_section(Config, config_file, [*more, *overrides])
+        more = ["train.steps=8", "train.micro_batch=2", "checkpoint.every=1", "checkpoint.keep=9"]
+        return load_section(Config, config_file, [f"run_dir={tmp_path / run}", *more, *overrides])
 
     return make
 

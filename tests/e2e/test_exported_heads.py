@@ -29,7 +29,7 @@ name = "task"
 task = { train = "train.jsonl", validation = "train.jsonl", epochs = 2 }
 data = { sequence_length = 32 }
 optimizer = { name = "adamw", lr = 4e-3 }
-train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+train = { global_batch = 8, micro_batch = 8, precision = "fp32" }
 log = { sinks = [] }
 """
 SIZES = {

@@ -56,8 +56,8 @@ def test_a_run_resumes_despite_leftovers_and_a_checkpoint_without_permission(sta
     second_run = start(*QUICK, "train.steps=8", fault=UNPRIVILEGED)
     assert second_run.wait(120) == [EXIT_OK, EXIT_OK], second_run.said(0)
     log = (first.folder / "logs" / "rank-0.log").read_text()
-    assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
-    assert f"a leftover of a killed save could not be removed: cannot remove {stuck}" in log
+    assert f"{newest.name} is not used: can't read {newest}/metadata.json: Permission denied" in log
+    assert f"a leftover of a killed save could not be removed: can't remove {stuck}" in log
     assert not partial.exists()
     assert [event["detail"] for event in second_run.events() if event["event"] == "resumed"] == [f"from {before.name}"]
     aside = [path for path in folder.iterdir() if path.name.startswith(".step-00000008.damaged-")]
@@ -67,7 +67,7 @@ def test_a_run_resumes_despite_leftovers_and_a_checkpoint_without_permission(sta
 
 
 CLOSED = {
-    "checkpoints": r"cannot list RUN/checkpoints: Permission denied",
+    "checkpoints": r"can't list RUN/checkpoints: Permission denied",
     "lock": r"RUN: can't write the run directory: Permission denied",
     ".": r"RUN: can't write the run directory: Permission denied",
     "checkpoints/step-00000004": r"RUN/checkpoints: none of its 1 checkpoints is intact, see above; move them away",

@@ -28,7 +28,7 @@ SHORT = (
 SEQ2SEQ = ("model.family=encoder_decoder", "objective.name=span_corruption", "data.target_length=64")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
-    "zero3 of an encoder-decoder": (3, ("train.global_batch=6", *SEQ2SEQ)),
+    "zero3 of an encoder-decoder": (3, ("train.global_batch=6", "train.micro_batch=2", *SEQ2SEQ)),
     "tp x dp": (4, ("parallel.tp=2", "parallel.sequence_parallel=false", "parallel.dp_shard=2", "parallel.zero=1")),
     "experts": (2, ("model.ffn={name='moe', n_experts=4, top_k=2, d_ff=32}", "parallel.ep=2", "parallel.dp_shard=2")),
     "averaged weights": (2, ("optimizer={name='schedule_free_adamw', lr=1e-2}", "lr_schedule.name=constant")),

@@ -26,7 +26,7 @@ name = "task"
 task = { train = "train.jsonl", validation = "validation.jsonl", test = "test.jsonl", epochs = 6 }
 data = { sequence_length = 32 }
 optimizer = { name = "adamw", lr = 4e-3 }
-train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+train = { global_batch = 8, micro_batch = 8, precision = "fp32" }
 checkpoint = { keep = 1 }
 log = { sinks = [] }
 """
@@ -257,7 +257,7 @@ def test_long_documents_are_classified(folder: Path, pattern: str) -> None:
         write_lines(folder / f"{name}.jsonl", rows)
     sizes = 'd_model=32, n_layers=1, ffn={d_ff=64}, position={name="learned", max_positions=128}'
     model = f'model={{{sizes}, family="encoder", attention={{n_heads=2, {LONG[pattern]}}}}}'
-    words = ["data.tokenizer=bert", "data.sequence_length=128", "task.test=", "task.epochs=6", "train.micro_batch=8"]
+    words = ["data.tokenizer=bert", "data.sequence_length=128", "task.test=", "task.epochs=6"]
     assert run_command("finetune", "task.toml", model, *words) == 0
     assert results_of(folder)["validation"]["metrics"]["accuracy"] > 0.95
 

@@ -26,7 +26,7 @@ from tests.support.workers import THREADS, WorkerFailure, Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
-HALF = ["train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
+HALF = ["train.micro_batch=2", "train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
 SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 

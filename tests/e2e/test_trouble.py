@@ -7,16 +7,20 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.checkpoint.metadata import check_json_round_trip
 from megatfm.config import Config
-from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.record import is_finished
+from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.best_checkpoint import BestCheckpoint, find_best_checkpoint
+from megatfm.train.run import train
 from tests.support.training_runs import (
     assert_bitwise_equal,
     delete_checkpoints_after,
@@ -121,7 +125,9 @@ def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_pa
 # -------------------------------------------------------------------------------------------- silent corruption
 
 
-REPLICAS = ["parallel.dp_replicate=3", "train.global_batch=6", "train.steps=6", "checkpoint.every=3"]
+REPLICAS = [
+    "parallel.dp_replicate=3", "train.global_batch=6", "train.micro_batch=2", "train.steps=6", "checkpoint.every=3",
+]  # fmt: skip
 
 
 def test_a_bit_that_flips_in_a_replica_is_found_and_its_rank_named(
@@ -187,6 +193,28 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     assert workers.run(train_until, 2, stopped, 5, signal.SIGTERM) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, stopped) == [EXIT_OK, EXIT_OK]
     assert training_curve(tmp_path / "whole") == training_curve(tmp_path / "stopped")
+
+
+def train_on_a_full_disk(config: Config) -> str:
+    """Train while rank 0 alone can't write the run's files; returns the error."""
+
+    def refuse(*_: object) -> None:
+        if dist.get_rank() == 0:
+            raise MegatfmError("plan.txt: can't write it: No space left on device")
+        raise AssertionError("other ranks write nothing")
+
+    with patch.object(RunDirectory, "write_run_files", refuse):
+        try:
+            train(config)
+        except MegatfmError as error:
+            return str(error)
+    return "trained"
+
+
+def test_all_ranks_end_where_rank_0_cannot_write_the_run_s_files(workers: Workers, make_config: MakeConfig) -> None:
+    """Each has the reason, and none waits for rank 0 in the first step."""
+    message = "plan.txt: can't write it: No space left on device"
+    assert workers.run(train_on_a_full_disk, 3, make_config("train.steps=2", "train.global_batch=6")) == [message] * 3
 
 
 def test_a_run_with_progress_goes_to_its_end(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:

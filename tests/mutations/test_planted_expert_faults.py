@@ -12,7 +12,7 @@ from megatfm.config import ParallelConfig
 from megatfm.layers.moe.moe import MoE
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import Soap
-from megatfm.parallel import collectives, cp_plans, expert_parallel
+from megatfm.parallel import collectives, context_modules, cp_plans
 from megatfm.parallel.collectives import TensorParallelGroup
 from tests.support.batches import family_batch
 from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
@@ -87,8 +87,8 @@ def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]
 
-    genuine = expert_parallel._gather_row
-    patch.setattr(expert_parallel, "_gather_row", unsorted)
+    genuine = context_modules._gather_row
+    patch.setattr(context_modules, "_gather_row", unsorted)
 
 
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)

@@ -2,7 +2,8 @@
 
 A fresh Python that trains takes six seconds of a CPU to import what it needs, a fork none. All else is real: process
 ids and groups, signals, exit codes, what goes to the terminal. That a fresh Python does the same is shown by
-`tests/e2e/test_going_on.py` (ranks that `launch` starts), `tests/e2e/slurm` (a job) and `.ci/wheel-test`.
+`tests/e2e/test_leftovers.py` (a rank that gets a signal while it starts), `tests/e2e/slurm` (a job) and
+`.ci/wheel-test` (ranks that `launch` starts).
 """
 
 import contextlib

@@ -8,18 +8,22 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
     "megatfm.engines.native.engine", "megatfm.inference.samples", "megatfm.describe.description",
+    "megatfm.commands.training",  # and the launchers, which most commands import
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
     MODULES += [
         "scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert",
         "torch._inductor.compile_fx",  # DeepSpeed's optimizers import it, too
-        # What commands import when they run.
-        "megatfm.commands.from_model", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
+        # The other commands, and what they import when they run.
+        "megatfm.commands.conversion", "megatfm.commands.estimate", "megatfm.commands.evaluation",
+        "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
+        "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
         "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
@@ -28,5 +32,7 @@ gc.disable()
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+# Each run would multiply for a tenth of a second of CPU to measure it; one product is enough for a test.
+sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
 gc.freeze()
 gc.enable()

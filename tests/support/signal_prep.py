@@ -16,6 +16,7 @@ from megatfm.corpus.files import AtomicFile
 
 name, writes, rank, config, *remaining = sys.argv[1:]
 fallen = Path(config).with_name("fallen")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 write = AtomicFile.write
 count = 0
 

@@ -40,7 +40,7 @@ warmup_steps = 2
 [train]
 steps = 12
 global_batch = 8
-micro_batch = 2
+micro_batch = 4
 precision = "fp32"
 
 [checkpoint]

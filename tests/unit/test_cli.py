@@ -2,6 +2,7 @@
 
 import io
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -188,6 +189,18 @@ def test_a_command_runs_with_closed_streams_and_no_file_takes_their_numbers(clos
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, OPEN_A_FILE]
     completed = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
     assert (completed.returncode, completed.stderr) == (0, b"")
+
+
+def test_output_to_a_terminal_that_was_closed_is_dropped() -> None:
+    program = "import sys; from megatfm.terminal import *; input(); mute_closed_streams(); print('x', flush=True)"
+    other_end, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.PIPE
+    )
+    os.close(terminal)
+    os.close(other_end)
+    assert process.communicate(b"\n", timeout=60) == (None, b"")
+    assert process.returncode == 0
 
 
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:

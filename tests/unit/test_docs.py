@@ -17,9 +17,10 @@ import tomli_w
 
 from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
+from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
-from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
+from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module, parse_folders
 
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
@@ -250,14 +251,30 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
     assert any(answer in item for item in actual) or (actual and answer in text), (word, page)
 
 
-def test_the_glossary_has_every_foreign_key() -> None:
+NAMES_OF_SEVERAL_THINGS = {
+    "batch_size", "cp", "finetune", "freq", "from_pretrained", "interval", "load", "output", "resume_from_checkpoint",
+    "rope", "save", "spec", "stage",
+}  # fmt: skip
+"""Names in the glossary's tables of keys for which an error can't tell the one key that is meant."""
+
+
+def test_an_error_answers_every_key_of_the_glossary_with_ours() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    actual = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert actual >= set(FOREIGN_KEYS.values())
-    words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
-    message = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(FOREIGN_KEYS) <= message, set(FOREIGN_KEYS) - message
+    terms = text.partition("## Terms of the config")[2].partition("### Words of the log")[0]
+    keys = text.partition("### Keys")[2].partition("### What is otherwise")[0]
+    ours_by_name: dict[str, set[str]] = {}
+    for table, column in ((terms, 0), (keys, -1)):
+        for line in table.splitlines():
+            cells = line.strip("| ").split(" | ")
+            ours = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", cells.pop(column))) if len(cells) > 3 else set()
+            for word in re.findall(r"`(?:--)?([a-z0-9_-]+)[` ]", " ".join(cells)) if ours else ():
+                ours_by_name.setdefault(word.replace("-", "_"), set()).update(ours)
+    assert len(ours_by_name) > 150, "the tables were read"
+    assert not [name for name in FOREIGN_KEYS if name not in text.replace("-", "_")]
+    assert set().union(*ours_by_name.values()) >= set(FOREIGN_KEYS.values())
+    for name, ours in ours_by_name.items():
+        if name not in NAMES_OF_SEVERAL_THINGS and not any(key.rpartition(".")[2] == name for key in ours):
+            assert ours.intersection(find_keys(name)), (name, ours, find_keys(name))
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -304,8 +321,7 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
     actual: set[str] = set()
-    for path in (ROOT / "megatfm").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for tree in parse_folders("megatfm").values():
         actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
     return actual

@@ -1,1 +1,1 @@
-"""The engine `parallel.engine = "deepspeed"`: DeepSpeed's ZeRO under our loop, layouts and checkpoints."""
+"""The engine `parallel.engine = "deepspeed"`: DeepSpeed's ZeRO under megatfm's training loop and checkpoints."""

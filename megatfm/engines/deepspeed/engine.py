@@ -115,8 +115,8 @@ class DeepSpeedEngine(BaseEngine):
         for name in self.parameters:
             layout = self.layout[name]
             offsets, sizes = layout.region
-            if part := self.partitions.parts.get(name):
-                weights[name] = FlatShardedTensor(part.weights, layout.shape, offsets, sizes, part.offset)
+            if partition := self.partitions.by_name.get(name):
+                weights[name] = FlatShardedTensor(partition.weights, layout.shape, offsets, sizes, partition.offset)
             else:
                 stored = torch.empty(sizes, dtype=self.precision.param_dtype, device=self.device)
                 weights[name] = ShardedTensor(stored, layout.shape, offsets)
@@ -171,7 +171,7 @@ class DeepSpeedEngine(BaseEngine):
             return self.passes.evaluate(batch, objective)
 
     def _find_weights_without_gradient(self) -> Collection[str]:
-        return self.partitions.parts.keys() - self._reached
+        return self.partitions.by_name.keys() - self._reached
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`. Gradients that are not finite lower float16's loss scale, whether or not the step is
@@ -220,8 +220,8 @@ class DeepSpeedEngine(BaseEngine):
         Tensors offloaded to the host count only if the device is the host, those in files never.
         """
         on_host = self.offload != "none" and self.device.type != "cpu"
-        elements = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
-        shard = sum(part.size for part in self.partitions.parts.values())
+        elements = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.by_name)
+        shard = sum(partition.size for partition in self.partitions.by_name.values())
         shard_bytes = shard * self.precision.param_dtype.itemsize
         itemsize = self.precision.compute_dtype.itemsize
         sizes = [sum(p.numel() for p in block.parameters()) for block in iter_blocks(self.model)]

@@ -158,13 +158,13 @@ def build_partitions(
 class UnpartitionedParameters(Partitions):
     """Partitions of stage 0: whole tensors."""
 
-    def _find_part(self, parameter: Any, group: int) -> Partition:
+    def _find_partition(self, parameter: Any, group: int) -> Partition:
         return Partition(parameter, 0, parameter.numel(), 0, group, parameter)
 
     def _has_gradients(self) -> bool:
-        return any(self._parameters[name].grad is not None for name in self.parts)
+        return any(self._parameters[name].grad is not None for name in self.by_name)
 
-    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
+    def _get_gradient(self, parameter: Any, partition: Partition) -> Tensor:
         gradient: Tensor = parameter.grad.view(-1)
         return gradient
 
@@ -181,7 +181,7 @@ class FlatPartitions(Partitions):
 
     FLAT_TENSORS = "single_partition_of_fp32_groups"
 
-    def _find_part(self, parameter: Any, group: int) -> Partition:
+    def _find_partition(self, parameter: Any, group: int) -> Partition:
         flat, mapping = getattr(self._optimizer, self.FLAT_TENSORS)[group], parameter._hp_mapping
         if mapping is None:  # other ranks have all of its elements
             return Partition(flat, 0, 0, 0, group, flat)
@@ -191,12 +191,12 @@ class FlatPartitions(Partitions):
     def _has_gradients(self) -> bool:
         return self._optimizer.cpu_offload or _are_complete(self._optimizer.averaged_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
+    def _get_gradient(self, parameter: Any, partition: Partition) -> Tensor:
         if self._optimizer.cpu_offload:
-            gradients = part.flat.grad
-            return part.flat.new_zeros(part.size) if gradients is None else part.view_in(gradients)
-        if not part.size:
-            return part.flat.detach().new_zeros(0)
+            gradients = partition.flat.grad
+            return partition.flat.new_zeros(partition.size) if gradients is None else partition.view_in(gradients)
+        if not partition.size:
+            return partition.flat.detach().new_zeros(0)
         gradient: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
         return gradient.view(-1)
 
@@ -227,8 +227,8 @@ class Bf16OptimizerPartitions(FlatPartitions):
     def _has_gradients(self) -> bool:
         return any(any(has_gradients) for has_gradients in self._optimizer.fp32_groups_has_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
-        return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
+    def _get_gradient(self, parameter: Any, partition: Partition) -> Tensor:
+        return partition.view_in(self._optimizer.fp32_groups_gradient_flat_partition[partition.group])
 
     @ignore_warnings()
     def drop_gradients(self) -> None:
@@ -246,7 +246,7 @@ class ShardedPartitions(Partitions):
         setattr(engine.optimizer.parameter_offload.param_coordinator, PREFETCH_NVME, False)
         super().__init__(engine, parameters, groups)
 
-    def _find_part(self, parameter: Any, group: int) -> Partition:
+    def _find_partition(self, parameter: Any, group: int) -> Partition:
         subgroup, start, padded_size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         offset = min(rank * padded_size, parameter.ds_numel)
@@ -259,9 +259,9 @@ class ShardedPartitions(Partitions):
             return bool(self._optimizer._offload_boundary_param_ids)
         return _are_complete(self._optimizer.averaged_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
+    def _get_gradient(self, parameter: Any, partition: Partition) -> Tensor:
         gradient: Tensor = getattr(self._optimizer, GRADIENT_PARTITIONS)[parameter.ds_id]
-        return gradient.view(-1)[: part.size]
+        return gradient.view(-1)[: partition.size]
 
     @ignore_warnings()
     def prepare_step(self) -> None:

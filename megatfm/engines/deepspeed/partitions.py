@@ -53,15 +53,16 @@ class Partitions(ABC):
     def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters: Mapping[str, Any] = parameters  # with attributes that DeepSpeed adds
-        self.parts = {
-            name: self._find_part(parameters[name], group) for group, names in enumerate(groups) for name in names
+        self.by_name = {
+            name: self._find_partition(parameters[name], group) for group, names in enumerate(groups) for name in names
         }
+        """Trained parameter → the partition of it that this rank updates."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return flat views of the gradients of these partitions; empty before a backward pass."""
         if not self._has_gradients():
             return {}
-        return {name: self._get_gradient(self._parameters[name], part) for name, part in self.parts.items()}
+        return {name: self._get_gradient(self._parameters[name], partition) for name, partition in self.by_name.items()}
 
     def prepare_step(self) -> None:
         """Prepare DeepSpeed's optimizer for a step with the gradients as they are now."""
@@ -91,13 +92,13 @@ class Partitions(ABC):
         }
 
     @abstractmethod
-    def _find_part(self, parameter: Any, group: int) -> Partition: ...
+    def _find_partition(self, parameter: Any, group: int) -> Partition: ...
 
     @abstractmethod
     def _has_gradients(self) -> bool: ...
 
     @abstractmethod
-    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor: ...
+    def _get_gradient(self, parameter: Any, partition: Partition) -> Tensor: ...
 
 
 class FlatOptimizer:
@@ -108,8 +109,7 @@ class FlatOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, partitions: Partitions, group: OptimizerGroup) -> None:
         self._torch, self._partitions, self._group = optimizer, partitions, group
-        self._parts = partitions.parts
-        self._blocks = {name: part.weights for name, part in self._parts.items()}
+        self._blocks = {name: partition.weights for name, partition in self._partitions.by_name.items()}
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate, times each group's ratio."""
@@ -147,8 +147,8 @@ class FlatOptimizer:
     def load(self, state: State) -> None:
         """Load the result of `state`. Raises MegatfmError if parameters that share a step count differ in it."""
         states_by_flat: dict[Tensor, dict[str, Tensor]] = {}
-        for name, part in self._parts.items():
-            flat_state = states_by_flat.setdefault(part.flat, {})
+        for name, partition in self._partitions.by_name.items():
+            flat_state = states_by_flat.setdefault(partition.flat, {})
             values = dict(state[name])
             if TRAINED in values:
                 self._blocks[name].copy_(values.pop(TRAINED))
@@ -158,8 +158,8 @@ class FlatOptimizer:
                     options[key] = type(options[key])(values.pop(key).item())
             for key, value in values.items():
                 if value.dim():
-                    zeros = torch.zeros_like(part.resident.detach(), dtype=value.dtype).view(-1)
-                    part.view_in(flat_state.setdefault(key, zeros)).copy_(value)
+                    zeros = torch.zeros_like(partition.resident.detach(), dtype=value.dtype).view(-1)
+                    partition.view_in(flat_state.setdefault(key, zeros)).copy_(value)
                 elif not torch.equal(flat_state.setdefault(key, value), value):
                     raise MegatfmError(
                         f"the checkpoint has {key} = {value.item():g} of {name} and {flat_state[key].item():g} of a "
@@ -169,14 +169,16 @@ class FlatOptimizer:
             self._partitions.set_optimizer_state(flat, values)
 
     def _read_state(self) -> dict[str, dict[str, Tensor]]:
-        flat_tensors = {part.flat for part in self._parts.values()}
+        flat_tensors = {partition.flat for partition in self._partitions.by_name.values()}
         states = {
             flat: self._partitions.optimizer_state(flat, self._torch.state.get(flat, {})) for flat in flat_tensors
         }
-        return {
-            name: {key: part.view_in(value) if value.dim() else value for key, value in states[part.flat].items()}
-            for name, part in self._parts.items()
-        }
+
+        def view_state(partition: Partition) -> dict[str, Tensor]:
+            flat_state = states[partition.flat].items()
+            return {key: partition.view_in(value) if value.dim() else value for key, value in flat_state}
+
+        return {name: view_state(partition) for name, partition in self._partitions.by_name.items()}
 
     def _get_options(self, name: str) -> dict[str, Any]:
-        return self._torch.param_groups[self._parts[name].group]
+        return self._torch.param_groups[self._partitions.by_name[name].group]

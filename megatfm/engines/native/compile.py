@@ -83,9 +83,9 @@ def compile_all(blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool 
         options = {"options": make_async_tp_options(autotune)}
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
-        eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
-        for part in eager:
-            replace_forward(part, torch.compiler.disable(part.forward))
+        eager = [module for module in block.modules() if not getattr(module, "is_compiled", True)]
+        for module in eager:
+            replace_forward(module, torch.compiler.disable(module.forward))
         if not fullgraph:
             disable_compile_of_attention(block)
         block.compile(fullgraph=fullgraph and not eager, dynamic=False, **options)

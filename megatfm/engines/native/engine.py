@@ -38,6 +38,7 @@ from megatfm.engines.passes import (
 )
 from megatfm.engines.pipeline import PipelineForwardBackward, check_split_backward
 from megatfm.engines.state import TiedParameters
+from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
 
@@ -248,6 +249,14 @@ def shard_parameters(
     precision: Precision,
     device: torch.device,
 ) -> DataParallel:
-    """Shard a model's parameters (on the meta device) over the data axes, and allocate them uninitialised."""
+    """Shard a model's parameters (on the meta device) over the data axes, and allocate them uninitialised.
+
+    Raises UsageError for a parameter without dims, since ZeRO divides one.
+    """
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        raise UsageError(
+            f"{scalars[0]} is a scalar parameter, and ZeRO shards a dim of each: give it one, as in "
+            "nn.Parameter(torch.ones(1))"
+        )
     shard = Replicated if zero_options.zero <= 1 else FullySharded
     return shard(model, layout, mesh, zero_options=zero_options, precision=precision, device=device)

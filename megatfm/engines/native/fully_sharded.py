@@ -172,8 +172,7 @@ def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
 def _hide_hooks(module: nn.Module) -> None:
     """Hide FSDP2's hooks from selective checkpointing, which requires a recomputation to repeat the same operations:
-    the second gather may have less to do. Other dispatch modes, such as one that counts traffic, still see the
-    hooks."""
+    the second gather may have less to do. Other dispatch modes, such as the imaginary GPU, still see the hooks."""
 
     def hide(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

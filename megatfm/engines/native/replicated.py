@@ -105,12 +105,12 @@ class Bucket:
         return columns
 
 
-def _fill(buffer: Tensor, part: Tensor) -> None:
-    """Copy a part to the beginning of a buffer, and pad it with zeros. Zeroing the whole buffer first would take half
+def _fill(buffer: Tensor, values: Tensor) -> None:
+    """Copy values to the beginning of a buffer, and pad it with zeros. Zeroing the whole buffer first would take half
     as long again, and usually no padding is needed."""
-    buffer[: part.numel()] = part.reshape(-1)
-    if part.numel() < buffer.numel():
-        buffer[part.numel() :] = 0
+    buffer[: values.numel()] = values.reshape(-1)
+    if values.numel() < buffer.numel():
+        buffer[values.numel() :] = 0
 
 
 def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, max_elements: int) -> Iterator[Bucket]:

@@ -128,7 +128,7 @@ def test_a_read_that_fails_is_named(
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     with (
         file_io.HashedFile(tmp_path / "file", direct) as file,
-        pytest.raises(MegatfmError, match=f"cannot read {tmp_path}/file: {os.strerror(code)}"),
+        pytest.raises(MegatfmError, match=f"can't read {tmp_path}/file: {os.strerror(code)}"),
     ):
         file.read(file.size)
     assert readers() == []

@@ -157,7 +157,7 @@ def test_a_checkpoint_without_permission(
 
     monkeypatch.setattr(os, "open", refuse)
     assert find_latest(path.parent) == path.parent / "step-00000001"
-    assert f"step-00000002 is not used: cannot read {path / METADATA}: Permission denied" in caplog.text
+    assert f"step-00000002 is not used: can't read {path / METADATA}: Permission denied" in caplog.text
 
 
 def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -320,5 +320,5 @@ def test_the_store_is_read_without_its_tensors(path: Path) -> None:
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MegatfmError, match=r"cannot read .*metadata\.json: No such file"):
+    with pytest.raises(MegatfmError, match=r"can't read .*metadata\.json: No such file"):
         read_state(tmp_path / "step-00000001")

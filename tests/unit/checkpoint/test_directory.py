@@ -97,7 +97,7 @@ def test_an_old_checkpoint_that_can_not_be_removed_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path) -> None:
-        raise MegatfmError(f"cannot remove {path}: Permission denied")
+        raise MegatfmError(f"can't remove {path}: Permission denied")
 
     save_step(tmp_path, 1)
     monkeypatch.setattr(file_io, "remove_tree", refuse)
@@ -105,7 +105,7 @@ def test_an_old_checkpoint_that_can_not_be_removed_is_logged(
     assert find_latest(tmp_path) == path
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("an old checkpoint could not be removed: cannot remove ")
+    assert warnings[0].startswith("an old checkpoint could not be removed: can't remove ")
 
 
 def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
@@ -138,22 +138,22 @@ def test_leftovers_that_can_not_be_removed_are_ignored(
 
     def refuse(path: Path) -> None:
         if path == stuck:
-            raise MegatfmError(f"cannot remove {path}: Permission denied")
+            raise MegatfmError(f"can't remove {path}: Permission denied")
         genuine(path)
 
     monkeypatch.setattr(file_io, "remove_tree", refuse)
     assert remove_leftovers(tmp_path) == [other]
     (message,) = caplog.messages
-    assert message == f"a leftover of a killed save could not be removed: cannot remove {stuck}: Permission denied"
+    assert message == f"a leftover of a killed save could not be removed: can't remove {stuck}: Permission denied"
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for use in (find_latest, remove_leftovers):
-        with pytest.raises(MegatfmError, match=r"cannot list .*file: Not a directory"):
+        with pytest.raises(MegatfmError, match=r"can't list .*file: Not a directory"):
             use(file)
-    with pytest.raises(MegatfmError, match=r"not saved: cannot create .*file: File exists"):
+    with pytest.raises(MegatfmError, match=r"not saved: can't create .*file: File exists"):
         save_step(file, 1)
 
 

@@ -192,10 +192,10 @@ def send(folder: Path, fault: str) -> str:
 
 @pytest.mark.parametrize(("fault", "message"), [
     ("none", "sent"),
-    ("missing", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: No such file or directory"),
-    ("short", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: it shrank to 2500 bytes while it was read"),
+    ("missing", "not sent: rank 0 on HOST: can't read FOLDER/from/b: No such file or directory"),
+    ("short", "not sent: rank 0 on HOST: can't read FOLDER/from/b: it shrank to 2500 bytes while it was read"),
     ("damaged", "not sent: rank 1 on HOST: FOLDER/to/b is damaged: what came from rank 0 doesn't have its hash"),
-    ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
+    ("in the way", "not sent: rank 1 on HOST: can't write FOLDER/to/b: File exists"),
 ])  # fmt: skip
 def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
     first, second = workers.run(send, 2, tmp_path, fault)

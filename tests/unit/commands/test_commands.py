@@ -15,7 +15,7 @@ import megatfm
 from megatfm.cli import main
 from megatfm.commands import finetuning, training
 from megatfm.commands.training import enable_expandable_segments
-from megatfm.config import load_config
+from megatfm.config import list_presets, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
@@ -65,7 +65,7 @@ def test_the_config_of_a_running_task_is_not_replaced(
     assert (tmp_path / "finetune.toml").read_text() == "of the run\n"
     config = config.with_changes({"run_dir": f"{tmp_path}/launch.json/below"})
     assert run_command("finetune", "task.toml", "--prepare") == 1
-    assert "finetune.toml: can't write the run's config: Not a directory" in capfd.readouterr().err
+    assert "finetune.toml: Not a directory: make room" in capfd.readouterr().err
 
 
 CORPORA = ("train=corpora/web", "validation.web=corpora/web", 'mixture.web={path = "corpora/web"}')
@@ -165,6 +165,29 @@ def test_a_further_validation_set_does_not_replace_the_runs_own(
     )
 
 
+LONG = "/".join(["long" * 50] * 30)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([command, LONG] for command in ("train", "finetune", "launch", "evaluate", "report", "status", "cancel")),
+        ["describe", LONG], ["explain-oom", LONG], ["compare", LONG, LONG], ["predict", LONG, LONG],
+        ["generate", LONG, "--prompt", "a"], ["data", "check", LONG], ["data", "index", LONG, "--labels", "cls"],
+        ["config", "show", LONG], ["train", "quickstart", f"data.tokenizer={LONG}"],
+        ["estimate", "gpt2-124m", "--write", LONG], ["prep", "quickstart-data", f"read.folder={LONG}"],
+        ["prep", LONG], ["data", "show", "a\0b"], ["estimate", "gpt2-124m", "--hardware", "a\0b"],
+        ["prep", "quickstart-data", 'out="a\\u0000b"', "read.folder=."],
+    ],
+    ids=lambda words: " ".join(word[:20] for word in words),
+)  # fmt: skip
+def test_paths_that_no_system_has_are_one_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command(*words) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert len(line) < 7000
+
+
 def test_the_report_of_no_run_is_refused_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command("report", str(tmp_path / "none")) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -174,8 +197,8 @@ def test_the_report_of_no_run_is_refused_once(tmp_path: Path, capfd: pytest.Capt
 class RowsWithoutImages:
     """Three rows of texts alone, as a corpus of images and texts may have them."""
 
-    def __len__(self) -> int:
-        return 3
+    def epoch(self, position: int) -> int:
+        return position // 3
 
     def read_rows(self, positions: list[int]) -> dict[str, np.ndarray]:
         assert positions[0] < 3, "begins the next epoch"
@@ -200,13 +223,13 @@ class RowsOfOneImage(RowsWithoutImages):
 def test_images_that_cannot_be_drawn_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A corpus without images is not searched for ever."""
+    """A corpus without images is not searched for ever, also where images are mixed, whose rows have no length."""
     monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
     monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(provenance={})))
     sheet = tmp_path / "missing" / "sheet.png"
     for rows, code, message in (
         (RowsWithoutImages(), 2, "error: --images: no sample of corpora/texts has an image"),
-        (RowsOfOneImage(), 1, f"error: {sheet}: cannot be written (No such file or directory): make room or choose"),
+        (RowsOfOneImage(), 1, f"error: can't write {sheet}: No such file or directory: make room or choose"),
     ):
         monkeypatch.setattr(corpora, "open_corpora", lambda *_, rows=rows: SimpleNamespace(train=rows))
         words = ["data", "show", "corpora/texts", "--config", "vit-b16", "--images", str(sheet)]
@@ -342,3 +365,39 @@ def test_the_refusal_names_the_base_model_where_it_is_known(folder: Path, capfd:
         megatfm.load("adapter")
     assert run_command("convert", "adapter", "out", "--to", "hf", "--base", "llama") == 2
     assert "in two steps, --to megatfm --base llama and then --to hf" in capfd.readouterr().err
+
+
+def test_presets_are_described_in_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`et al.` ends no sentence. Lines break at the terminal's width; in a pipe, a preset is one line for grep."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run_command("config", "presets", "GPT3", "medium") == 0
+    assert capfd.readouterr().out.split() == (
+        ["gpt3-medium", "GPT-3", "Medium", "(Brown", "et", "al.", "2020,", "table", "2.1", "and", "appendix", "B)."]
+    )
+    assert run_command("config", "presets") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(list_presets())
+    assert not [line for line in lines if line.count("(") != line.count(")")]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run_command("config", "presets") == 0
+    wrapped = capfd.readouterr().out
+    assert max(map(len, wrapped.splitlines())) <= 60
+    assert wrapped.split() == " ".join(lines).split()
+    assert run_command("config", "presets", "gpt3", "t5") == 2
+    assert "error: no preset mentions gpt3 and t5: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "setting"), [
+    (["train", "quickstart", "--tensor-model-parallel-size", "2"], "parallel.tp=2"),
+    (["train", "quickstart", "--bf16", "--lr", "1e-3"], "train.precision=…"),
+    (["launch", "quickstart", "--nproc", "2", "--lr=1e-3"], "optimizer.lr=1e-3"),
+    (["prep", "quickstart-data", "--vocab-size", "9"], "tokenizer.vocab_size=9"),
+    (["train", "quickstart", "--train.steps=4"], "train.steps=4"),
+])  # fmt: skip
+def test_a_flag_that_is_a_setting_names_the_setting(
+    arguments: list[str], setting: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*arguments) == 2
+    assert capfd.readouterr().err.endswith(f": settings have no dashes: {setting}\n")

@@ -76,6 +76,12 @@ def test_options_that_deepspeed_can_t_carry_are_refused_on_reading(overrides: li
     assert "\n" not in str(actual.value)
 
 
+def test_a_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "tuned.json").write_text('\ufeff{"wall_clock_breakdown": true}', encoding="utf-8")
+    merged = make_deepspeed_json(config(f"deepspeed.json_file={tmp_path / 'tuned.json'}"), "fp32")
+    assert merged["wall_clock_breakdown"] is True
+
+
 def test_its_section_is_for_its_engine_alone() -> None:
     with pytest.raises(UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"):
         config("deepspeed.offload_optimizer=cpu", engine="native")

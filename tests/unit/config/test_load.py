@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ Load = Callable[..., Config]
 
 def kind_of(preset: str) -> type[Config] | type[PrepConfig]:
     return PrepConfig if preset.endswith("-data") else Config
+
+
+@cache
+def schema_of_configs(kind: type[Config] | type[PrepConfig]) -> dict[str, Any]:
+    return kind.model_json_schema()
+
+
+@cache
+def schema_of_files(kind: type[Config] | type[PrepConfig]) -> dict[str, Any]:
+    return make_schema(kind)
 
 
 def test_an_override_is_toml_or_a_plain_string(load: Load) -> None:
@@ -135,7 +146,7 @@ def test_a_config_can_not_be_changed(load: Load) -> None:
 
 @pytest.mark.parametrize("kind", [Config, PrepConfig])
 def test_the_schema_is_one_and_every_key_says_what_it_means(kind: type[Config] | type[PrepConfig]) -> None:
-    schema = kind.model_json_schema()
+    schema = schema_of_configs(kind)
     jsonschema.Draft202012Validator.check_schema(schema)
     objects = [schema, *(part for part in schema["$defs"].values() if part["type"] == "object")]
     for part in objects:
@@ -148,8 +159,8 @@ def test_the_schema_is_one_and_every_key_says_what_it_means(kind: type[Config] |
 
 @pytest.mark.parametrize("kind", [Config, PrepConfig])
 def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> None:
-    of_files = jsonschema.Draft202012Validator(make_schema(kind))
-    of_configs = jsonschema.Draft202012Validator(kind.model_json_schema())
+    of_files = jsonschema.Draft202012Validator(schema_of_files(kind))
+    of_configs = jsonschema.Draft202012Validator(schema_of_configs(kind))
     for preset in [name for name in list_presets() if kind_of(name) is kind]:
         values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
         of_files.validate(values)
@@ -159,12 +170,12 @@ def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> 
 
 @pytest.mark.parametrize("preset", ["quickstart", "quickstart-data"])
 def test_only_a_file_that_extends_another_may_leave_out_what_is_required(preset: str) -> None:
-    schema = make_schema(kind_of(preset))
+    schema = schema_of_files(kind_of(preset))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
     extending = values | {"extends": "gpt2"}
-    for key in kind_of(preset).model_json_schema()["required"]:
+    for key in schema_of_configs(kind_of(preset))["required"]:
         assert not validator.is_valid({name: value for name, value in values.items() if name != key})
         assert validator.is_valid({name: value for name, value in extending.items() if name != key})
         if isinstance(values[key], dict) and key != "read":
@@ -176,7 +187,7 @@ def test_only_a_file_that_extends_another_may_leave_out_what_is_required(preset:
 
 
 def test_the_schema_refuses_what_loading_refuses() -> None:
-    validator = jsonschema.Draft202012Validator(Config.model_json_schema())
+    validator = jsonschema.Draft202012Validator(schema_of_configs(Config))
     values = tomllib.loads(find_config("quickstart")[0].read_text(encoding="utf-8"))
     for section, key, value in [("train", "steps", 0), ("train", "precision", "fp6"), ("optimizer", "lr", 0)]:
         assert not validator.is_valid(values | {section: values[section] | {key: value}}), key
@@ -264,10 +275,10 @@ def test_migration_leaves_values_that_are_no_config(odd: Any) -> None:
 def test_no_old_name_is_a_key_of_today() -> None:
     """Else a config that this version stores would be translated, too."""
     for kind, renamed in ((Config, key_migrations.RENAMED_KEYS), (PrepConfig, key_migrations.RENAMED_PREP_KEYS)):
-        schema = kind.model_json_schema()
+        schema = schema_of_configs(kind)
         for old, new in renamed:
             assert not has_key(schema, old), f"{old} → {new}"
-    schema = Config.model_json_schema()
+    schema = schema_of_configs(Config)
     assert has_key(schema, "optimizer.max_grad_norm")
     assert has_key(schema, "optimizer[soap].precondition_frequency")
     assert not has_key(schema, "optimizer[adamw].precondition_frequency")

@@ -37,7 +37,12 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("optimizer.beta=1", "optimizer.beta: unknown key (did you mean 'betas'?); known here: name, lr, "),
     ("optimizer.matrix_lr=1", "optimizer.matrix_lr: unknown key; known here: name, lr, "),
     ("a.b.c=1", "a: unknown key; known here: name, "),
-    # types
+    # keys without their section, or below another one
+        ("steps=3", "steps: unknown key (did you mean train.steps?); known here: name, "),
+        ("n_heads=3", "n_heads: unknown key (did you mean model.attention.n_heads?); known here: name, "),
+        ("dropout=0.1", "dropout: unknown key (did you mean model.dropout?); known here: name, "),
+        ("train.every=3", "train.every: unknown key (did you mean checkpoint.every or evaluate.every or log.every?);"),
+        # types
     ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
     ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
     ("train.steps=true", "train: steps = true: this is a number: write one"),
@@ -180,6 +185,12 @@ def test_a_missing_required_key_is_named_with_an_example(file: Path) -> None:
         load_config(file)
 
 
+def test_a_misspelled_required_key_is_named_before_the_missing_one(file: Path) -> None:
+    file.write_text('name = "a"\n[model]\nd_modl = 8\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"model\.d_modl: unknown key \(did you mean 'd_model'\?\).* \(and 7 more\)$"):
+        load_config(file)
+
+
 def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text('out = "x"\n[read]\n', encoding="utf-8")
@@ -187,6 +198,8 @@ def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
         load_section(PrepConfig, path)
     with pytest.raises(UsageError, match=r"split\.validation = 0\.9: input should be less than or equal to 0\.5"):
         load_section(PrepConfig, path, ["read.folder=y", "split.validation=0.9"])
+    with pytest.raises(UsageError, match=r"folder: unknown key \(did you mean read\.folder\?\)"):
+        load_section(PrepConfig, path, ["read.builtin=python-stdlib", "folder=y"])
 
 
 @pytest.mark.parametrize("override", ["train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3"])
@@ -206,6 +219,10 @@ def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
         load_config(file)
     assert str(caught.value).startswith(f"{file}: not valid TOML: ")
     assert "\n" not in str(caught.value)
+    assert "JSON" not in str(caught.value)
+    other = file.rename(file.with_suffix(".yaml"))
+    with pytest.raises(UsageError, match=r"; configs are TOML files, not YAML, JSON or Python$"):
+        load_config(other)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

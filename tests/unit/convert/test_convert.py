@@ -153,7 +153,12 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
         ("theirs", "x", "hf", "already in that format: use --to megatfm"),
         ("empty", "x", "megatfm", "already in that format: use --to hf"),
         ("nothing", "x", "hf", "there is no such folder: give one with a run or checkpoint"),
-        ("texts", "x", "megatfm", r"texts: holds no model: .* config\.json.*`megatfm prep` turns text into a corpus$"),
+        (
+            "texts",
+            "x",
+            "megatfm",
+            r"config\.json; for megatfm's it is neither a .*`megatfm prep` turns text",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             convert(tmp_path / source, tmp_path / target, to)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
-from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
+from megatfm.corpus.inspect import check_corpus, describe_corpus, get_domain, tabulate_stats
 from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
@@ -358,6 +359,32 @@ def test_exports_write_both_files_or_none(exported_from: Path, tmp_path: Path, m
 def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
     assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
     assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("url", "domain"),
+    [
+        ("https://www.example.com/a/b", "example.com"), ("http://EXAMPLE.com", "example.com"),
+        ("http://example.com.:8080/", "example.com"), ("https://example.com?page=1", "example.com"),
+        ("https://example.com#top", "example.com"), ("http://a:b@www.example.com:80?x=http://b.org/", "example.com"),
+        ("https://example.com/?at=me@other.org", "example.com"), ("http://[2001:DB8::1]:80/a", "2001:db8::1"),
+        ("http://user@[::1]?x", "::1"), (" http://sub.example.com\\a", "sub.example.com"), ("example.com/a", ""),
+        ("", ""), ("http://", ""), ("http://[broken/", "broken"),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_host_are_one_domain(url: str, domain: str) -> None:
+    assert get_domain(url) == domain
+
+
+def test_fields_without_number_are_not_all_counted(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint16") as writer:
+        for number in range(110):
+            writer.add(str(number), np.array([5]), "x", 1, fields={"shared": "a", f"field{number}": "b"})
+        writer.finish({})
+    text = tabulate_stats(tmp_path)
+    assert text.count("field") == 99 + 1, "with `shared`, a hundred; and the line below them"
+    assert "there are more than 100 fields: further ones are not counted" in text
+    assert re.search(r"a +110 +110 +110", text)
 
 
 def test_statistics_are_counted(exported_from: Path) -> None:

@@ -217,6 +217,35 @@ def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
             LabelRule.parse(text)
 
 
+@pytest.mark.parametrize("rule", ["txt", "json:caption"])
+def test_captions_are_no_classes(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatfm.corpus.webdataset_images.MAX_UNIQUE_LABELS", 10)
+
+    def write(folder: Path, captions: list[str]) -> Path:
+        folder.mkdir()
+        members = [
+            make_member(f"{number:03d}.{extension}", data)
+            for number, caption in enumerate(captions)
+            for extension, data in (
+                ("png", IMAGE),
+                ("txt", caption.encode()),
+                ("json", json.dumps({"caption": caption}).encode()),
+            )
+        ]
+        (folder / "x.tar").write_bytes(make_tar(*members))
+        return folder
+
+    captions = [f"a cat of {number} years" for number in range(20)]
+    mixed = write(tmp_path / "mixed", [*captions[:19], captions[0]])
+    with pytest.raises(UsageError, match=rf"sample '000': --labels {rule}: nearly every .* \(19 labels of 20 images\)"):
+        index_images(mixed, LabelRule.parse(rule))
+    assert not (mixed / "manifest.json").exists()
+    (tmp_path / "classes").write_text("\n".join(captions))
+    index_images(mixed, LabelRule.parse(rule), tmp_path / "classes")
+    few = write(tmp_path / "few", captions[:10] * 2)
+    assert len(index_images(few, LabelRule.parse(rule)).manifest.provenance["classes"]) == 10
+
+
 def test_long_names_and_links_beside(tmp_path: Path) -> None:
     """Names in extended headers; an empty shard beside a good one is refused by name."""
     long = "ordner/" + "ü" * 120

@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("of another user")
     (tmp_path / ".a.bin.partial").symlink_to("other")
-    with pytest.raises(MegatfmError, match=r"a\.bin: cannot be written .*symbolic link"):
+    with pytest.raises(MegatfmError, match=r"can't write .*a\.bin: .*symbolic link"):
         files.write_whole(tmp_path / "a.bin", b"new")
     assert (tmp_path / "other").read_text() == "of another user"
 
@@ -278,7 +278,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(MegatfmError, match=r"shard-000000\.tar\.zst: cannot be written \(File too large\)"):
+        with pytest.raises(MegatfmError, match=r"shard-000000\.tar\.zst: File too large"):
             write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -155,13 +155,21 @@ def test_any_text_survives_any_cut(tmp_path_factory: pytest.TempPathFactory, tex
     (folder / "a.txt").write_bytes(text.encode())
     parts = [document.text for document in read(folder, limit)[0]]
     # Parts without any letter are dropped as empty, so only those may be missing.
-    remaining = text
+    remaining = text.removeprefix("\ufeff")
     for part in parts:
         before, actual, remaining = remaining.partition(part)
         assert actual
         assert not before.strip()
         assert len(part.encode()) <= limit
     assert not remaining.strip()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffa \ufeff".encode() + b"b")
+    assert read(tmp_path)[0] == [Document("a.txt", "a \ufeffb")]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xff")
+    with pytest.raises(MegatfmError, match="is not valid UTF-8 at byte 4"):
+        read(tmp_path)
 
 
 BAD = {

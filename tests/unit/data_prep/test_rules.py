@@ -181,7 +181,8 @@ def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_url_filter_drops_listed_addresses_however_they_are_spelled(tmp_path: Path) -> None:
     """Lists and crawls have names of other scripts as such or in punycode; a user or the usual port hides none."""
     path = tmp_path / "urls.txt"
-    listed = "bad.com\nhttps://www.mixed.org/bad/  # only this\nxn--bcher-kva.de\nпример.рф\nfaß.de/bad\nplain.org/bad"
+    listed = "bad.com\nhttps://www.mixed.org/bad/  # only this\ndot.com.\nsearch.org?q=bad\n"
+    listed += "xn--bcher-kva.de\nпример.рф\nfaß.de/bad\nplain.org/bad"
     path.write_text(f"# no\n{listed}\n", encoding="utf-8")
     for url, why in {
         "http://bad.com/": "domain",
@@ -189,6 +190,13 @@ def test_url_filter_drops_listed_addresses_however_they_are_spelled(tmp_path: Pa
         "https://notbad.com/": "",
         "https://mixed.org/good": "",
         "http://mixed.org/bad/page": "url",
+        "http://mixed.org./bad/page": "url",
+        "http://bad.com.": "domain",
+        "http://bad.com?a=1": "domain",
+        "http://dot.com/": "domain",
+        "http://search.org?q=bad&n=2": "url",
+        "http://search.org/?q=bad": "url",
+        "http://search.org?q=good": "",
         "http://[broken/": "",
         "": "",
         "http://bücher.de/": "domain",

@@ -230,10 +230,11 @@ def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
     assert not data_prep.run(config()).already_done
 
 
-def test_a_stop_request_ends_with_75_and_the_same_command_resumes(config: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stop_request_ends_with_75_and_the_same_command_resumes(config: Make, tmp_path: Path, name: str) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    falling = [sys.executable, str(SIGNAL_SCRIPT), "SIGTERM", "9", "-", str(path)]
+    falling = [sys.executable, str(SIGNAL_SCRIPT), name, "9", "-", str(path)]
     stopped = subprocess.run(falling, capture_output=True, text=True)
     assert stopped.returncode == 75, stopped.stderr
     assert stopped.stderr.strip().splitlines()[-1].startswith("interrupted: ")

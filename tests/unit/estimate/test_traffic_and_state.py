@@ -12,7 +12,7 @@ from megatfm.describe.per_rank import count_rank_state
 from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
-from megatfm.estimate.memory import rank_memory
+from megatfm.estimate.memory import RankStages, StepMemory, rank_memory
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
 from megatfm.estimate.traffic import axes_of
@@ -321,6 +321,7 @@ def test_a_pipeline_has_no_gradients_while_all_its_micro_batches_wait(
     weights = [LocalWeight(name, 25, 25, 1, False, True, 0, (part,), True) for part, name in enumerate("ab")]
     profiles = [PartProfile(name, [], [], [SavedTensor(1, 1000)], 0, 0, 0, 0, [], True) for name in "ab"]
     config = load_config("gpt2-124m", overrides)
-    rank = rank_memory(config, weights, {0: [0, 1]}, profiles, {0: 2}, {}, 0, microbatches, compiled=False, reserved=0)
+    step = StepMemory(config, microbatches, weights, profiles, compiled=False, reserved=0)
+    rank = rank_memory(step, RankStages(0, {0: [0, 1]}, {0: 2}, {}))
     assert (rank.activations, rank.gradients, rank.workspace) == (4000, gradients, 0)
     assert rank.total == 200 + 4000 + gradients

@@ -1,6 +1,7 @@
 """Steps on the imaginary GPU, against executed ranks, the modelled estimate, and the budget of waits."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,40 @@ def test_the_guard_is_built_once_and_says_what_it_lacks(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     with pytest.raises(MegatfmError, match=r"can't be built .* in .*/file/folder: Not a directory: set CXX or"):
         build_guard(tmp_path / "file" / "folder")
+
+
+def test_a_guard_that_can_not_be_loaded_is_one_line(tmp_path: Path) -> None:
+    """A shared cache may hold that of another architecture, and a power loss an empty one."""
+    code = (
+        "from megatfm.imaginary import guard; from megatfm.errors import MegatfmError\n"
+        "from pathlib import Path; guard.build_guard = lambda: Path('guard.so').absolute()\n"
+        "try: guard.load_guard()\n"
+        "except MegatfmError as error: print(error)"
+    )
+    (tmp_path / "guard.so").touch()
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert completed.stderr == ""
+    assert re.match(r"the imaginary GPU's guard can't be loaded \(.*\): remove /.*/guard\.so, or set", completed.stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "line"),
+    [
+        (["--steps", "0"], 2, "error: --steps must be 1 or more, and --rank one of 0 to 0"),
+        (["--world", "4", "--rank", "4"], 2, "and --rank one of 0 to 3, as --world is 4"),
+        ([], 1, "error: the imaginary GPU needs a C++ compiler"),
+    ],
+)
+def test_mistakes_on_the_command_line_need_no_compiler(
+    options: list[str], code: int, line: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("CXX", None)
+    command = [sys.executable, "-m", "megatfm.imaginary", "gpt2-124m", *options]
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert completed.returncode == code
+    assert line in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_the_guard_must_come_before_torch() -> None:

@@ -253,6 +253,20 @@ def test_a_model_without_a_chat_template_is_refused(loaded: TextModel, tmp_path:
         harness_model(open_chat_model(write_gpt2(tmp_path / "plain"))).chat_template(True)
 
 
+def test_data_that_cannot_be_downloaded_are_one_line(
+    loaded: TextModel, fake_harness: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simple_evaluate(**_: object) -> None:
+        raise ConnectionError("Couldn't reach 'cais/mmlu' on the Hub\nRetried 5 times")
+
+    tasks = ModuleType("lm_eval.tasks")
+    tasks.TaskManager = lambda **_: SimpleNamespace(match_tasks=list)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    sys.modules["lm_eval"].simple_evaluate = simple_evaluate  # type: ignore[attr-defined]
+    with pytest.raises(MegatfmError, match=r"^--harness mmlu: .* reach 'cais/mmlu' on the Hub: .* HF_HOME names$"):
+        run_harness(loaded, ["mmlu"])
+
+
 def test_a_task_file_with_the_name_of_a_harness_task_is_refused() -> None:
     """One result would replace the other."""
     with pytest.raises(UsageError, match=r"--harness piqa: a task file has this name.* --task NAME=my/piqa\.toml"):

@@ -1,9 +1,13 @@
 """Likelihoods of continuations and tasks without training: the same on any ranks and in any batches."""
 
+import gzip
 import json
+import lzma
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -16,6 +20,7 @@ import megatfm
 from megatfm.config import EvaluationTaskConfig
 from megatfm.convert.load import load_hf_model
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference import evaluate
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluate import measure_compressors
@@ -359,6 +364,39 @@ def test_vectors_that_are_not_finite_find_nothing(tmp_path: Path, tokenizer_mode
     task = open_evaluation_task(write_task(tmp_path, "retrieval", [prompt or "z" for prompt in PROMPTS]))
     with pytest.raises(MegatfmError, match="task: vectors are not finite"):
         evaluate_questions(loaded, task)
+
+
+def test_texts_are_compressed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is gone before the next but one is decoded; sizes are those of one-shot compressors."""
+    n_alive = 0
+
+    class Text(bytes):
+        def __del__(self) -> None:
+            nonlocal n_alive
+            n_alive -= 1
+
+    texts = [random.Random(number).choices(b"abcdefgh ", k=3000) for number in range(8)]
+
+    def decode(*_: Any) -> Iterator[bytes]:
+        nonlocal n_alive
+        for text in texts:
+            n_alive += 1
+            assert n_alive <= 2
+            yield Text(text)
+
+    monkeypatch.setattr(evaluate, "_iter_texts", decode)
+    corpus: Any = SimpleNamespace(folder="a", n_text_bytes=24_000)
+    actual = measure_compressors(corpus, tokenizer=None)  # type: ignore[arg-type]
+    whole = b"".join(map(bytes, texts))
+    one_shot = {"gzip -9": partial(gzip.compress, mtime=0), "xz -9": partial(lzma.compress, preset=9)}
+    assert actual == {
+        key: value
+        for name, compress in one_shot.items()
+        for key, value in (
+            (f"{name}, per document", sum(len(compress(bytes(text))) for text in texts) / 3000),
+            (f"{name}, joined", len(compress(whole)) / 3000),
+        )
+    }
 
 
 def test_a_corpus_without_text_has_nothing_to_compress() -> None:

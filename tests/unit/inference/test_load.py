@@ -97,6 +97,26 @@ def test_nothing_to_open(tmp_path: Path) -> None:
             open_text_model(gone)
 
 
+@pytest.mark.parametrize(("file", "framework"), [
+    ("latest_checkpointed_iteration.txt", "Megatron-LM"),
+    ("common.pt", "Megatron-LM"),
+    ("mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+    ("__0_0.distcp", r"torch\.distributed\.checkpoint \(torchtitan"),
+    ("checkpoint_metadata.json", "nanotron"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_framework_is_named_with_the_way_here(
+    tmp_path: Path, file: str, framework: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')  # as Megatron-LM's, and ours
+    message = f"is a checkpoint of {framework}.*, which is not read: .*`megatfm convert FOLDER NEW --to megatfm`$"
+    with pytest.raises(UsageError, match=message):
+        open_text_model(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path, tmp_path / "new", "megatfm")
+
+
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
     other_model = tokenizer_model.replace(b"identity", b"identify")
     assert other_model != tokenizer_model

@@ -82,9 +82,9 @@ def test_a_cloze_beyond_floats_has_infinite_perplexity(tmp_path: Path) -> None:
 def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "predictions").write_text("a file in the place of the folder")
     task = EvaluatedTask({"metrics": {}, "intervals": {}}, [])
-    with pytest.raises(MegatfmError, match=r"predictions/tasks: cannot be written \(Not a directory\)"):
+    with pytest.raises(MegatfmError, match=r"predictions/tasks: Not a directory"):
         write_results(tmp_path, 3, {"mine": task})
-    with pytest.raises(MegatfmError, match=r"predictions/x\.jsonl: cannot be written"):
+    with pytest.raises(MegatfmError, match=r"can't write .*predictions/x\.jsonl: "):
         task_evaluation._write_predictions(tmp_path / "predictions/x.jsonl", cast(Any, SimpleNamespace(rows=list)))
 
 

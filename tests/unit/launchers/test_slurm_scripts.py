@@ -143,6 +143,20 @@ def test_a_signal_during_the_prolog_starts_nothing_and_reaches_the_epilog(folder
     assert not (folder / "started").exists()
 
 
+@pytest.mark.parametrize(("handled", "code"), [("trap 'exit 75' TERM; ", 75), ("", 75), ("trap 'exit 1' TERM; ", 1)])
+def test_a_signal_just_after_srun_began_reaches_a_preparation(folder: Path, handled: str, code: int) -> None:
+    """Before bash has noted srun's process id; a preparation that has no handler yet dies of it, with 143."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!/bin/bash\n{handled}for _ in $(seq 200); do sleep 0.05; done\n")
+    (programs / "srun").chmod(0o755)
+    script = SlurmLauncher(Site(requeue=False)).render(make_prep_job())["data_prep.sbatch"]
+    script = script.replace("\nstep=$!", "\nkill -TERM $$\nstep=$!")
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    completed = subprocess.run(["bash", "-c", script], env=environment, timeout=30, capture_output=True)
+    assert completed.returncode == code
+
+
 @pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
 def test_without_a_plan_nothing_is_started(folder: Path, plan: str, code: int) -> None:
     assert run_script(folder, "touch started", plan=plan)[0] == code

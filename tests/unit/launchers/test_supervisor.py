@@ -26,7 +26,7 @@ def note(number, frame):
         file.write(signal.Signals(number).name + "\\n")
     if behaviour == "save":
         sys.exit(75)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, note)
 (folder / f"pid-{rank}.partial").write_text(str(os.getpid()))
 (folder / f"pid-{rank}.partial").rename(folder / f"pid-{rank}")
@@ -42,10 +42,12 @@ while True:
         sys.exit(1)
 """
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
 from megatfm.launchers import supervisor as module
 from tests.unit.launchers.test_supervisor import team
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv.pop(1)))
 module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
 sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))
 """
@@ -71,8 +73,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a launcher in a process of its own and wait until all its ranks are up."""
     started = []
 
-    def start(*behaviours: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *behaviours]
+    def start(*behaviours: str, hangup: str = "SIG_DFL") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LAUNCHER, hangup, str(tmp_path), *behaviours]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(len(behaviours))))
@@ -251,7 +253,7 @@ def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
     assert forwarded == [], "its number may be another process's by now"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_reaches_every_rank_once(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
@@ -260,6 +262,14 @@ def test_a_signal_reaches_every_rank_once(
     _, output = process.communicate(timeout=30)
     assert (process.returncode, output) == (75, "")
     assert [signals(tmp_path, rank) for rank in range(3)] == [[number.name]] * 3
+
+
+def test_ranks_under_nohup_outlive_their_terminal(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
+    process = launch("save", "save", hangup="SIG_IGN")
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        process.send_signal(number)
+    process.communicate(timeout=30)
+    assert [signals(tmp_path, rank) for rank in range(2)] == [["SIGUSR1"]] * 2
 
 
 def test_repeated_signals_are_passed_on_once_and_a_second_interrupt_ends_all(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatfm.report import run_charts
+from megatfm.report import layer_charts
 from megatfm.report.charts import Line, downsample, format_number, make_chart, smooth
 from megatfm.report.run import Curve, Run
 from tests.support.reported_runs import replace_metrics, report_page
@@ -178,8 +178,8 @@ def test_expert_loads_are_heat_maps(run: Path) -> None:
     with Image.open(io.BytesIO(picture)) as image:
         assert image.size == (40, 4)
         for expert, load in enumerate(loads):
-            assert image.getpixel((39, expert)) == run_charts.choose_colour(load)
-            assert image.getpixel((0, expert)) == run_charts.choose_colour(1 + (load - 1) / 40)
+            assert image.getpixel((39, expert)) == layer_charts.choose_colour(load)
+            assert image.getpixel((0, expert)) == layer_charts.choose_colour(1 + (load - 1) / 40)
 
 
 def test_heat_maps_have_few_columns_and_layers(run: Path) -> None:
@@ -192,7 +192,7 @@ def test_heat_maps_have_few_columns_and_layers(run: Path) -> None:
     maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
     assert len(maps) == 12
     assert all(" · 12 of 30 layers. Busiest" in alt for alt in maps)
-    picture = run_charts.make_expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
+    picture = layer_charts.make_expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
-        assert image.size == (run_charts.COLUMNS, 1)
-        assert image.getpixel((80, 0)) == run_charts.choose_colour(1.0), "the mean of a busy and an idle step"
+        assert image.size == (layer_charts.COLUMNS, 1)
+        assert image.getpixel((80, 0)) == layer_charts.choose_colour(1.0), "the mean of a busy and an idle step"

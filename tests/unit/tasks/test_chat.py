@@ -200,6 +200,8 @@ def test_unreadable_tokenizer_files_are_named(tokenizer_pair: tuple[Tokenizer, A
     config = tmp_path / "tokenizer_config.json"
     config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it
     assert load_chat_template(tmp_path, tokenizer, None).source == "one"
+    (tmp_path / "mine.jinja").write_text("\ufefftwo", encoding="utf-8")
+    assert load_chat_template(tmp_path, tokenizer, str(tmp_path / "mine.jinja")).source == "two"
     config.write_text('{"chat_template"')
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: can't read it"):
         load_chat_template(tmp_path, tokenizer, None)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,21 @@ def test_differences_by_rank() -> None:
     assert hardware.diff_hardware(mixed, turned) == ["threads: 1 → 2 (on rank 0)", "threads: 2 → 1 (on rank 1)"]
     more = {"kinds": [{**ONE, "MKL": "2024.2"}], "of_rank": [0, 0]}
     assert hardware.diff_hardware(same, more) == ["MKL: none → 2024.2"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None, [], "x", {}, {"kinds": [ONE]}, {"kinds": [ONE], "of_rank": [1]}, {"kinds": [ONE], "of_rank": [-1]},
+        {"kinds": [], "of_rank": [0]}, {"kinds": {}, "of_rank": [0]}, {"kinds": [ONE], "of_rank": ["0"]},
+        {"kinds": [1], "of_rank": [0]}, {"kinds": [{"instruction sets": 3}], "of_rank": [0]},
+        {"kinds": 1, "of_rank": 1},
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_a_difference(record: Any) -> None:
+    """An edited checkpoint's state may hold it; the run resumes."""
+    actual = hardware.diff_hardware(record, {"kinds": [ONE], "of_rank": [0]})
+    assert actual == ["the checkpoint's record of them is damaged"]
 
 
 def test_changed_instruction_sets_are_listed() -> None:

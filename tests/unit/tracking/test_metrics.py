@@ -103,7 +103,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._file.fileno())
     os.close(full)
-    with pytest.raises(MegatfmError, match=r"metrics.jsonl: No space left on device; fix this, then resume"):
+    with pytest.raises(
+        MegatfmError, match=r"metrics.jsonl: No space left on device: make room or mend the disk, then resume"
+    ):
         log.write(training_record(1))
     log._file.raw.close()  # the unwritten line must not be tried again at exit
 

@@ -1,5 +1,6 @@
 """The run directory: its lock, its files, and what a crash leaves in the log."""
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -234,6 +235,24 @@ def test_a_file_of_another_tokenizer_that_cannot_be_removed_is_named(tmp_path: P
         run.write_run_files(config, "", CPU)
 
 
+def test_a_tokenizer_file_that_cannot_be_read_is_named(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    run.write_run_files(config, "", CPU)
+    copy = next((tmp_path / "a").glob("tokenizer*"))
+    genuine = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == copy:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(MegatfmError, match=r"a/tokenizer\S*: can't be read: Permission denied: remove it"):
+        run.write_run_files(config, "", CPU)
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
@@ -371,6 +390,22 @@ def test_a_run_continues_when_the_console_is_closed(
     assert text.count("the console was closed") == 1
     assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
     assert capsys.readouterr().err == "", "no traceback of logging's"
+
+
+def fail_in_a_run(run: RunDirectory) -> None:
+    with RunLog(run, steps=1):
+        log.info("first")
+        log.info("second")
+        raise MegatfmError("the reason")
+
+
+def test_a_log_on_a_full_disk_is_one_warning_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunLog, "_open", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
+    with RunDirectory(tmp_path, 1) as run, pytest.raises(MegatfmError, match=r"^the reason$"):
+        fail_in_a_run(run)
+    assert capsys.readouterr().err == "warning: /dev/full: can't be written: No space left on device\n"
 
 
 def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def test_other_processes_do_not_lower_a_cpu_s_measured_peak(monkeypatch: pytest.
     assert flops == pytest.approx(2 * utilization.MATMUL_SIZE**3 / seconds)
 
 
+def test_a_process_that_is_paused_before_the_first_matmul_measures_it_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count()
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: float(next(times)))
+    assert measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops > 0
+
+
 def test_flops_of_gpt3_equal_its_paper() -> None:
     """Brown et al. 2020, table D.1: 3.14e23 FLOPs on 300 billion tokens, without attention's products."""
     full, causal = flops_per_token(load_config("gpt3-175b", ["model.vocab_size=50257"]))

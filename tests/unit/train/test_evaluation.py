@@ -254,6 +254,12 @@ def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: py
     assert _make_absolute({**sets, "here": "corpus"}) == {**sets, "here": str(tmp_path / "corpus")}
 
 
+def test_a_micro_batch_with_few_divisors_has_streams_as_its_only_advice(folder: Path) -> None:
+    result = config(folder)
+    train = result.train.model_copy(update={"global_batch": 257, "micro_batch": 257})
+    assert note_few_streams(result.model_copy(update={"train": train})).endswith(": set data.read_streams = 64")
+
+
 @pytest.mark.parametrize(
     ("batch", "few"), [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)]
 )

@@ -1,9 +1,11 @@
 """Checks before training, a part at a time: config, memory, pipeline stages."""
 
+import errno
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
-from megatfm.train.profiling import explain_out_of_memory, should_record_allocations
+from megatfm.train.profiling import StepProfile, explain_out_of_memory, should_record_allocations
 from megatfm.train.startup_checks import check_local_disk, check_space, find_slow, get_free_memory, probe_disk
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
@@ -27,6 +29,18 @@ from megatfm.verify.shrink import shrink
 def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
     probe_disk(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == [".probe-3"]
+
+
+def test_a_probe_that_rank_0_can_not_remove_does_not_end_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for its answer."""
+    for rank in range(2):
+        (tmp_path / f".probe-{rank}").mkdir()
+    ranks = SimpleNamespace(barrier=lambda: None, get_world_size=lambda: 2)
+    monkeypatch.setattr(startup_checks, "dist", ranks)
+    run: Any = SimpleNamespace(folder=tmp_path, is_main=True)
+    assert startup_checks._find_missing_probes(run) == []
 
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
@@ -233,3 +247,19 @@ def test_stages_are_those_of_the_whole_model(tp: int) -> None:
     with open_estimator(config, load_cluster("h100", 3 * tp)) as opened:
         estimated = opened.pipeline(config)
     assert [len(stage.split_points) for stage in estimated.stages] == expected
+
+
+def test_a_profile_that_can_not_be_written_leaves_nothing_and_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(_: Any, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write_half)
+    run: Any = SimpleNamespace(folder=tmp_path, rank=0)
+    with StepProfile("1:2", run, torch.device("cpu")) as step_profile:
+        step_profile.before_step(1)
+        step_profile.before_step(2)
+    assert list((tmp_path / "profile").iterdir()) == []
+    assert "rank-0-steps-1-2.json: [Errno 28] No space left on device" in caplog.text

@@ -99,6 +99,20 @@ def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect])
         assert rank.is_closed()
 
 
+def test_the_goodbye_awaits_no_diagnosis(open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run waits for it at its end."""
+    monkeypatch.setattr(rank_monitor_server, "DIAGNOSE_INTERVAL_SECONDS", 3600.0)
+    connect = open_hub(2)
+    ranks = [connect(rank) for rank in range(2)]
+    for rank in ranks:
+        rank.heartbeat()
+        rank.hears("heartbeat")
+    for rank in ranks:
+        rank.line.send({"bye": True})
+    for rank in ranks:
+        rank.hears("bye")
+
+
 def test_a_closed_connection_is_reported_to_all_ranks(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(3)
     ranks = [connect(rank) for rank in range(3)]

@@ -47,6 +47,19 @@ def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal
     assert workers.run(signal_one_rank, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
 
 
+def hang_up(handler: signal.Handlers) -> str | None:
+    signal.signal(signal.SIGHUP, handler)
+    with StopSignals(CPU) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return signals.agree()[0]
+
+
+def test_a_closed_terminal_stops_a_run_that_does_not_ignore_it(workers: Workers) -> None:
+    """`nohup` ignores SIGHUP, and the run goes on."""
+    assert workers.run(hang_up, 1, signal.SIG_DFL) == ["SIGHUP"]
+    assert workers.run(hang_up, 1, signal.SIG_IGN) == [None]
+
+
 def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
     with StopSignals(CPU) as signals:
         answers = [signals.agree_deferred(busy=dist.get_rank() == 2)]

@@ -2,20 +2,27 @@
 
 import gc
 import itertools
+import os
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.base import count_threads
+from megatfm.engines.interface import PRECISIONS
+from megatfm.engines.native.engine import NativeEngine, shard_parameters
+from megatfm.engines.native.zero import ZeroOptions
 from megatfm.engines.optimizers import ElementwiseOptimizer
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.ops.transfer import DeferredReads
+from megatfm.parallel.layout import ModelLayout, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
 from tests.support.layouts import EXTENDED
@@ -30,6 +37,27 @@ from tests.support.parity import (
 )
 from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
 from tests.support.workers import Workers
+
+
+def test_threads_that_draw_weights_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for local_ranks, threads in (("3", 4), ("24", 1), ("", 1)):  # an empty variable is that of no launcher
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert count_threads() == threads
+
+
+def test_a_scalar_parameter_is_refused_with_the_shape_that_works() -> None:
+    """Such as a learned temperature of a plugin; FSDP2's own error speaks of its functions."""
+    model = nn.Module()
+    model.temperature = nn.Parameter(torch.ones((), device="meta"))
+    layout = ModelLayout({"temperature": TensorLayout("temperature", ())}, "")
+    mesh: Any = SimpleNamespace(size=lambda axis: 1)
+    message = r"^temperature is a scalar parameter.* nn\.Parameter\(torch\.ones\(1\)\)$"
+    for zero in (ZeroOptions(zero=0), ZeroOptions(zero=3)):
+        with pytest.raises(UsageError, match=message):
+            shard_parameters(model, layout, mesh, zero, PRECISIONS["fp32"], torch.device("cpu"))
+
 
 LAYOUTS = {1: ParallelConfig(), 2: ParallelConfig(tp=2), 4: ParallelConfig(dp_replicate=2, tp=2)}
 

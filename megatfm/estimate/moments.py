@@ -1,0 +1,134 @@
+"""Memory in the two passes of a pipeline stage: the moments at which it may be the fullest."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatfm.config import Config
+from megatfm.estimate.accumulation import GradientAccumulation
+from megatfm.estimate.part_profile import PartProfile
+from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pending_bytes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at a moment of a step, beside the state."""
+
+    phase: str
+    """"forward", "backward" or "optimizer"."""
+    activations: int
+    """Saved activations."""
+    workspace: int
+    """Live bytes of the pass beside saved activations: fewer than 0 once the pass has freed many of them."""
+    gradients: int
+    """Accumulated gradients."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Sum of all parts."""
+        return self.activations + self.workspace + self.gradients
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A pipeline stage on a rank."""
+
+    config: Config
+    weights: Sequence[LocalWeight]
+    """Weights of the model."""
+    parts: Sequence[int]
+    """Split points of the stage."""
+    profiles: Sequence[PartProfile]
+    """Profiles of the model's split points."""
+    saved_bytes: Mapping[int, int]
+    """Split point → bytes that it saves between its passes."""
+    state: RankBytes
+    """State of the rank."""
+    compiled: bool
+    """Whether blocks are compiled."""
+
+    def list_moments(self, *, is_first: bool, is_last: bool) -> list[Moment]:
+        """List the moments of a micro-batch. is_first, is_last: its backward pass is the first or last of the step."""
+        moments = list(self._forward_moments(0 if is_first else self.state.gradients))
+        if self.config.parallel.effective_zero >= 2:
+            return moments + list(self._sharded_backward_moments(is_first))
+        # Pipelines reduce after all passes, and without sharding nothing is freed.
+        reduces = is_last and self.config.parallel.effective_zero == 1 and self.config.parallel.pp == 1
+        return moments + list(self._backward_moments(is_first, reduces))
+
+    def _forward_moments(self, gradients: int) -> Iterator[Moment]:
+        saved = 0
+        for index in self.parts:
+            profile = self.profiles[index]
+            beyond = self.state.beyond_in_forward if profile.is_block else self.state.beyond_outside
+            workspace = max(0, profile.forward_peak + beyond) + profile.unsaved_input_bytes
+            saved += self.saved_bytes[index]
+            yield Moment("forward", saved, workspace, gradients)
+
+    def _backward_moments(self, is_first: bool, reduces: bool) -> Iterator[Moment]:
+        """Yield the moments of a backward pass under ZeRO 0 and 1."""
+        accumulation = GradientAccumulation(
+            self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
+        )
+        saved = sum(self.saved_bytes[index] for index in self.parts)
+        for index, waiting in self._list_waiting():
+            profile, recomputed = self.profiles[index], self._count_recomputed(index)
+            unsaved = profile.saved_bytes("none", compiled=False) - profile.saved_bytes("none", self.compiled)
+            for live, gradients in accumulation.run_backward(index, profile, max(0, unsaved), compiled=self.compiled):
+                yield Moment("backward", saved, live + recomputed + waiting, gradients)
+            saved -= self.saved_bytes[index]
+
+    def _sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
+        """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end."""
+        config, state = self.config, self.state
+        size, compute = number_bytes(config)
+        reduces_at_once = not state.keeps_whole_gradients
+        reducing = 0  # bytes of the last block's gradients in a reduce-scatter
+        saved = sum(self.saved_bytes[index] for index in self.parts)
+        for index, waiting in self._list_waiting():
+            profile = self.profiles[index]
+            gradients = self._count_sharded_gradients(index) if is_first else state.gradients
+            pending = pending_bytes(config, self.weights, self.parts, index) + waiting
+            experts = self._count_trained(index, is_expert=True)
+            reducing_experts = experts * size * reduces_at_once
+            if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
+                reducing_experts -= experts * compute  # no longer gathered
+            peak = profile.unreduced_peak(config.parallel.ep, reducing, reducing_experts)
+            yield Moment("backward", saved, peak + self._count_recomputed(index) + pending, gradients)
+            saved -= self.saved_bytes[index]
+            if profile.is_block:
+                block = self._count_trained(index, is_expert=False)
+                reducing = block * size * reduces_at_once
+                workspace = reducing + block * compute + profile.input_bytes + pending
+                yield Moment("backward", saved, workspace, gradients)
+
+    def _list_waiting(self) -> Iterator[tuple[int, int]]:
+        """Yield the parts in the order of a backward pass, each with the bytes of gradients of activations that later
+        parts have computed and that earlier ones need, such as those of an encoder's output."""
+        waiting: dict[str, int] = {}
+        for index in reversed(self.parts):
+            profile = self.profiles[index]
+            waiting = {name: n_bytes for name, n_bytes in waiting.items() if name not in profile.writes}
+            yield index, sum(waiting.values())
+            waiting |= profile.waiting_gradients
+
+    def _count_recomputed(self, index: int) -> int:
+        """Return the bytes that a part's recomputation makes anew for its backward pass."""
+        profile, mode = self.profiles[index], self.config.train.recompute
+        if not profile.is_block or mode == "none":
+            return 0
+        return max(0, profile.saved_bytes("none", self.compiled) - profile.saved_bytes(mode, self.compiled))
+
+    def _count_trained(self, index: int, *, is_expert: bool) -> int:
+        """Return the elements of a block's trained weights: of experts on several ranks, or of the others."""
+        return sum(
+            w.local
+            for w in self.weights
+            if w.is_trained and w.parts[0] == index and (w.is_expert if is_expert else w.in_block and not w.is_expert)
+        )
+
+    def _count_sharded_gradients(self, index: int) -> int:
+        """Return the bytes of gradients in a step's first pass once the backward pass of a part is over."""
+        trained = [w for w in self.weights if w.is_trained and set(w.parts) & set(self.parts)]
+        numel = sum(w.local for w in trained) or 1
+        n_complete = sum(w.local for w in trained if w.parts[0] >= index)
+        return self.state.gradients * n_complete // numel
