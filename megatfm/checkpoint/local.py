@@ -149,8 +149,11 @@ def save_local(
 
     object_collectives.run_on_all_ranks(action, finish, group)
     if nodes.is_node_leader:  # now that every node has the new one
-        for path in list_checkpoints(nodes.folder)[:-KEEP]:
-            try_to_remove(path)
+        try:
+            for path in list_checkpoints(nodes.folder)[:-KEEP]:
+                try_to_remove(path)
+        except MegatfmError as error:  # only logged: the new checkpoint is valid, and the other ranks go on
+            log.warning("old checkpoints could not be removed: %s", error)
     return final
 
 

@@ -229,7 +229,8 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     parser = argparse.ArgumentParser()
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
-    launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
+    launcher, job, notes = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
+    cli.print_notes(notes)
     script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
         path = job_config if name == "config.toml" else script

@@ -186,23 +186,35 @@ class PeftAdapter:
         return {name: (*factors, scale) for name, factors in factors_by_name.items()}
 
     def _convert_other_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of megatfm that PEFT's `modules_to_save` holds, by name."""
+        """Return the weights of megatfm that PEFT's `modules_to_save` holds, by name.
+
+        Raises UsageError for a part of the weights that make up one of megatfm's.
+        """
+        by_hf_name = {self._resolve_name(name): tensor for name, tensor in weights.items()}
         converted: dict[str, Tensor] = {}
-        for name in weights:
-            rule = self._find_rule(name)
-            if all(hf_name in weights for hf_name in rule.hf):
-                tensors = rule.from_hf([weights[hf_name] for hf_name in rule.hf])
-                converted |= dict(zip(rule.megatfm, tensors, strict=True))
+        for name in by_hf_name:
+            rule = self._rules[name]
+            if missing := [hf_name for hf_name in rule.hf if hf_name not in by_hf_name]:
+                raise UsageError(
+                    f"{self._weights_path}: holds {name} without {missing[0]}, which is in the same matrix of megatfm: "
+                    f"{MERGE_ADVICE}"
+                )
+            tensors = rule.from_hf([by_hf_name[hf_name] for hf_name in rule.hf])
+            converted |= dict(zip(rule.megatfm, tensors, strict=True))
         return converted
 
     def _find_rule(self, name: str) -> WeightMapping:
         """Return the rule of a weight of transformers. Raises UsageError for an unknown one."""
-        rule = self._rules.get(name) or self._rules.get(self._base.architecture.base_model_prefix + name)
-        if rule is None:
-            raise UsageError(
-                f"{self._weights_path}: {name} is no weight of a {self._base.name} that megatfm knows: {MERGE_ADVICE}"
-            )
-        return rule
+        return self._rules[self._resolve_name(name)]
+
+    def _resolve_name(self, name: str) -> str:
+        """Return a weight's name in the complete model: an adapter of its base alone leaves the prefix out."""
+        for hf_name in (name, self._base.architecture.base_model_prefix + name):
+            if hf_name in self._rules:
+                return hf_name
+        raise UsageError(
+            f"{self._weights_path}: {name} is no weight of a {self._base.name} that megatfm knows: {MERGE_ADVICE}"
+        )
 
     def _unflatten_experts(self, rule: WeightMapping, a: Tensor, b: Tensor) -> Factors:
         n_experts = list_tensor_shapes(self._base.config)[rule.megatfm[0]][0]

@@ -85,16 +85,8 @@ class ResumePoint:
         config = self.state.get("config")
         if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
-<<<<<<< HEAD
-        if part := _find_malformed_part(self.state):
-            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
-||||||| 16e8cb56
-        if (key := _find_malformed_part(self.state)) is not None:
-            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {key} in this form")
-=======
         if (part := _find_malformed_part(self.state)) is not None:
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
->>>>>>> defects2
         object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property
@@ -164,9 +156,19 @@ def find_resume_point(
 
 
 def choose_stored_precision(config: Config, start: ResumePoint | None) -> str:
-    """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision."""
-    name = config.train.precision
-    return str(start.state["precision"]) if start and name == "auto" else name
+    """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision.
+
+    Raises UsageError for a precision of a later version.
+    """
+    if start is None or config.train.precision != "auto":
+        return config.train.precision
+    stored = str(start.state["precision"])
+    if stored not in PRECISIONS:
+        raise UsageError(
+            f"{start.path}: was saved with train.precision = {stored!r:.40}, which this version lacks: continue with "
+            f"the version that saved it, or set one of {', '.join(PRECISIONS)}"
+        )
+    return stored
 
 
 def find_branch_point(branch_from: str) -> ResumePoint:

@@ -149,6 +149,21 @@ def full_node(folder: Path) -> str:
     return "saved"
 
 
+def test_a_folder_that_can_not_be_listed_after_a_save_is_only_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a matter of one rank, which must not fail alone."""
+
+    def refuse(folder: Path) -> list[Path]:
+        raise MegatfmError(f"can't list {folder}: Stale file handle")
+
+    monkeypatch.setattr(local, "list_checkpoints", refuse)
+    with Saver(tmp_path / "shared", local_dir=tmp_path / "node") as saver:
+        saver.save(1, {"x": torch.ones(2)}, {"step": 1}, local=True)
+        assert saver.wait_for_save() == tmp_path / "node" / "step-00000001"
+    assert f"old checkpoints could not be removed: can't list {tmp_path}/node: Stale file handle" in caplog.text
+
+
 def test_a_node_that_can_not_write_is_named_by_all(workers: Workers, tmp_path: Path) -> None:
     first, second = workers.run(full_node, 2, tmp_path)
     assert first == second

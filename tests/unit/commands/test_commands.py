@@ -401,3 +401,12 @@ def test_a_flag_that_is_a_setting_names_the_setting(
 ) -> None:
     assert run_command(*arguments) == 2
     assert capfd.readouterr().err.endswith(f": settings have no dashes: {setting}\n")
+
+
+def test_quickstart_refuses_an_impossible_number_before_it_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("quickstart", "--nproc", "0") == 2
+    assert capfd.readouterr().err == "error: --nproc 0: choose 1 or more\n"
+    assert not list(tmp_path.iterdir())

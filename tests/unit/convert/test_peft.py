@@ -4,6 +4,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from megatfm.convert.convert import convert
 from megatfm.convert.load import load_hf_model
 from megatfm.convert.merge_adapters import merge_adapters
 from megatfm.convert.peft import ADAPTER_WEIGHTS, flatten_experts, to_peft
-from megatfm.convert.peft_import import from_peft
+from megatfm.convert.peft_import import PeftAdapter, from_peft
+from megatfm.convert.weight_mapping import WeightMapping, map_name
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
 from megatfm.layers.lora import is_factor
@@ -199,6 +201,20 @@ def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
     assert_close(logits(lora_model, is_megatfm=True), logits(peft_model))
     assert lora_model.get_parameter("head.weight").requires_grad
     assert_close(logits(export_adapter(peft_model, tmp_path)), logits(peft_model))
+
+
+def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
+    """An adapter of a base model without its head has names without the prefix of the complete model."""
+    rules = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
+    architecture = SimpleNamespace(fused_rules=None, base_model_prefix="bert.")
+    base: Any = SimpleNamespace(architecture=architecture, config=None, rules=rules, name="BertModel")
+
+    def convert_weights(*names: str) -> dict[str, Any]:
+        return PeftAdapter(tmp_path, {}, base)._convert_other_weights({name: torch.ones(2) for name in names})
+
+    assert convert_weights("pooler.weight").keys() == {"encoder.pool"}
+    with pytest.raises(UsageError, match=r"holds bert\.a without bert\.b, which is in the same matrix of megatfm"):
+        convert_weights("a")
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

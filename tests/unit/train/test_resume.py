@@ -140,6 +140,18 @@ def test_another_precision_is_logged() -> None:
     assert resume.find_changes_that_may_fix_skips(allowed) == allowed
 
 
+def test_a_precision_of_a_later_version_is_refused_by_name() -> None:
+    """With "auto", the checkpoint's own would be used."""
+    values = change(VALUES, "train.precision", "auto")
+    later = resume.ResumePoint(PATH, state(precision="mxfp4"))
+    with pytest.raises(
+        UsageError, match=r"step-00000005: was saved with train\.precision = 'mxfp4', .*one of fp64, fp32"
+    ):
+        resume.choose_stored_precision(Config.model_validate(values), later)
+    point = resume.ResumePoint(PATH, state(precision="bf16"))
+    assert resume.choose_stored_precision(Config.model_validate(values), point) == "bf16"
+
+
 def test_an_allowed_change_is_logged_with_both_values() -> None:
     assert check(state(), state(CHANGES["optimizer"]), "optimizer") == ["optimizer.lr: 0.001 → 0.002"]
 
