@@ -152,7 +152,7 @@ def full_node(folder: Path) -> str:
 def test_a_folder_that_can_not_be_listed_after_a_save_is_only_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a matter of one rank, which must not fail alone."""
+    """One rank lists the folder, and must not fail alone."""
 
     def refuse(folder: Path) -> list[Path]:
         raise MegatfmError(f"can't list {folder}: Stale file handle")

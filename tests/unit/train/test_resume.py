@@ -141,7 +141,7 @@ def test_another_precision_is_logged() -> None:
 
 
 def test_a_precision_of_a_later_version_is_refused_by_name() -> None:
-    """With "auto", the checkpoint's own would be used."""
+    """A config with "auto" takes the checkpoint's own."""
     values = change(VALUES, "train.precision", "auto")
     later = resume.ResumePoint(PATH, state(precision="mxfp4"))
     with pytest.raises(
