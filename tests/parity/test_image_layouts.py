@@ -55,7 +55,7 @@ RECOMPUTED = {
         "pp2 × tp2": (ParallelConfig(pp=2, tp=2), "full")},
 }  # fmt: skip
 """Ranks → layouts, and how blocks are recomputed under them; the budget keeps some of their activations."""
-LONGER = {2: ["tp2", "pp2"], 4: ["tp4", "pp2 × tp2"]}
+LONGER = {2: ["tp2", "pp2"], 4: ["tp4", "zero3 2 × tp2", "pp2 × tp2"]}
 
 
 def compare_recomputed(name: str, layouts: list[str], ranks: int) -> dict[str, tuple[dict[str, float], list[bool]]]:

@@ -62,7 +62,7 @@ LONGER = {
     2: ["zero 0", "zero 2", "pp 2 gpipe", "pp 2 interleaved zero bubble", "pp 2 dualpipev"],
     3: ["zero 1", "tp 3 without sequence parallelism", "pp 3"],
     4: ["tp 2", "cp 2", "pp 2 × zero 1", "pp 2 × replicas", "pp 2 × cp 2"],
-    5: ["zero 0", "cp 5"],
+    5: ["zero 0", "zero 3", "cp 5"],
 }
 """Layouts of extended cases: `make test` has each of their axes with towers in others."""
 RECOMPUTED = ("tp 2", "zero 3", "cp 3", "pp 3")

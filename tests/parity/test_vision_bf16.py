@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from tests.support.batches import PassThroughObjective
-from tests.support.llava_models import LLAVA_MODELS, llava_batch
+from tests.support.llava_models import LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, local_block, one_device_reference, uneven_microbatches
+from tests.support.parity import build_engine, local_block, uneven_microbatches
 from tests.support.tower_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
 from tests.support.workers import Workers
 
@@ -46,19 +45,18 @@ def run_towers(name: str) -> dict[str, tuple[float, float, float]]:
 
 def run_llava(name: str) -> dict[str, tuple[float, float, float]]:
     """Return what `run_towers` returns, for a vision-language model."""
-    config, batch = LLAVA_MODELS[name], llava_batch(name)
-    model, objective, loss = one_device_reference(config, batch, PassThroughObjective)
+    batch, model, objective, loss = llava_reference(name)
     results = {}
     for layout, parallel in LAYOUTS.items():
-        engine = build_engine(config, parallel, ADAMW, precision="bf16")
+        engine = build_engine(LLAVA_MODELS[name], parallel, ADAMW, precision="bf16")
         totals = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         results[layout] = (abs(totals.loss / loss - 1), *distances(engine, model))
     return results
 
 
-CASES: list[tuple[Callable[[str], dict[str, tuple[float, float, float]]], str]] = [
+CASES = [
     (run_towers, "softmax"),
-    (run_towers, "sigmoid"),
+    pytest.param(run_towers, "sigmoid", marks=pytest.mark.extended),
     (run_llava, "mlp"),
 ]
 

@@ -16,6 +16,7 @@ from megatfm.models import build
 from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
+from tests.support.deepspeed_runs import BUCKETS
 from tests.support.workers import Workers
 
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=96, mask=3, cls=4, sep=5)
@@ -40,6 +41,7 @@ def config_of(model: dict[str, Any], parallel: dict[str, Any]) -> Config:
             "optimizer": {"name": "adamw", "lr": 1e-3},
             "train": {"global_batch": ROWS, "micro_batch": MICRO_BATCH, "steps": 1, "precision": precision},
             "parallel": {"dp_shard": 1, **parallel},
+            **({} if is_native else {"deepspeed": {"json_file": str(BUCKETS)}}),
         }
     )
 
