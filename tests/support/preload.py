@@ -25,7 +25,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         # The other commands, and what they import when they run.
         "megatfm.commands.conversion", "megatfm.commands.estimate", "megatfm.commands.evaluation",
         "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
-        "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.recorded",
+        "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.estimator",
+        "megatfm.estimate.recorded",
         "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
