@@ -4,9 +4,9 @@
     python benchmarks/estimate.py published > benchmarks/results/DATE-estimate-published.md
     OMP_NUM_THREADS=1 python benchmarks/estimate.py search > benchmarks/results/DATE-estimate-search.md
 
-calibrate: how well a calibrated table tells times of products whose shapes are not in it, and of a whole step, on this
-machine. Products of the table and held-out ones are measured in turns. A step of a small GPT-2 by the engine is
-measured in CPU seconds, beside the estimate with a table that is measured before and after it.
+calibrate: how well a calibrated table tells times of products and of whole steps whose shapes are not in it, on this
+machine. Those of the table and held-out ones are measured in turns, in CPU seconds, the least of each. Steps are the
+engine's, passes and update: half of the shapes are trials, whose operators give the table; the others are estimated.
 
 published: row by row with the error of each. PTD-P: Narayanan et al. 2021 (arXiv 2104.04473), table 1, on Selene (DGX
 A100 80 GB). Llama 3 405B: Grattafiori et al. 2024 (arXiv 2407.21783), table 4, on H100 at 700 W. The last column sets
@@ -24,38 +24,37 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from statistics import median
 
 import common
 import torch
-import torch.distributed as dist
 
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
-from megatfm.data.loader import without_documents
 from megatfm.errors import UsageError
 from megatfm.estimate.calibrate import DTYPES, Clock, list_matmul_shapes, make_matmul, measure_device, write_table
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
 from megatfm.estimate.roofline import interpolate_rate
 from megatfm.estimate.search import search
-from megatfm.imaginary.step import make_batches
-from megatfm.parallel.mesh import build_mesh
-from megatfm.train.build import build_engine
-from megatfm.train.profiling import keep_freed_memory
-from megatfm.verify.shrink import objective_for
+from megatfm.estimate.trials import measure_trials
 
 # ------------------------------------------------------------------------------------------------ calibrate
 
-STEP = [
-    *("model.n_layers=4", "model.d_model=384", "model.attention.n_heads=6", "model.ffn.d_ff=1536"),
-    *("data.sequence_length=512", "train.micro_batch=4", "train.global_batch=4", "train.device=cpu"),
-    *("parallel.zero=0", "train.compile=false"),
-]
+STEPS = (
+    # layers, width, heads, rows, tokens of a row
+    (2, 256, 4, 2, 128), (3, 320, 5, 1, 256), (1, 512, 8, 2, 256), (2, 384, 6, 2, 192), (4, 192, 3, 2, 256),
+    (2, 640, 10, 1, 128), (1, 256, 4, 2, 512), (2, 448, 7, 1, 256), (3, 288, 6, 2, 128), (1, 576, 9, 1, 384),
+    (2, 352, 11, 2, 224), (5, 240, 5, 1, 160), (2, 304, 4, 2, 320), (1, 704, 11, 1, 192),
+)  # fmt: skip
+"""Shapes of steps: those at even places are trials, those at odd places are held out."""
+FAMILIES = {"gpt2-124m": ["model.dropout=0"], "llama3-8b": ["model.attention.n_kv_heads=1"]}
+SETTINGS = ["model.vocab_size=2048", "train.device=cpu", "parallel.zero=0", "train.compile=false"]
 
 
 def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
@@ -83,38 +82,41 @@ def measure_products(precision: str, rounds: int, count: int) -> None:
     )
 
 
-def drop_single_documents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a batch as the loader gives it: rows of one document need no mask."""
-    arrays = without_documents({name: field.numpy() for name, field in batch.items()})
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def make_step(preset: str, precision: str, shape: tuple[int, int, int, int, int]) -> Config:
+    """Return the config of a small step of a family."""
+    layers, width, heads, rows, tokens = shape
+    sizes = {
+        "model.n_layers": layers, "model.d_model": width, "model.attention.n_heads": heads, "model.ffn.d_ff": 4 * width,
+        "train.micro_batch": rows, "train.global_batch": rows, "data.sequence_length": tokens,
+        "train.precision": precision,
+    }  # fmt: skip
+    overrides = [f"{key}={value}" for key, value in sizes.items()]
+    return load_config(preset, [*FAMILIES[preset], *SETTINGS, *overrides])
 
 
-def measure_step(config: Config, rounds: int) -> float:
-    """Return the CPU seconds of the engine's step, the least of several."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    device = torch.device("cpu")
-    keep_freed_memory(device)
-    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), device, config.train.precision)
-    objective = objective_for(config)
-    batches = [drop_single_documents(batch) for batch in make_batches(config, 1, None)]
-
-    def step() -> None:
-        engine.forward_backward(batches, objective)
-        engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
-
-    seconds = Clock(device).measure_fastest([step], rounds)[0]
-    dist.destroy_process_group()
-    return seconds
-
-
-def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
-    """Return the seconds of the estimate with a table that is measured now."""
+def measure_steps(preset: str, precision: str) -> None:
+    """Print measured and estimated seconds of held-out steps: trials of other shapes give the table."""
+    device, configs = torch.device("cpu"), [make_step(preset, precision, shape) for shape in STEPS]
+    times = measure_trials(configs[0::2], Clock(device), configs[1::2])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
-        write_table(measure_device(torch.device("cpu"), config.train.precision), path)
-        with open_estimator(config, load_cluster(NODE, 1, hardware=path)) as opened:
-            estimate = opened.estimate(opened.base)
-    return estimate.time.step, vars(estimate.time)
+        write_table(measure_device(device, precision, times), path)
+        cluster = load_cluster(NODE, 1, hardware=path)
+    errors = []
+    for shape, trial in zip(STEPS[1::2], times.held_out, strict=True):
+        with open_estimator(trial.config, cluster) as opened:
+            estimated = opened.estimate(opened.base).time.step
+        errors.append(estimated / trial.step - 1)
+        sizes = " | ".join(map(str, shape))
+        print(
+            f"| {preset} | {precision} | {sizes} | {1e3 * trial.step:.1f} | {1e3 * estimated:.1f} | "
+            f"{100 * errors[-1]:+.1f} % |"
+        )
+    print(
+        f"{preset} in {precision}: error {100 * median(errors):+.1f} % in the median, without sign "
+        f"{100 * median(map(abs, errors)):.1f} %, worst {100 * max(errors, key=abs):+.1f} %",
+        flush=True,
+    )
 
 
 @common.argument("--rounds", type=int, default=10)
@@ -122,16 +124,8 @@ def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
 def run_calibrate(args: argparse.Namespace) -> None:
     for precision in DTYPES:
         measure_products(precision, args.rounds, args.held_out)
-    for precision in DTYPES:
-        config = load_config("gpt2-124m", [*STEP, f"train.precision={precision}"])
-        before, causes = estimate_step(config)
-        measured = measure_step(config, args.rounds)
-        after, _ = estimate_step(config)
-        parts = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in causes.items() if seconds > 1e-3)
-        print(
-            f"{precision} step: measured {1e3 * measured:.0f} ms, estimated {1e3 * before:.0f} before and "
-            f"{1e3 * after:.0f} after ({100 * ((before + after) / 2 / measured - 1):+.0f} %): {parts}"
-        )
+    for preset, precision in product(FAMILIES, DTYPES):
+        measure_steps(preset, precision)
 
 
 # ------------------------------------------------------------------------------------------------ published

@@ -10,7 +10,7 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm.config.prep import LabelsConfig
-from megatfm.corpus.webdataset_images import read_class_names
+from megatfm.corpus.webdataset_images import are_captions, read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.text import read_json_lines
@@ -99,8 +99,16 @@ class ClassLabels:
                 "read.labels.by = 'folder': no image lies in a folder of a class: name files CLASS/IMAGE.jpg, or for "
                 "tars list the classes in read.labels.classes"
             )
-        # Numbers are classes themselves; sorted as names, 10 would come before 2.
-        return [] if all(_parse_class_number(name) is not None for name in class_names) else sorted(class_names)
+        if all(_parse_class_number(name) is not None for name in class_names):
+            return []  # numbers are classes themselves; sorted as names, 10 would come before 2
+        if self._config.by == "table" and are_captions(len(class_names), len(self._table)):
+            raise UsageError(
+                f"read.labels.table = {self._config.table!r}: {len(class_names):,} of {len(self._table):,} images "
+                f"have a label of their own, as {next(iter(self._table.values()))[:60]!r}: these are captions: "
+                "write each into a .txt beside its image and leave read.labels out, or list the classes in "
+                "read.labels.classes"
+            )
+        return sorted(class_names)
 
 
 def get_parent_folder(path: str) -> str | None:

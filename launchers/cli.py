@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatfm.config import Config, load_config, load_section
@@ -79,22 +80,34 @@ def main(args: argparse.Namespace, new_paths: NewPaths | None = None) -> int:
     """
     if not args.dry_run:
         return launch(args, new_paths)[0]
-    launcher, job = build_launch(args)
+    launcher, job, notes = build_launch(args)
     files = launcher.render(job)
     for name, text in files.items():
         heading = f"# ==> {name} <==\n" if len(files) > 1 else ""
         print(heading + text)
+    print_notes(notes)  # after the script, which is longer than a screen
     return 0
 
 
 def launch(args: argparse.Namespace, new_paths: NewPaths | None = None) -> tuple[int, Job]:
     """Run or submit the job that the parsed arguments describe; return exit code and job. Raises MegatfmError."""
-    launcher, job = build_launch(args)
+    launcher, job, notes = build_launch(args)
+    print_notes(notes)
     return launcher.submit(job, new_paths or NewPaths()), job
 
 
-def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
-    """Build launcher and job from parsed arguments. Raises UsageError for flags or a job that can't work."""
+def print_notes(notes: Sequence[str]) -> None:
+    """Print a launch's notes to stderr."""
+    sys.stdout.flush()
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job, list[str]]:
+    """Build launcher, job and notes for the user from parsed arguments.
+
+    Raises UsageError for flags or a job that can't work; with --dry-run, reasons against the job are notes.
+    """
     check_flags(args)
     kind, resolved, name = resolve_job_config(args)
     job = Job(
@@ -109,16 +122,15 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
     )
     site = _make_site(args) if args.slurm else None
     partition = scheduler.find_partition(site.partition) if site else None
+    notes = []
     for problem in find_launch_errors(job, site, partition):
         if not args.dry_run:
             raise UsageError(problem)
-        print(f"note: this would be refused: {problem}", file=sys.stderr)
+        notes.append(f"this would be refused: {problem}")
     if site:
-        for note in find_launch_warnings(job, site, partition):
-            print(f"note: {note}", file=sys.stderr)
-        return SlurmLauncher(site), job
+        return SlurmLauncher(site), job, [*notes, *find_launch_warnings(job, site, partition)]
     launcher_class = LocalLauncher if args.mpi is None else MpiLauncher
-    return launcher_class(args.max_restarts or 0), job
+    return launcher_class(args.max_restarts or 0), job, notes
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -85,6 +85,7 @@ class _ChildGroup:
         self.log_starts: dict[str, int] = {}
         self._received: list[int] = []
         self._forwarded: set[int] = set()
+        self._ended_by_signal = False  # a child died of a forwarded signal, and so has said nothing itself
         self._terminate_at = self._kill_at = float("inf")
         self._is_terminating = False
         # Several children are background processes, which the system stops when they read the terminal.
@@ -192,7 +193,10 @@ class _ChildGroup:
     def _translate_code(self, child: Child, code: int) -> int:
         """Return a child's exit code; EXIT_REQUEUE if a forwarded signal killed it before it had a handler."""
         sent_signals = {int(child.stop_signal or signum) for signum in self._forwarded}
-        return EXIT_REQUEUE if {-code, code - 128} & sent_signals else code
+        if not {-code, code - 128} & sent_signals:
+            return code
+        self._ended_by_signal = True
+        return EXIT_REQUEUE
 
     def kill(self) -> None:
         """Send SIGKILL to the process groups of all children that still live."""
@@ -214,6 +218,8 @@ class _ChildGroup:
         code = distinct_codes.pop() if len(distinct_codes) == 1 else EXIT_FAILED
         if code not in COMMON_CODES:
             code = EXIT_FAILED
+        if code == EXIT_REQUEUE and self._ended_by_signal:
+            print("megatfm: stopped by a signal; start the same command again to go on", file=sys.stderr, flush=True)
         # The first child has already printed an error that all ranks share.
         is_printed = code in (EXIT_USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not is_printed:

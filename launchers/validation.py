@@ -231,5 +231,6 @@ def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     for distance in range(1, 64):
         for count in (n_units - distance, n_units + distance):
             if count > 0 and explain_layout_error(config, count * processes_per_unit) is None:
-                return f"; it would fit on {count} {'nodes' if on_nodes else 'processes'}"
+                unit = ("node" if on_nodes else "process") if count == 1 else ("nodes" if on_nodes else "processes")
+                return f"; it would fit on {count} {unit}"
     return "; change the layout or the batch"

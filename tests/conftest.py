@@ -15,6 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     # The numbers of a single process must not depend on the machine's cores; `make test-cpus` takes two threads, too.
     OMP_NUM_THREADS=os.environ.get("MEGATFM_TEST_THREADS", "1"),
+    TORCHINDUCTOR_COMPILE_THREADS="1",  # in the process itself: helpers of its own would each import torch first
     WANDB_MODE="offline",
 )
 
@@ -22,15 +23,16 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-gc.disable()  # until libraries are imported: they make much and drop little
+gc.disable()  # until libraries and test modules are imported: they make much and drop little
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
+from tests.support.page_cache import leave_files_in_page_cache  # noqa: E402
 from tests.support.seeding import seed_by_name  # noqa: E402
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
-from tests.support.workers import Workers  # noqa: E402
+from tests.support.workers import GARBAGE_THRESHOLD, Workers  # noqa: E402
 
-gc.freeze()  # what a session keeps to its end need not be traversed
-gc.enable()
+gc.set_threshold(GARBAGE_THRESHOLD)
+leave_files_in_page_cache()
 atexit.register(gc.unfreeze)  # libraries say so where any of their objects is left
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
@@ -60,9 +62,11 @@ class FileScheduling(LoadScopeScheduling):
         return CLUSTER if file.startswith(CLUSTER) else file
 
 
-def pytest_collection_finish() -> None:
-    """Leave the test modules, too, out of each search for garbage."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:  # after the collection, in the process that starts those of `-n` too
+    """Leave what a session keeps to its end out of each search for garbage."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ from megatfm.files import to_strict_json
 from megatfm.terminal import print_table
 
 if TYPE_CHECKING:
+    from megatfm.config import Config
     from megatfm.estimate.estimator import Estimate, Estimator
     from megatfm.estimate.search import SearchResult
 
@@ -91,7 +92,7 @@ def estimate_command(args: argparse.Namespace) -> int:
 
         check_rank(args.rank, args.gpus)
     if args.calibrate:
-        _calibrate(args, config.train.precision)
+        _calibrate(args, config)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
     from megatfm.estimate.estimator import open_estimator
@@ -136,24 +137,39 @@ def _list_job_files(path: Path) -> list[Path]:
     return [path.with_name(f"{path.stem}.{suffix}") for suffix in ("sbatch", "config.toml")]
 
 
-def _calibrate(args: argparse.Namespace, precision: str) -> None:
+TRIAL_PRESET = "llama3-8b"
+"""Preset whose steps are measured where the config's own model can't be made small."""
+
+
+def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
     import torch
 
-    from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
+    from megatfm.estimate.calibrate import DTYPES, Clock, measure_device, write_table
     from megatfm.estimate.devices import NODE
+    from megatfm.estimate.trials import list_trials, measure_trials
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
+    notes = sys.stderr if args.json else sys.stdout
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     if precision not in DTYPES:
         raise UsageError(
             f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
         )
-    write_table(measure_device(device, precision), args.calibrate)
-    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}")
+    config = config.with_changes({"train.precision": precision, "train.device": device.type})
+    trials = list_trials(config, device.type)
+    if not trials:
+        fallback = f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}"
+        print(fallback, file=notes)
+        overrides = [f"train.precision={precision}", f"train.device={device.type}"]
+        trials = list_trials(load_config(TRIAL_PRESET, overrides), device.type)
+    times = measure_trials(trials, Clock(device))
+    write_table(measure_device(device, precision, times), args.calibrate)
+    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)
     args.hardware, args.device = args.calibrate, NODE
 
 
@@ -215,7 +231,8 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     parser = argparse.ArgumentParser()
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
-    launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
+    launcher, job, notes = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
+    cli.print_notes(notes)
     script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
         path = job_config if name == "config.toml" else script

@@ -38,6 +38,8 @@ def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
 
 def quickstart_command(args: argparse.Namespace) -> int:
     """Run all stages; return 0. Raises MegatfmError, with the stage's exit code, at the first that fails."""
+    if args.nproc < 1:
+        raise UsageError(f"--nproc {args.nproc}: choose 1 or more")
     start = time.monotonic()
     prep, overrides = _make_corpus_overrides(args.corpus)
     overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}

@@ -157,9 +157,8 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     labels, shards = dict[str, str](), []
     for path in paths:
         shards.append(_index_shard(path, LabelRule(rule.by, rule.key, names), labels))
-    if not names:
-        _check_no_captions(rule, labels, sum(shard.samples for shard in shards))
     if not names and not all(_CLASS_NUMBER.fullmatch(label) for label in labels):
+        _check_no_captions(rule, labels, sum(shard.samples for shard in shards))
         names = sorted(labels)
     if rule.by == "cls" and names and not classes:
         first = next(label for label in labels if not _CLASS_NUMBER.fullmatch(label))
@@ -229,9 +228,14 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
     labels.setdefault(label, where)
 
 
+def are_captions(n_labels: int, n_samples: int) -> bool:
+    """Return whether so many distinct labels of so many images must be captions."""
+    return n_labels > MAX_UNIQUE_LABELS and n_labels > MAX_UNIQUE_SHARE * n_samples
+
+
 def _check_no_captions(rule: LabelRule, labels: Mapping[str, str], n_samples: int) -> None:
     """Raise a UsageError if nearly every image has a label of its own."""
-    if len(labels) > MAX_UNIQUE_LABELS and len(labels) > MAX_UNIQUE_SHARE * n_samples:
+    if are_captions(len(labels), n_samples):
         label = next(iter(labels))
         source = f"json:{rule.key}" if rule.by == "json" else rule.by
         raise UsageError(

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import CALIBRATED_PRECISIONS, GIB, NODE
+from megatfm.estimate.devices import CALIBRATED_PRECISIONS, GIB, NODE, Device
+from megatfm.estimate.trials import TrialTimes, fit_overheads, tabulate_attention, tabulate_matmuls, tabulate_operators
 from megatfm.tracking.hardware import describe_processor
 
 DTYPES = dict(zip(CALIBRATED_PRECISIONS, (torch.bfloat16, torch.float32), strict=True))
@@ -31,35 +32,30 @@ MOVED_BYTES: Mapping[str, Sequence[int]] = {
     "cuda": (2**12, 2**20, 2**24, 2**28),
 }
 """Bytes that an addition in place reads and writes."""
-ROUNDS = 5
+LAYOUTS = ("nt", "nn", "tn")
+"""Layouts of matmuls: a linear layer's outputs, its inputs' gradients, and its weights' gradients."""
+ROUNDS, MAX_ROUNDS, AGREEMENT = 5, 25, 0.02
 MIN_SECONDS = 2e-3
 """Shortest measurement; short operators are repeated in it."""
-OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "copy_": lambda x: x.clone(),
-    "_to_copy": lambda x: x.double() if x.device.type == "cpu" and x.dtype == torch.float32 else x.float(),
-    "mul": lambda x: x * x,
-    "add": lambda x: x + x,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "rsqrt": torch.rsqrt,
-    "exp": torch.exp,
-    "tanh": torch.tanh,
-    "native_layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "_softmax": lambda x: x.softmax(-1),
-    "sum": lambda x: x.sum(-1),
-    "mean": lambda x: x.mean(-1),
-}
-"""Elementwise operators and reductions, by the name under which torch dispatches them."""
 
 
-def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
-    """Measure this machine and return tables as in `devices.toml`: a device and a node, both called "here"."""
+def measure_device(device: torch.device, precision: str, times: TrialTimes) -> dict[str, Any]:
+    """Measure this machine and return tables as in `devices.toml`: a device and a node, both called "here".
+
+    times: of small steps and their operators (`measure_trials`).
+    """
     clock = Clock(device)
     kind, dtype = device.type, DTYPES[precision]
-    shapes = list_matmul_shapes(kind)
-    matmuls = clock.measure_fastest([make_matmul(shape, dtype, device) for shape in shapes])
-    rows = [[*shape, seconds] for shape, seconds in zip(shapes, matmuls, strict=True)]
+    products = tabulate_matmuls(times)
+    shapes, functions = list_matmul_shapes(kind), []
+    for layout in LAYOUTS:
+        functions += [make_matmul(shape, dtype, device, layout) for shape in shapes]
+    matmuls = clock.measure_fastest(functions)
+    for index, layout in enumerate(LAYOUTS):
+        seconds = matmuls[index * len(shapes) : (index + 1) * len(shapes)]
+        table_name = precision if layout == "nt" else f"{precision} {layout}"
+        products.setdefault(table_name, []).extend([*shape, t] for shape, t in zip(shapes, seconds, strict=True))
+    rows = products[precision]
     sizes = MOVED_BYTES[kind]
     moves = clock.measure_fastest([_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes])
     rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
@@ -71,7 +67,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
         else f"{describe_processor()['cpu']}, {torch.get_num_threads()} threads"
     )
     memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else psutil.virtual_memory().total
-    table = {
+    table: dict[str, Any] = {
         "name": name,
         "kind": kind,
         "memory_gib": round(memory / GIB, 2),
@@ -87,11 +83,15 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
         "host_seconds": 8e-6 if kind == "cuda" else 0.0,
         "reserved_gib": 2.5 if kind == "cuda" else 0.5,
         "compiles": kind == "cuda",
-        "products": {precision: rows},
+        "products": products,
         "moves": [list(pair) for pair in zip(sizes, moves, strict=True)],
-        "operators": _measure_operator_factors(clock, dtype, device),
+        "operators": tabulate_operators(times),
+        "attention": tabulate_attention(times),
         "source": f"measured by megatfm estimate --calibrate, torch {torch.__version__}",
     }
+    if times.trials:
+        overheads = fit_overheads(times, Device(key=NODE, **table))
+        table |= {"host_seconds": overheads.host_seconds, "update_seconds": list(overheads.update_seconds)}
     link = measure_link(kind)
     node = {
         "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,
@@ -113,56 +113,58 @@ class Clock:
     """Stopwatch of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def read_seconds(self) -> float:
         """Return the device's time in seconds: on a CPU that of this process's threads."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             return time.perf_counter()
         return time.process_time() / torch.get_num_threads()
 
     def measure_fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
-        """Return the seconds of one call of each function, the least of several rounds in which they take turns."""
+        """Return the seconds of one call of each function, the least of several rounds in which they take turns.
+
+        After `rounds` rounds those go on whose three least times differ by more than `AGREEMENT`: on a machine with
+        neighbours, a single one may have been measured beside them.
+        """
         n_repeats = []
         for function in functions:
             function()
             start = self.read_seconds()
             function()
             n_repeats.append(max(1, round(MIN_SECONDS / max(self.read_seconds() - start, 1e-7))))
-        least = [float("inf")] * len(functions)
-        for _ in range(rounds):
-            for index, (function, repeats) in enumerate(zip(functions, n_repeats, strict=True)):
+        times: list[list[float]] = [[] for _ in functions]
+        for round_number in range(MAX_ROUNDS):
+            for function, repeats, measured in zip(functions, n_repeats, times, strict=True):
+                if round_number >= rounds and sorted(measured)[2] <= (1 + AGREEMENT) * min(measured):
+                    continue
                 start = self.read_seconds()
                 for _ in range(repeats):
                     function()
-                least[index] = min(least[index], (self.read_seconds() - start) / repeats)
-        return least
+                measured.append((self.read_seconds() - start) / repeats)
+        return [min(measured) for measured in times]
 
 
-def make_matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a function that multiplies x [m, k] by the transpose of a weight [n, k]. shape: (m, n, k)."""
+def make_matmul(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, layout: str = "nt"
+) -> Callable[[], object]:
+    """Return a function that multiplies x [m, k] by a weight [k, n].
+
+    shape: (m, n, k); layout: see `describe_layouts`.
+    """
     m, n, k = shape
-    x, weight = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
-    return lambda: x @ weight.T
+    x, weight = (
+        torch.full(size if letter == "n" else size[::-1], 0.5, dtype=dtype, device=device)
+        for size, letter in zip(((m, k), (k, n)), layout, strict=True)
+    )
+    left, right = (tensor if letter == "n" else tensor.T for tensor, letter in zip((x, weight), layout, strict=True))
+    return lambda: left @ right
 
 
 def _make_in_place_addition(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     values = torch.ones(n_bytes // 2 // dtype.itemsize, dtype=dtype, device=device)
     return lambda: values.add_(1.0)
-
-
-def _measure_operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return the time of operators, as a multiple of an in-place addition that reads and writes as many bytes."""
-    x = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
-    moved = {name: x.nbytes + function(x).nbytes for name, function in OPERATORS.items()}
-    functions: list[Callable[[], object]] = [
-        lambda function=function: function(x)  # type: ignore[misc]
-        for function in OPERATORS.values()
-    ]
-    functions += [_make_in_place_addition(n_bytes, dtype, device) for n_bytes in moved.values()]
-    seconds = clock.measure_fastest(functions)
-    return {name: max(1e-3, seconds[i] / seconds[i + len(moved)]) for i, name in enumerate(moved)}
 
 
 def _measure_attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

@@ -25,6 +25,7 @@ CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 MeasuredMatmuls = Annotated[
     Sequence[tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]], Field(min_length=1)
 ]
+MeasuredBySize = Sequence[tuple[PositiveFloat, PositiveFloat]]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Device:
     pass over its forward pass (FlashAttention 2; Dao 2023, figures 5 and 6). compiles: whether
     `train.compile = "auto"` compiles there.
 
-    Measured (`calibrate.py`): products: precision → (m, n, k, seconds) of matmuls; moves: (bytes, seconds) of in-place
-    additions; operators: time as a multiple of an addition that moves as many bytes.
+    Measured (`calibrate.py`), by size: products: (m, n, k, seconds) of matmuls by precision and layout
+    (`name_matmuls`); moves: (bytes, seconds) of in-place additions, and operators: of other memory-bound operators by
+    variant (`describe_variant`); attention: (FLOPs, seconds) of a fused kernel's passes; update_seconds: of the
+    optimizer's update, a tensor and a byte that it moves.
     """
 
     __pydantic_config__ = CHECKED
@@ -62,8 +65,10 @@ class Device:
     attention_backward: PositiveFloat = 0.85
     compiles: bool = True
     products: Mapping[str, MeasuredMatmuls] = field(default_factory=dict)
-    moves: Sequence[tuple[PositiveFloat, PositiveFloat]] = ()
-    operators: Mapping[str, PositiveFloat] = field(default_factory=dict)
+    moves: MeasuredBySize = ()
+    operators: Mapping[str, MeasuredBySize] = field(default_factory=dict)
+    attention: Mapping[Literal["forward", "backward"], MeasuredBySize] = field(default_factory=dict)
+    update_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
 
     @property
     def memory_bytes(self) -> float:

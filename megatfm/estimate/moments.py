@@ -70,11 +70,11 @@ class StageMemory:
             self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
         )
         saved = sum(self.saved_bytes[index] for index in self.parts)
-        for index in reversed(self.parts):
+        for index, waiting in self._list_waiting():
             profile, recomputed = self.profiles[index], self._count_recomputed(index)
             unsaved = profile.saved_bytes("none", compiled=False) - profile.saved_bytes("none", self.compiled)
             for live, gradients in accumulation.run_backward(index, profile, max(0, unsaved), compiled=self.compiled):
-                yield Moment("backward", saved, live + recomputed, gradients)
+                yield Moment("backward", saved, live + recomputed + waiting, gradients)
             saved -= self.saved_bytes[index]
 
     def _sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
@@ -84,10 +84,10 @@ class StageMemory:
         reduces_at_once = not state.keeps_whole_gradients
         reducing = 0  # bytes of the last block's gradients in a reduce-scatter
         saved = sum(self.saved_bytes[index] for index in self.parts)
-        for index in reversed(self.parts):
+        for index, waiting in self._list_waiting():
             profile = self.profiles[index]
             gradients = self._count_sharded_gradients(index) if is_first else state.gradients
-            pending = pending_bytes(config, self.weights, self.parts, index)
+            pending = pending_bytes(config, self.weights, self.parts, index) + waiting
             experts = self._count_trained(index, is_expert=True)
             reducing_experts = experts * size * reduces_at_once
             if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
@@ -100,6 +100,16 @@ class StageMemory:
                 reducing = block * size * reduces_at_once
                 workspace = reducing + block * compute + profile.input_bytes + pending
                 yield Moment("backward", saved, workspace, gradients)
+
+    def _list_waiting(self) -> Iterator[tuple[int, int]]:
+        """Yield the parts in the order of a backward pass, each with the bytes of gradients of activations that later
+        parts have computed and that earlier ones need, such as those of an encoder's output."""
+        waiting: dict[str, int] = {}
+        for index in reversed(self.parts):
+            profile = self.profiles[index]
+            waiting = {name: n_bytes for name, n_bytes in waiting.items() if name not in profile.writes}
+            yield index, sum(waiting.values())
+            waiting |= profile.waiting_gradients
 
     def _count_recomputed(self, index: int) -> int:
         """Return the bytes that a part's recomputation makes anew for its backward pass."""

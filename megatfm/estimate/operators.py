@@ -31,6 +31,10 @@ MATMULS = {
     "convolution",
     "convolution_backward",
 }
+COPIES = {"copy_", "clone", "_to_copy"}
+"""Operators that rearrange elements."""
+REDUCTIONS = {"sum", "mean", "amax"}
+"""Operators whose time depends on the dimensions that they reduce."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
@@ -59,6 +63,8 @@ class Operator:
     """Of local attention under context parallelism: the most tokens whose keys a rank sends; 0: keys go around."""
     is_eager: bool = False
     """Whether its module stays eager in compiled blocks."""
+    variant: str = ""
+    """Name with what the time depends on beside bytes (`describe_variant`); of a matmul: its operands' layouts."""
 
     @property
     def moved_bytes(self) -> int:
@@ -200,8 +206,28 @@ class OperatorRecorder(TorchDispatchMode):
         if name in MATMULS:
             dims = _dims(name, [x for x in args if isinstance(x, Tensor)], outputs)
             flops = 2 * math.prod(dims)
-            return Operator(name, "matmul", flops, reads, writes, dims, inputs[0].element_size())
-        return Operator(name, "pointwise", 0, reads, writes, itemsize=itemsize)
+            variant = describe_layouts(inputs)
+            return Operator(name, "matmul", flops, reads, writes, dims, inputs[0].element_size(), variant=variant)
+        variant = describe_variant(name, inputs, args, kwargs)
+        return Operator(name, "pointwise", 0, reads, writes, itemsize=itemsize, variant=variant)
+
+
+def describe_layouts(inputs: Sequence[Tensor]) -> str:
+    """Return the layouts of a matmul's operands, as BLAS names them: n for rows in memory order, t for columns."""
+    return "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in inputs if x.dim() >= 2)[-2:]
+
+
+def describe_variant(name: str, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the name of an operator with what its time depends on beside bytes: words among its arguments, integers,
+    and inputs that are not contiguous where it copies."""
+    words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    if inputs and not inputs[0].is_floating_point():
+        words.append(str(inputs[0].dtype).removeprefix("torch."))
+    if name in REDUCTIONS:
+        words += [str(value) for value in args if isinstance(value, list)]
+    if name in COPIES and any(not x.is_contiguous() for x in inputs):
+        words.append("strided")
+    return f"{name}({', '.join(words)})" if words else name
 
 
 def tensor_bytes(tensor: Tensor) -> int:

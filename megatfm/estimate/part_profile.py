@@ -5,7 +5,7 @@ A part is what a split point runs, such as a block or the head. `profile.py` mak
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatfm.estimate.operators import Operator, Recording
@@ -139,6 +139,11 @@ class PartProfile:
     """Fullest moments of the backward pass, if experts exchange tokens."""
     shared_input_bytes: int = 0
     """Bytes of the activations that it reads and does not write: parts share them, such as an encoder's output."""
+    waiting_gradients: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of gradients of inputs that it reads and does not write, by name: they wait until the part that writes the
+    input runs backward."""
+    writes: frozenset[str] = frozenset()
+    """Names of the activations that it writes."""
     unsaved_input_bytes: int = 0
     """Bytes of the activations that it reads and does not save: they are live in the forward pass alone."""
 

@@ -32,6 +32,7 @@ from megatfm.estimate.part_profile import (
 )
 from megatfm.estimate.stand_ins import (
     HostValues,
+    StandInLoss,
     default_dtype,
     forward_predicted_tokens,
     quiet_fake_tensors,
@@ -206,6 +207,8 @@ class LocalModel:
             peak_after_gradients=peak_after_gradients,
             expert_moments=expert_moments(backward, sorted(experts), self._kernels.experts_complete),
             shared_input_bytes=sum(tensor.nbytes for name, tensor in read.items() if name not in point.writes),
+            waiting_gradients={n: x.nbytes for n, x in read.items() if n not in point.writes and x.requires_grad},
+            writes=frozenset(point.writes),
             unsaved_input_bytes=sum(x.nbytes for x in read.values() if recorder.number(x) not in saved),
         )
 
@@ -246,9 +249,12 @@ class LocalModel:
     def _run_backward(self, outputs: Sequence[Tensor]) -> Recording:
         """Run backward from some outputs, those that depend on weights or inputs with gradients."""
         roots = [output for output in outputs if output.requires_grad]
+        total = StandInLoss.apply(*roots) if roots else None
+        gradient = torch.ones(())
         with self._kernels.recorder.record() as backward:
-            if roots:
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            if total is not None:
+                torch.autograd.backward(total, gradient)
+        backward.operators = [op for op in backward.operators if op.name != "ones_like"]  # gradients of the roots
         self._kernels.mark_fused_backward(backward.operators)
         return backward
 

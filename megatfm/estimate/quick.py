@@ -49,6 +49,7 @@ def scale_profile(part: PartProfile, factor: int, tokens: int) -> PartProfile:
         input_bytes=part.input_bytes * factor,
         output_bytes=part.output_bytes * factor,
         shared_input_bytes=part.shared_input_bytes * factor,
+        waiting_gradients={name: n_bytes * factor for name, n_bytes in part.waiting_gradients.items()},
         forward_peak=part.forward_peak * (factor if part.is_block else 1),
         backward_peak=part.backward_peak * factor,
     )

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import GIB, NODE, list_device_names, load_cluster
-from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.report.run import Run, parse_count
-from megatfm.train.profiling import SNAPSHOT_DIR
+from megatfm.tracking.metrics import SNAPSHOT_DIR
+
+if TYPE_CHECKING:
+    from megatfm.estimate.estimator import Estimator
 
 FIRST_STEPS = 10
 """First steps of a run, left out of its median speed: they compile and fill caches."""
@@ -171,7 +173,7 @@ def compare_with_estimate(folder: Path, hardware: Path | None = None) -> list[tu
 @contextmanager
 def run_estimator(
     folder: Path, recorded: Recorded, device: str | None = None, hardware: Path | None = None
-) -> Iterator[Estimator]:
+) -> Iterator["Estimator"]:
     """Open an estimator for a run's config on as many devices as it had. Raises UsageError for an unknown device."""
     config: Config = load_config(str(folder / "config.toml"), [])
     device = device or find_device(recorded, hardware)
@@ -183,5 +185,7 @@ def run_estimator(
         )
     per_node = -(-recorded.processes // recorded.machines)
     cluster = load_cluster(device, recorded.processes, None, per_node, hardware)
+    from megatfm.estimate.estimator import open_estimator  # torch, seconds that the report of a run on a CPU is without
+
     with open_estimator(config, cluster) as opened:
         yield opened

@@ -66,20 +66,43 @@ def estimate_pass_seconds(
         regions = list(iter_fused_regions(operators))
         n_kernels += KERNELS_PER_REGION * len(regions)
         pointwise += sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
-    kernels = n_kernels + sum(op.kind != "pointwise" for op in operators)
-    return Seconds(matmul, attention, pointwise, kernels * device.host_seconds)
+    host = device.host_seconds * (n_kernels + sum(op.kind != "pointwise" for op in operators))
+    if device.kind == "cpu":  # the host computes, too: nothing overlaps
+        return Seconds(matmul, attention, pointwise + host)
+    return Seconds(matmul, attention, pointwise, host)
 
 
 def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
     """Estimate the seconds of a memory-bound operator: by the device's bandwidth, or by its measurements."""
-    if not device.moves:
-        rate = device.memory_bandwidth * device.memory_efficiency
+    rate = device.memory_bandwidth * device.memory_efficiency
+    rows = device.operators.get(operator.variant) or device.operators.get(operator.name) or device.moves
+    if not rows:
         return max(operator.moved_bytes / rate, device.launch_seconds)
-    sizes, seconds = (np.log([row[column] for row in sorted(device.moves)]) for column in (0, 1))
-    within = np.interp(math.log(max(operator.moved_bytes, 1)), sizes, seconds)
-    beyond = max(1.0, operator.moved_bytes / math.exp(sizes[-1]))
-    name = operator.name.removesuffix("_backward").removesuffix("_")
-    return float(math.exp(within) * beyond * device.operators.get(operator.name, device.operators.get(name, 1.0)))
+    return _interpolate_seconds(rows, operator.moved_bytes, 1 / rate)
+
+
+def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, beyond: float) -> float:
+    """Interpolate measured (size, seconds), in logarithms. beyond: seconds of each unit above the largest size.
+
+    Rows of one size count by their mean.
+    """
+    by_size: dict[float, list[float]] = {}
+    for measured_size, seconds in rows:
+        by_size.setdefault(measured_size, []).append(seconds)
+    sizes = sorted(by_size)
+    means = [np.log(np.mean(by_size[measured_size])) for measured_size in sizes]
+    within = np.interp(math.log(max(size, 1)), np.log(sizes), means)
+    return float(math.exp(within) + max(0.0, size - sizes[-1]) * beyond)
+
+
+def name_matmuls(operator: Operator, fp8: bool = False) -> str:
+    """Return the name of a matmul's measured table: precision, and the operands' layout if not that of `x @ W.T`."""
+    words = [_get_precision(operator.itemsize, fp8)]
+    if operator.dims is not None and operator.dims[0] > 1:
+        words.append("batched")
+    if operator.variant and (operator.variant != "nt" or len(words) > 1):
+        words.append(operator.variant)
+    return " ".join(words)
 
 
 def interpolate_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:
@@ -105,8 +128,9 @@ def estimate_matmul_seconds(device: Device, operator: Operator, fp8: bool = Fals
     assert operator.dims is not None
     batch, m, n, k = operator.dims
     precision = _get_precision(operator.itemsize, fp8)
-    if precision in device.products:
-        return batch * 2 * m * n * k / interpolate_rate(device.products[precision], m, n, k)
+    measured = device.products.get(name_matmuls(operator, fp8)) or device.products.get(precision)
+    if measured:
+        return batch * 2 * m * n * k / interpolate_rate(measured, m, n, k)
     peak = device.peak(precision) * device.matmul_efficiency
     computed = math.inf
     for divisor, share in SMALLER_TILES:
@@ -138,6 +162,8 @@ def _estimate_split_k_seconds(device: Device, wave: float, numel: int, max_slice
 
 def estimate_attention_seconds(device: Device, operator: Operator) -> float:
     """Estimate the seconds of a fused attention kernel."""
+    if rows := device.attention.get("backward" if operator.is_backward else "forward"):
+        return _interpolate_seconds(rows, operator.flops, max(seconds / flops for flops, seconds in rows))
     share = device.attention_backward if operator.is_backward else 1.0
     peak = device.peak(_get_precision(operator.itemsize, False)) * device.attention_efficiency * share
     memory_bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)

@@ -252,6 +252,20 @@ def even_rows(share: float) -> Iterator[None]:
         vars(experts_module)["SortedRows"] = original
 
 
+class StandInLoss(torch.autograd.Function):
+    """A scalar from which a backward pass can start. The gradients of its inputs, ones, are made in the pass, as by a
+    later part of the model, and autograd frees them once they are used."""
+
+    @staticmethod
+    def forward(ctx, *outputs):  # type: ignore[no-untyped-def]
+        ctx.kinds = [(output.shape, output.dtype) for output in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        return tuple(torch.ones(shape, dtype=dtype) for shape, dtype in ctx.kinds)
+
+
 class _GradientsComplete(torch.autograd.Function):
     """Returns a module's inputs, and calls a function when their gradients exist, as FSDP2 does to reduce those of
     weights."""

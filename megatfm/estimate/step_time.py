@@ -224,5 +224,9 @@ def estimate_optimizer_seconds(
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
-    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    return moved / rate
+    device = cluster.device
+    if device.update_seconds is not None:
+        per_tensor, per_byte = device.update_seconds
+        n_tensors = sum(not set(weight.parts).isdisjoint(parts) for weight in weights)
+        return per_tensor * n_tensors + per_byte * moved
+    return moved / (device.memory_bandwidth * device.memory_efficiency)

@@ -1,5 +1,6 @@
 """Console and log files of a run: a progress bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -61,6 +62,28 @@ class TerminalHandler(ConsoleHandler, RichHandler):
         return self.console.file
 
 
+class LogFileHandler(logging.StreamHandler[TextIO]):
+    """Writes messages to the log file. If the disk is full, the run continues, and a line on stderr says so once."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report a failed write once. Other errors are handled as `logging` does."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            with contextlib.suppress(OSError):
+                print(f"warning: {self.stream.name}: can't be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file; what could not be written is lost."""
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        super().close()
+
+
 class RunLog:
     """Context manager that writes this rank's messages to logs/rank-K.log, and rank 0's also to the console.
 
@@ -76,7 +99,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # undoes everything if a log file can't be opened
-            self._file_handler = logging.StreamHandler(stack.enter_context(self._open()))
+            self._file_handler = LogFileHandler(self._open())
             self._file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             handlers: list[logging.Handler] = [self._file_handler]
             if self._has_console and self._console.is_terminal:

@@ -25,6 +25,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 RESUME_AFTER_REPAIR = "make room or mend the disk, then resume the run"
 """Way out of an error of the disk."""
+SNAPSHOT_DIR = "memory"
+"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 
 _log = logging.getLogger("megatfm")
 

@@ -77,7 +77,8 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the peak FLOP/s of this process's device in a dtype: from the data sheet if known, else measured."""
     dtype_name = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
-        return measure_peak_flops(device, dtype, f"CPU, {dtype_name}, {torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        return measure_peak_flops(device, dtype, f"CPU, {dtype_name}, {threads} thread{'s' * (threads > 1)}")
     name = torch.cuda.get_device_name(device)
     if flops := look_up_peak_flops(name, dtype):
         return Peak(flops, f"{name}, {dtype_name}: data sheet")

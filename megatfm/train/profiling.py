@@ -18,13 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatfm.errors import MegatfmError
 from megatfm.files import temporary_path
+from megatfm.tracking.metrics import SNAPSHOT_DIR
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-SNAPSHOT_DIR = "memory"
-"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 

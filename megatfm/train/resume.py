@@ -85,8 +85,8 @@ class ResumePoint:
         config = self.state.get("config")
         if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it has no config of its model")
-        if (fault := _find_malformed_part(self.state)) is not None:
-            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {fault} in this form")
+        if (part := _find_malformed_part(self.state)) is not None:
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: no run writes its {part} in this form")
         object.__setattr__(self, "state", {**self.state, "config": convert_config(config)})
 
     @property

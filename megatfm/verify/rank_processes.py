@@ -102,6 +102,7 @@ def run_rank(connection: Connection) -> None:
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     block_sparse.SIZE = BLOCK_SIZE
     gc.freeze()  # imported modules need not be traversed after each step
+    gc.disable()  # `_leave_group` searches for garbage, once a step
     try:
         connection.send(READY)
         while (request := connection.recv()) is not None:

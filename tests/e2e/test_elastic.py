@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from torch.distributed import TCPStore
 
 from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import ForkedCommand, run_megatfm
+from tests.support.small_runs import SMALL_CONFIG
 from tests.support.watched_ranks import STEPS, WatchedRanks
 
 SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
+pytestmark = pytest.mark.timeout(900)  # the first test waits until three nodes train
 TOTAL = 30
 # Three data ranks share a batch of twelve, and so can two.
 OVERRIDES = (
@@ -26,6 +29,24 @@ OVERRIDES = (
 # When a silent agent counts as lost (12 s: on a busy machine one may be silent for 6), and how long the others wait for
 # more of them (by default 15 s and 30 s).
 RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=6,last_call_timeout=10,join_timeout=240"
+# torchrun whose agents join when all three are there: on a busy machine more than ten seconds may lie between them.
+AGENT = """
+import sys, time
+from pathlib import Path
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.run import main
+
+genuine, ready = DynamicRendezvousHandler.next_rendezvous, Path(__file__).with_name(f"ready-{sys.argv.pop(1)}")
+
+def next_rendezvous(handler):
+    ready.touch()
+    while len(list(ready.parent.glob("ready-*"))) < 3:
+        time.sleep(0.02)
+    return genuine(handler)
+
+DynamicRendezvousHandler.next_rendezvous = next_rendezvous
+main()
+"""
 # Of three ranks, steps after the seventh take long enough to be interrupted however busy the machine is.
 PAUSES = """
 import time
@@ -55,14 +76,14 @@ class Node:
             f"--rdzv-conf={RENDEZVOUS},is_host=0", "--local-addr=127.0.0.1",
         ]  # fmt: skip
         self.agent = ForkedCommand(
-            [*agent, "-m", "megatfm", "train", *words],
+            [number, *agent, "-m", "megatfm", "train", *words],
             folder / f"node-{number}.log",
             environment={
                 **os.environ,
                 "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}",
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
-            program="torch.distributed.run",
+            program=str(folder / "agent.py"),
         )
 
     def list_children(self) -> list[int]:
@@ -88,42 +109,64 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-@pytest.fixture
-def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
-    (tmp_path / "pauses.py").write_text(PAUSES)
-    port = find_free_port()
-    # The host of the rendezvous outlives all nodes.
+@dataclass
+class LostNode:
+    """A run on three nodes of which one is lost, and the folder of the same run on one rank."""
+
+    folder: Path
+    nodes: list[Node]
+    lost: Node
+    store: TCPStore
+    """The host of the rendezvous outlives all nodes."""
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for node in self.nodes:
+            if node.agent.process.is_alive():
+                node.kill()
+
+
+def lose_a_node(corpus: Path, folder: Path, rank: int) -> LostNode:
+    """Train on three nodes, kill that of a rank in the middle, and train on one rank while the others look for it."""
+    (folder / "pauses.py").write_text(PAUSES)
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
+    words, run, port = [str(folder / "small.toml"), *OVERRIDES], folder / "run", find_free_port()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    words = [str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["pauses"]', *OVERRIDES]
-    nodes = [Node(number, port, words, tmp_path) for number in range(3)]
-    yield nodes
-    for node in nodes:
-        if node.agent.process.is_alive():
-            node.kill()
-    del store
-
-
-# Without the first node, ranks meet at another one's store.
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("lost_rank", [0, pytest.param(2, marks=SLOW)])
-def test_a_run_resumes_without_a_node(lost_rank: int, nodes: list[Node], config_file: Path, tmp_path: Path) -> None:
-    run, deadline = tmp_path / "run", time.monotonic() + 300
+    on_nodes = [*words, f"run_dir={run}", 'plugins=["pauses"]']
+    nodes = [Node(number, port, on_nodes, folder) for number in range(3)]
+    deadline = time.monotonic() + 300
     while len(losses(run)) < 7:
         assert time.monotonic() < deadline, [node.agent.output for node in nodes]
         time.sleep(0.02)
-    (lost,) = (node for node in nodes if node.has_open(run / "logs" / f"rank-{lost_rank}.log"))
+    (lost,) = (node for node in nodes if node.has_open(run / "logs" / f"rank-{rank}.log"))
     lost.kill()
     assert len(losses(run)) < TOTAL, "in the middle"
-    for node in nodes:
-        if node is lost:
-            continue
-        assert node.agent.wait(300) == 0, node.agent.output
-    words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
-    run_megatfm("train", *words, output=tmp_path / "said")
-    of_nodes, of_one = losses(run), losses(tmp_path / "whole")
+    run_megatfm("train", *words, f"run_dir={folder / 'whole'}", output=folder / "said")
+    return LostNode(folder, nodes, lost, store)
+
+
+@pytest.fixture(scope="module")
+def without_rank_0(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LostNode]:
+    """Without the first node, ranks meet at another one's store."""
+    lost_node = lose_a_node(corpus, tmp_path_factory.mktemp("nodes"), 0)
+    yield lost_node
+    lost_node.end()
+
+
+@pytest.fixture(autouse=True)
+def ahead(without_rank_0: LostNode) -> None:
+    """The nodes that are left wait for the lost one, 22 s in all, while the other tests run."""
+
+
+def assert_resumed(lost_node: LostNode) -> None:
+    """Wait for the nodes that are left; their run is that of one rank."""
+    for node in lost_node.nodes:
+        assert node is lost_node.lost or node.agent.wait(300) == 0, node.agent.output
+    of_nodes, of_one = losses(lost_node.folder / "run"), losses(lost_node.folder / "whole")
     assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, TOTAL + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)
-    text = (run / "logs" / "rank-0.log").read_text()
+    text = (lost_node.folder / "run" / "logs" / "rank-0.log").read_text()
     assert "dp_shard 3" in text
     assert "dp_shard 2" in text
 
@@ -188,3 +231,19 @@ def test_an_error_of_one_rank_is_reported_by_all(start: Start, failing: int) -> 
         assert "as the test wants it" in output
         if rank != failing:
             assert f"rank {failing} on {HOST} at step 5, step: failed: ValueError" in output
+
+
+# --------------------------------------------------------------------------------------------- without a node
+
+
+def test_a_run_resumes_without_a_node(without_rank_0: LostNode) -> None:
+    assert_resumed(without_rank_0)
+
+
+@SLOW
+def test_a_run_resumes_without_its_last_node(corpus: Path, tmp_path: Path) -> None:
+    lost_node = lose_a_node(corpus, tmp_path, 2)
+    try:
+        assert_resumed(lost_node)
+    finally:
+        lost_node.end()

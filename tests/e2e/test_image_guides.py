@@ -1,10 +1,8 @@
 """Pages on images, and on images and text: their commands, run in their order in one folder a page."""
 
-import io
 import json
 import shlex
 import shutil
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from tests.support.forked_commands import run_megatfm
 from tests.support.images import encode_noise, write_captioned_images
 from tests.support.prep_files import write_file
 from tests.support.training_runs import training_curve
+from tests.support.webdatasets import pack_tar
 
 COMMON = ("train.steps=2", "train.global_batch=4", "train.micro_batch=2", "lr_schedule.warmup_steps=1", "log.every=1")
 FEW_STEPS = ("train.steps=6", "lr_schedule.warmup_steps=1", "log.every=1")
@@ -64,21 +63,12 @@ def encode(number: int, kind: str = "JPEG") -> bytes:
     return encode_noise(40 + number, 44, seed=number, format_=kind)
 
 
-def write_tar(path: Path, members: Mapping[str, bytes]) -> None:
-    path.parent.mkdir(parents=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-
-
 def test_the_page_on_images(tmp_path: Path) -> None:
     for number in range(16):
         name = f"{'validation' if number % 4 == 3 else 'train'}/{('cat', 'dog')[number // 4 % 2]}/{number}.jpg"
         write_file(tmp_path / "photos" / name, encode(number))
-    write_tar(tmp_path / "imagenet1k/000.tar", {"a.jpg": encode(0), "a.cls": b"3"})
-    write_tar(tmp_path / "laion/000.tar", {"a.png": encode(0, "PNG"), "a.json": b'{"label": "dog"}'})
+    write_file(tmp_path / "imagenet1k/000.tar", pack_tar({"a.jpg": encode(0), "a.cls": b"3"}))
+    write_file(tmp_path / "laion/000.tar", pack_tar({"a.png": encode(0, "PNG"), "a.json": b'{"label": "dog"}'}))
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     released = transformers.ViTForImageClassification(transformers.ViTConfig(
         hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=224, patch_size=16,

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatfm import checkpoint
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
 from tests.support.forked_commands import ForkedCommand
 from tests.support.rank_processes import Fault, Ranks, Start
+from tests.support.small_runs import SMALL_CONFIG
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -38,6 +40,16 @@ def parametrize_cases(first: list[Case], faults: dict[str, list[tuple[int, str]]
         "cases",
         [pytest.param(first, id="each"), pytest.param(remaining, id="others", marks=pytest.mark.slow)],
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_rank_1(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks of three, which wait for the other one while the first tests run."""
+    folder = tmp_path_factory.mktemp("missing")
+    (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
+    ranks = Ranks(str(folder / "small.toml"), ["train.hang_seconds=5"], folder / "run")
+    yield ranks.start(3, Fault(-1, "meeting", "has_little_patience"), absent=[1])
+    ranks.end()
 
 
 @parametrize_cases(
@@ -166,11 +178,10 @@ def test_a_run_resumes_from_node_local_checkpoints_without_one_node(start: Start
     assert len(losses[0]) == 16
 
 
-def test_a_missing_rank_is_named(start: Start) -> None:
-    run = start("train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience"))
-    assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
+def test_a_missing_rank_is_named(without_rank_1: Ranks) -> None:
+    assert without_rank_1.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     output = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
-    assert run.said(0).endswith(output)
+    assert without_rank_1.said(0).endswith(output)
 
 
 def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start) -> None:

@@ -4,11 +4,12 @@ Further ways to share them, which are slow, are in `test_planted_expert_faults.p
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ParallelConfig
@@ -85,13 +86,19 @@ OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
 }
 
 
+@cache
+def reference(name: str) -> tuple[nn.Module, Any, list[float]]:
+    """Two steps of one device: computed once in a process for all faults."""
+    return two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
+
+
 def wrong(fault: str | None, parallel: ParallelConfig, name: str = "top-k") -> set[str]:
+    model, objective, _ = reference(name)
     with pytest.MonkeyPatch.context() as patch:
         if fault == count_one_rank_s_choices.__name__:
             patch.setattr(base.ModuleState, "update", count_on_one_rank(base.ModuleState.update))
         elif fault:
             globals()[fault](patch)
-        model, objective, _ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
         engine, _ = second_step(EXPERT_MODELS[name], parallel, objective)
         return set(model_gradient_errors(engine, model))
 
@@ -109,7 +116,7 @@ def count_on_one_rank(update: Any) -> Any:
 def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     layout, patterns = FAULTS[fault]
     actual = set[str]().union(*workers.run(wrong, 2, fault.__name__, layout, timeout=120.0))
-    model, *_ = two_steps_on_one_device(EXPERT_MODELS["top-k"], family_batch(EXPERT_MODELS["top-k"]))
+    model, *_ = reference("top-k")
     assert actual == list_expected_errors(model, patterns)
 
 
@@ -150,7 +157,7 @@ OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, set[str]]] = {
 def test_a_planted_fault_of_other_ways_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     name, layout, patterns = OF_OTHER_WAYS[fault]
     results = workers.run(wrong, 2, fault.__name__, EXPERT_TP_LAYOUTS[2][layout], name, timeout=120.0)
-    model, *_ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
+    model, *_ = reference(name)
     assert set[str]().union(*results) == list_expected_errors(model, patterns)
 
 

@@ -17,9 +17,9 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_parallel, cp_plans, styles
 from tests.support.faults import EVERYTHING, list_expected_errors
-from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, ImageObjective, image_model_batch
+from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
+from tests.support.parity import build_engine, microbatches, model_gradient_errors
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -211,11 +211,10 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
 def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     """Parameters whose gradients a fault must make wrong, and those that it does."""
     name, parallel, patterns = FAULTS[globals()[fault]]
-    config, batch = IMAGE_MODELS[name], image_model_batch(name)
-    model, objective, _ = one_device_reference(config, batch, ImageObjective)
+    batch, model, objective, _ = image_reference(name)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(config, parallel, ADAMW)
+        engine = build_engine(IMAGE_MODELS[name], parallel, ADAMW)
         engine.forward_backward(microbatches(engine, batch), objective)
         return list_expected_errors(model, patterns), set(model_gradient_errors(engine, model))
 

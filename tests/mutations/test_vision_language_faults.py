@@ -11,11 +11,10 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.parallel import context_parallel, styles
-from tests.support.batches import PassThroughObjective
 from tests.support.faults import EVERYTHING, list_expected_errors
-from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_batch
+from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors, one_device_reference, uneven_microbatches
+from tests.support.parity import build_engine, model_gradient_errors, uneven_microbatches
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -176,11 +175,10 @@ and no others."""
 def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     """Parameters whose gradients a fault must make wrong, and those that it does."""
     name, ranks, layout, patterns = FAULTS[globals()[fault]]
-    config, batch = LLAVA_MODELS[name], llava_batch(name)
-    model, objective, _ = one_device_reference(config, batch, PassThroughObjective)
+    batch, model, objective, _ = llava_reference(name)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(config, LAYOUTS[ranks][layout], ADAMW)
+        engine = build_engine(LLAVA_MODELS[name], LAYOUTS[ranks][layout], ADAMW)
         engine.forward_backward(uneven_microbatches(engine, batch), objective)
         return list_expected_errors(model, patterns), set(model_gradient_errors(engine, model))
 

@@ -35,8 +35,8 @@ LAYOUTS = {
     "zero1": ParallelConfig(dp_shard=2, zero=1),
     "pp2": ParallelConfig(pp=2),
 }
-SHALLOW = "llava of one block each"
-BLOCKS = {"llama": 2, "towers": 5, "llava": 5, SHALLOW: 2}
+ONE_BLOCK, SHALLOW = "llama of one block", "llava of one block each"
+BLOCKS = {"llama": 2, "towers": 5, "llava": 5, ONE_BLOCK: 1, SHALLOW: 2}
 """Model → number of its blocks, of both towers where there are two, all of which are compiled."""
 
 
@@ -50,7 +50,11 @@ def case(name: str) -> tuple[ModelConfig, nn.Module, Any, float, Callable[[Nativ
             return tower_microbatches(batch, engine.mesh.data_rank, engine.mesh.data_ranks, n)
 
         return TOWER_MODELS["dropout"], model, TowerObjective(), loss, split
-    config, batch = family_case(name, False) if name == "llama" else (LLAVA_MODELS["dropout"], llava_batch("dropout"))
+    if name in ("llama", ONE_BLOCK):
+        config, batch = family_case("llama", False)
+        config = config.with_changes({"n_layers": BLOCKS[name]})
+    else:
+        config, batch = LLAVA_MODELS["dropout"], llava_batch("dropout")
     if name == SHALLOW:
         config = config.with_changes({"n_layers": 1, "vision_tower.n_layers": 1})
     model, objective, loss = one_device_reference(config, batch, PassThroughObjective)
@@ -101,7 +105,7 @@ OTHERS = {name: [layout for layout in LAYOUTS if layout not in ("one", *layouts)
 
 
 @pytest.mark.parametrize(("name", "layouts"), [
-    ("llama", ["tp2"]),
+    (ONE_BLOCK, ["tp2"]),
     (SHALLOW, ["zero3"]),
     pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
     pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),

@@ -46,10 +46,12 @@ LATER = (
 )
 """Dear ones that others are much like."""
 LONGER = {
-    2: ("window, rows of 11 tokens", "llama, rows of 11 tokens", "latent, patterns"),
+    2: ("window, rows of 11 tokens", "llama, rows of 11 tokens", "latent, patterns",
+        "patterns of decoders, rows of 11 tokens", "patterns of encoders, experts"),
     3: ("soft experts, rows of 11 tokens", "llama, rows of 11 tokens"),
-    4: ("patterns of encoders, rows of 11 tokens", "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5",
-        "alibi, patterns, rows of 11 tokens", "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
+    4: ("patterns of encoders", "patterns of encoders, rows of 11 tokens", "patterns of decoders, rows of 11 tokens",
+        "latent, patterns, rows of 11 tokens", "xlnet", "deberta", "t5", "alibi, patterns, rows of 11 tokens",
+        "latent, patterns", "bert", "pp2 gpipe × cp2", "pp2 interleaved × cp2",
         "pp2 interleaved-zero-bubble × cp2", "pp2 dualpipev × cp2", "zero2 × cp2"),
     8: ("patterns of decoders",),
 }  # fmt: skip

@@ -87,7 +87,7 @@ def check(results: Results, expected: Results) -> None:
 BATCHES = [{"train.micro_batch": n, "train.global_batch": 32 * 7 * 6} for n in (1, 7, 32)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_batches_and_rows_change_no_result(workers: Workers, folder: Path, ranks: int) -> None:
     """26 rows at most, of which ranks have unequal numbers; rows of 48 hold one or two examples, of 200 up to ten."""
     cases = [{**batch, "data.sequence_length": length} for batch in BATCHES for length in (48, 200)]

@@ -98,8 +98,9 @@ SOONER_CONTEXT = [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in A
 @pytest.mark.parametrize(("name", "layouts"), [
     ("by batch", SOONER_CONTEXT[::2]),
     pytest.param("by batch", SOONER_CONTEXT[1::2], marks=EXTENDED),
-    ("switch", [*WHOLE_ROW_LAYOUTS]),
-    pytest.param("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout in AGAIN], marks=SLOW),
+    ("switch", [*WHOLE_ROW_LAYOUTS[:1]]),
+    pytest.param("switch", [*WHOLE_ROW_LAYOUTS[1:]], marks=EXTENDED),
+        pytest.param("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout in AGAIN], marks=SLOW),
     pytest.param(
         "switch",
         [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in WHOLE_ROW_LAYOUTS],
@@ -110,7 +111,8 @@ SOONER_CONTEXT = [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in A
         for name in CONTEXT_EXPERT_MODELS
         if name != "switch"
     ),
-    ("expert-choice", [*WHOLE_ROW_LAYOUTS]),
+    ("expert-choice", [*WHOLE_ROW_LAYOUTS[1:]]),
+        pytest.param("expert-choice", [*WHOLE_ROW_LAYOUTS[:1]], marks=EXTENDED),
     pytest.param(
         "expert-choice",
         [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in WHOLE_ROW_LAYOUTS],

@@ -23,7 +23,7 @@ from tests.support.evaluated_tasks import build_initial_model, small_config
 from tests.support.hf_folders import FILLERS, NAMES, TOWNS, save_bert, write_lines
 from tests.support.workers import Workers
 
-ROWS = 29
+ROWS = 13
 """Examples: no multiple of 2, 3, 7 or 32."""
 RANKS = [3, pytest.param(2, marks=pytest.mark.slow)]
 """Ranks that are compared with one process; 3 have unequal shares, as 2 have."""

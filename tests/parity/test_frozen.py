@@ -203,4 +203,5 @@ def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], r
 )
 def test_experts_are_adapted_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
-    assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts
+    config = EXPERT_MODELS[name].with_changes({"ffn.n_experts": 10} if ranks == 5 else {})
+    assert workers.run(compare_adapters, ranks, config, tried, timeout=300.0)[0] == layouts

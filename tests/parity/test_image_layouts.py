@@ -6,7 +6,7 @@ import pytest
 
 from megatfm.config import ParallelConfig
 from tests.support.batches import family_case
-from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, ImageObjective, image_model_batch
+from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference
 from tests.support.image_models import is_compared as is_compared
 from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ADAMW
@@ -23,13 +23,12 @@ from tests.support.workers import Workers
 
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients of a model by layout."""
-    config, batch = IMAGE_MODELS[name], image_model_batch(name)
-    model, objective, loss = one_device_reference(config, batch, ImageObjective)
+    batch, model, objective, loss = image_reference(name)
     wrong = {}
     for layout in layouts:
         parallel = LAYOUTS[ranks][layout]
         recomputed = "full" if layout in ("cp3", "tp3", "pp3", "zero3 on 3") else "none"
-        engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
+        engine = build_engine(IMAGE_MODELS[name], parallel, ADAMW, recomputed=recomputed)
         cut = uneven_microbatches if parallel.pp > 1 else microbatches
         stats = engine.forward_backward(cut(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout

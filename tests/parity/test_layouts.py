@@ -5,12 +5,14 @@ engine in micro-batches and through the plain model all at once.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, ParallelConfig
+from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
 from megatfm.models import build
 from tests.support.batches import CAUSAL, family_case, global_batch
 from tests.support.layouts import (
@@ -36,13 +38,21 @@ from tests.support.parity import (
 )
 from tests.support.workers import Workers
 
+MODELS = {"untied": UNTIED_MODEL, "tied": TIED_MODEL}
 
-def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
-    engine, reference = build_engine(config, parallel, ADAMW), one_device(config)
+
+@cache
+def compute_reference(model: str) -> tuple[nn.Module, float, dict[str, Tensor]]:
+    """One device's weights, loss and gradients of a batch, once in a process for all layouts."""
+    reference = one_device(MODELS[model])
+    return reference, *one_device_gradients(reference, global_batch(seed=3))
+
+
+def compare_gradients(model: str, parallel: ParallelConfig) -> int:
+    engine, (reference, loss, expected) = build_engine(MODELS[model], parallel, ADAMW), compute_reference(model)
     for name, parameter in reference.named_parameters():
         assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), f"initial {name} differs"
     batch = global_batch(seed=3)
-    loss, expected = one_device_gradients(reference, batch)
     stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
     assert stats.target_counts == {"causal": int((batch["targets"] != -100).sum())}
     assert stats.loss == pytest.approx(loss, rel=1e-12)
@@ -59,11 +69,10 @@ def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
     make_cases(dict.fromkeys(("untied", "tied"), DATA_AND_TENSOR_LAYOUTS), always=["tp2", "zero3 2 × tp2"]),
 )
 def test_layouts_have_the_gradients_of_one_device(workers, name, layouts):
-    config = {"untied": UNTIED_MODEL, "tied": TIED_MODEL}[name]
     for layout in layouts:
         ranks = RANKS_OF_LAYOUT[layout]
-        compared = workers.run(compare_gradients, ranks, config, DATA_AND_TENSOR_LAYOUTS[layout])
-        assert compared == [len(list(build(config).parameters()))] * ranks
+        compared = workers.run(compare_gradients, ranks, name, DATA_AND_TENSOR_LAYOUTS[layout])
+        assert compared == [len(list(build(MODELS[name]).parameters()))] * ranks
 
 
 def compare_family(name: str, layouts: list[str]) -> list[str]:

@@ -2,13 +2,11 @@
 
 import pytest
 
-from tests.support.batches import PassThroughObjective
-from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_batch
+from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
     model_gradient_errors,
-    one_device_reference,
     uneven_microbatches,
 )
 from tests.support.workers import Workers
@@ -18,12 +16,11 @@ RECOMPUTED = ("tp", "zbv", "zero 2", "cp by Ulysses")
 
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients of a model by layout."""
-    config, batch = LLAVA_MODELS[name], llava_batch(name)
-    model, objective, loss = one_device_reference(config, batch, PassThroughObjective)
+    batch, model, objective, loss = llava_reference(name)
     wrong = {}
     for layout in layouts:
         recomputed = "full" if layout in RECOMPUTED else "none"
-        engine = build_engine(config, LAYOUTS[ranks][layout], ADAMW, recomputed=recomputed)
+        engine = build_engine(LLAVA_MODELS[name], LAYOUTS[ranks][layout], ADAMW, recomputed=recomputed)
         stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         wrong[layout] = model_gradient_errors(engine, model)

@@ -24,13 +24,13 @@ from tests.support.layouts import PIPELINE_SCHEDULES, bubble_fraction, simulate_
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
+    microbatches,
     model_gradient_errors,
     one_device_reference,
-    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
-DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})
+SHALLOW = ModelConfig(vocab_size=96, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 METHODS: dict[str, Kind] = {
     "_run_forward": "F", "_run_backward": "B", "_run_backward_input": "I", "_run_backward_weight": "W",
@@ -49,11 +49,11 @@ def noted(kind: Kind, real: Callable[..., None], actions: list[Action]) -> Calla
 
 def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
     """This rank's actions under each schedule, with two micro-batches for each rank."""
-    actual = {}
+    actual, config = {}, SHALLOW.with_changes({"n_layers": 2 * ranks - 1})
     rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
     for schedule in schedules:
-        engine = build_engine(DEEP, ParallelConfig(pp=ranks, pp_schedule=schedule))
+        engine = build_engine(config, ParallelConfig(pp=ranks, pp_schedule=schedule))
         actions: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():
@@ -102,7 +102,7 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: st
             model, objective, loss = one_device_reference(config, batch)
             for parallel in layouts:
                 engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
-                stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
+                stats = engine.forward_backward(microbatches(engine, batch), objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12)
                 assert model_gradient_errors(engine, model) == {}
                 torch._dynamo.reset()

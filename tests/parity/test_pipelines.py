@@ -4,22 +4,24 @@ One call of the workers compares several models, so that a layout costs one set 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.checkpoint import ShardedTensor
-from megatfm.config import OptimizerSection, ParallelConfig
+from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.pipeline import PipelineForwardBackward, StepState
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.pipeline_stages import split_into_stages
 from megatfm.verify.traffic import TrafficCounter
-from tests.support.batches import CAUSAL, family_case, global_batch
+from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
 from tests.support.layouts import EXTENDED, PIPELINE_SCHEDULES, SLOW, make_cases
 from tests.support.models import ADAMW, FAMILY_MODELS, LENGTH, MUON, PREFIX_LM, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
@@ -43,30 +45,50 @@ LONGER = ("gpipe", "interleaved", "interleaved-zero-bubble", "dualpipev")
 """Schedules whose cases on four ranks are extended: two ranks run each of them."""
 
 
+@dataclass(frozen=True)
+class Reference:
+    """One device: batch, model with its gradients, objective, the loss in training and in evaluation."""
+
+    config: ModelConfig
+    batch: dict[str, Tensor]
+    model: nn.Module
+    objective: PassThroughObjective
+    loss: float
+    evaluated: float
+
+
+@cache
+def compute_reference(name: str, deep: bool) -> Reference:
+    """Compute the reference of a family, once in a process for all schedules and layouts."""
+    config, batch = family_case(name, deep)
+    model, objective, loss = one_device_reference(config, batch)
+    with torch.no_grad():
+        terms = objective(model.eval(), batch)
+    counts = objective.target_counts(batch)
+    evaluated = sum(objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
+    return Reference(config, batch, model, objective, loss, evaluated)
+
+
 def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
     """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
     names_by_model = []
     for name in names:
-        config, batch = family_case(name, parallel.pp * parallel.stages_per_rank > 4)
-        model, objective, loss = one_device_reference(config, batch)
-        engine = build_engine(config, parallel, recomputed=recomputed)
+        reference = compute_reference(name, parallel.pp * parallel.stages_per_rank > 4)
+        model, objective = reference.model, reference.objective
+        engine = build_engine(reference.config, parallel, recomputed=recomputed)
         for n, parameter in model.named_parameters():
             if n in engine.local:
                 assert torch.equal(local_block(engine, n, parameter.detach()), engine.local[n]), (
                     f"{name}: {n} starts otherwise"
                 )
-        batches = uneven_microbatches(engine, batch)
+        batches = uneven_microbatches(engine, reference.batch)
         for _ in range(2):  # the second step finds nothing left of the first
             stats = engine.forward_backward(batches, objective)
-            assert stats.loss == pytest.approx(loss, rel=1e-12), name
+            assert stats.loss == pytest.approx(reference.loss, rel=1e-12), name
             assert model_gradient_errors(engine, model) == {}, name
             norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
             assert engine.step(0.0, clip=0.0) == pytest.approx(float(norm), rel=1e-12), name
-        with torch.no_grad():
-            terms = objective(model.eval(), batch)
-        counts = objective.target_counts(batch)
-        evaluated = sum(objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
-        assert engine.evaluate(batches, objective).loss == pytest.approx(evaluated, rel=1e-12), name
+        assert engine.evaluate(batches, objective).loss == pytest.approx(reference.evaluated, rel=1e-12), name
         names_by_model.append(set(engine.local))
     return names_by_model
 

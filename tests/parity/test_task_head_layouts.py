@@ -54,7 +54,7 @@ TERMS = {
 }  # fmt: skip
 LAYOUTS_WITH_EXPERTS = {**LAYOUTS, "ep2": ParallelConfig(dp_shard=2, ep=2)}
 CASES = make_cases(
-    dict.fromkeys(CONFIGS, LAYOUTS) | {MIXTURE: LAYOUTS_WITH_EXPERTS}, 2, always=list(LAYOUTS_WITH_EXPERTS)
+    dict.fromkeys(CONFIGS, LAYOUTS) | {MIXTURE: LAYOUTS_WITH_EXPERTS}, 2, rounds=2, always=["tp2", "cp2"]
 )
 
 

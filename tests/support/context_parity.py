@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
@@ -71,6 +72,7 @@ def _compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         stats = engine.forward_backward(context_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert model_gradient_errors(engine, model) == {}, layout
-    evaluated = engine.evaluate(context_microbatches(engine, batch), objective)
-    assert evaluated.target_counts == stats.target_counts
+    if dist.get_world_size() == 2:  # what differs without gradients, two ranks show
+        evaluated = engine.evaluate(context_microbatches(engine, batch), objective)
+        assert evaluated.target_counts == stats.target_counts
     return list(layouts)

@@ -34,6 +34,7 @@ from megatfm.corpus.webdataset_index import index_folder
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.packing_plan import PackingPlan
 from megatfm.errors import MegatfmError
+from tests.support.webdatasets import encode_npy
 
 SHARD, INDEX = "shard-000000.tar.zst", "shard-000000.index.zst"
 
@@ -100,7 +101,7 @@ class CorpusFuzzer:
         self.manifest = (self.good / "manifest.json").read_bytes()
         self.shard, self.index = (self.good / SHARD).read_bytes(), (self.good / INDEX).read_bytes()
         self.tars = {kind: _tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)}
-        self.npy = _npy(np.arange(9, dtype=np.uint16))
+        self.npy = encode_npy(np.arange(9, dtype=np.uint16))
 
     def fuzz_manifest(self, todo: Damages) -> None:
         """The file `manifest.json`."""
@@ -175,13 +176,7 @@ class CorpusFuzzer:
             is_refused(lambda: [Corpus.open(folder).read_block(0)])
 
 
-def _npy(tokens: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, tokens)
-    return file.getvalue()
-
-
-def _tar(kind: int, npy: bytes = _npy(np.arange(9, dtype=np.uint16))) -> bytes:
+def _tar(kind: int, npy: bytes = encode_npy(np.arange(9, dtype=np.uint16))) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=kind) as archive:
         for name in ("0.npy", "0.json", "1.npy", "2" + "x" * 120 + "/ä.npy"):

@@ -1,5 +1,7 @@
 """Pages of the manual, plugins that they show, the source as modules, benchmark scripts."""
 
+import ast
+import gc
 import importlib
 import importlib.util
 import re
@@ -54,6 +56,30 @@ def get_module_name(path: Path) -> str:
     """Name of the module in a file of `megatfm` or of a folder beside it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
+
+
+def parse_source(source: str) -> ast.Module:
+    """Parse without searches for garbage: each traverses the nodes of all trees so far, for most of the time."""
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.enable()
+
+
+def parse_folders(*folders: str) -> dict[Path, ast.Module]:
+    """Python file → its syntax tree."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path: parse_source(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def iter_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, at any depth."""
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        parts = getattr(node, field, ())
+        for part in parts if isinstance(parts, list) else ():  # a lambda's body is one expression
+            yield part
+            yield from iter_statements(part)
 
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -138,7 +138,7 @@ DIVISIBLE = FAMILY_MODELS["llama"].with_changes(
     {"d_model": 60, "attention.n_heads": 30, "attention.n_kv_heads": 30, "ffn.d_ff": 60}
 )
 """A decoder whose sizes two, three and five ranks divide."""
-EXPERTS = DIVISIBLE.with_changes({"ffn": {"name": "moe", "n_experts": 60, "top_k": 3, "d_ff": 30, "dropout": 0.0}})
+EXPERTS = DIVISIBLE.with_changes({"ffn": {"name": "moe", "n_experts": 12, "top_k": 3, "d_ff": 30, "dropout": 0.0}})
 EXPERT_TARGETS = ["experts.w_*", "wv"]
 
 

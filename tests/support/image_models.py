@@ -1,15 +1,17 @@
 """Small models of images, their batches, and the layouts that must reproduce their gradients."""
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from tests.support.batches import PassThroughObjective
 from tests.support.images import draw_pixels, make_batch, make_masked_batch
 from tests.support.layouts import make_cases
 from tests.support.models import LENGTH, PYRAMID_OPTIONS, ROWS, SWIN_MODEL
+from tests.support.parity import one_device_reference
 
 SIDE = 4
 COMMON: dict[str, Any] = {
@@ -143,3 +145,10 @@ CASES = [
         list_model_layouts(ranks), ranks, always=ALWAYS, extended=LONGER.get(ranks, ()), label=f" on {ranks}"
     )
 ]
+
+
+@cache
+def image_reference(name: str) -> tuple[dict[str, Tensor], nn.Module, PassThroughObjective, float]:
+    """Batch, model with the gradients of one device, objective and loss: once in a process for all that compare."""
+    batch = image_model_batch(name)
+    return batch, *one_device_reference(IMAGE_MODELS[name], batch, ImageObjective)

@@ -1,14 +1,17 @@
 """Small vision-language models and their batches, whose gradients layouts must reproduce."""
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
+from tests.support.batches import PassThroughObjective
 from tests.support.images import draw_pixels, make_batch
 from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ROWS
+from tests.support.parity import one_device_reference
 
 SIDE, IMAGE_TOKEN, VOCABULARY = 4, 55, 60
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -123,3 +126,10 @@ def llava_batch(name: str) -> dict[str, Tensor]:
     batch["documents"][1] = torch.where(several, 0, -1)
     batch["positions"][1] = torch.arange(TEXT_LENGTH).where(several, 0)
     return batch | {"keys": torch.arange(ROWS) * 7919 + 3}
+
+
+@cache
+def llava_reference(name: str) -> tuple[dict[str, Tensor], nn.Module, PassThroughObjective, float]:
+    """Batch, model with the gradients of one device, objective and loss: once in a process for all that compare."""
+    batch = llava_batch(name)
+    return batch, *one_device_reference(LLAVA_MODELS[name], batch, PassThroughObjective)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.data.dataset import RowDataset, join_rows
+from megatfm.data.dataset import RowDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import Fields
 
@@ -32,11 +32,11 @@ def read_global_batches(
     finally:
         for loader in loaders:
             loader.close()
-    # Batches without a second document have no numbers of documents.
-    shared = [set.intersection(*(set(batch) for batch in step)) for step in parts]
+    # A batch whose rows are one document each has no numbers of documents.
+    names = [set.intersection(*map(set, step)) for step in parts]
     return [
-        join_rows([{name: batch[name] for name in names} for batch in step])
-        for step, names in zip(parts, shared, strict=True)
+        {name: np.concatenate([batch[name] for batch in step]) for name in shared}
+        for step, shared in zip(parts, names, strict=True)
     ]
 
 

@@ -10,6 +10,8 @@ import importlib
 import os
 import sys
 
+from tests.support.page_cache import leave_files_in_page_cache
+
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
@@ -27,6 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
+leave_files_in_page_cache()
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
 gc.disable()
 for name in MODULES:

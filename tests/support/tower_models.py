@@ -1,6 +1,7 @@
 """Small models of two towers, their batches, and the losses written out: what layouts must reproduce."""
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -92,8 +93,9 @@ def compute_reference_loss(kind: str, images: Tensor, texts: Tensor, scale: Tens
     return -F.logsigmoid(sign * (logits + bias)).sum() / len(logits)
 
 
+@cache
 def tower_reference(name: str) -> tuple[nn.Module, dict[str, Tensor], float]:
-    """One device: the model with its gradients, the batch and the loss."""
+    """One device: the model with its gradients, the batch and the loss, once in a process for all that compare."""
     model, batch = build(TOWER_MODELS[name]).double().train(), tower_batch(name)
     initialise(model, 7)
     features = model(**batch).predictions

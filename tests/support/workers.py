@@ -40,6 +40,8 @@ SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 MOST_THREADS = 60
 """A pair of connected ranks has about ten; hundreds, which nobody needs any more, once slowed everything down."""
+GARBAGE_THRESHOLD = 10_000
+"""New objects after which Python searches for garbage: its own 700 cost a tenth of a test's CPU time."""
 PR_SET_PDEATHSIG = 1
 THREADS = int(os.environ.get("MEGATFM_TEST_THREADS", "1"))
 """Threads of each rank."""
@@ -195,6 +197,7 @@ def serve_calls(connection: Connection, log: str) -> None:
 
     torch.set_num_threads(THREADS)
     gc.freeze()  # torch itself need not be searched after every call
+    gc.set_threshold(GARBAGE_THRESHOLD)
     with contextlib.suppress(EOFError):
         while True:
             connection.send_bytes(pickle.dumps(execute_call(pickle.loads(connection.recv_bytes()))))

@@ -20,7 +20,7 @@ from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
-from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
+from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module, parse_folders
 
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
@@ -321,8 +321,7 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
     actual: set[str] = set()
-    for path in (ROOT / "megatfm").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for tree in parse_folders("megatfm").values():
         actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
     return actual

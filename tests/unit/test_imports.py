@@ -4,13 +4,21 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.documentation import FOLDERS, ROOT, get_module_name, load_module
+from tests.support.documentation import (
+    FOLDERS,
+    ROOT,
+    get_module_name,
+    iter_statements,
+    load_module,
+    parse_folders,
+    parse_source,
+)
 from tests.support.image_models import IMAGE_MODELS
 from tests.support.layout_table import (
     IMAGE_ROWS,
@@ -42,20 +50,11 @@ NAMES_AXES = (
 """The mesh, what is expected of it, the axes that engines declare, and the keys of configs."""
 
 
-def iter_statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements below a node, at any depth."""
-    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
-        parts = getattr(node, field, ())
-        for part in parts if isinstance(parts, list) else ():  # a lambda's body is one expression
-            yield part
-            yield from iter_statements(part)
-
-
 @cache
 def imported_names(source: str, module: str) -> list[tuple[int, str]]:
     """Line and full name of each import in a file, and of each use of `torch.distributed`."""
     names = []
-    tree = ast.parse(source)
+    tree = parse_source(source)
     # Expressions hold no import, and most files are expressions.
     for node in ast.walk(tree) if "torch.distributed" in source else iter_statements(tree):
         if isinstance(node, ast.Import):
@@ -141,20 +140,24 @@ def test_a_planted_import_is_found(rule, module: str, source: str, is_broken: bo
     assert any(rule(module, name) for _, name in imported_names(source, module)) is is_broken
 
 
-def literal_axes(source: str) -> list[int]:
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """Path of a file, from the top of the repository → its syntax tree."""
+    return {str(path.relative_to(ROOT)): tree for path, tree in parse_folders("megatfm", *FOLDERS).items()}
+
+
+def literal_axes(tree: ast.Module) -> list[int]:
     """Lines in which an axis of the mesh is written out, other than as a key of a dict ([parallel] of a config)."""
-    tree = ast.parse(source)
-    keys = {key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in keys)
-    return [node.lineno for node in names if node.value in AXES]
+    nodes = list(ast.walk(tree))
+    keys = {key for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    return [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in AXES and node not in keys]
 
 
-def test_only_the_mesh_names_its_axes() -> None:
+def test_only_the_mesh_names_its_axes(trees: Mapping[str, ast.Module]) -> None:
     """Sharding and reductions read axes from the layout table, so a new axis needs no search for literals."""
-    paths = sorted((ROOT / "megatfm").rglob("*.py"))
-    files = [path for path in paths if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)]
-    lines = ((path, line) for path in files for line in literal_axes(path.read_text(encoding="utf-8")))
-    literals = [f"{path.relative_to(ROOT)}:{line}" for path, line in lines]
+    files = [path for path in trees if path.startswith("megatfm/") and not path.startswith(NAMES_AXES)]
+    assert len(files) > 100
+    literals = [f"{path}:{line}" for path in files for line in literal_axes(trees[path])]
     assert not literals, literals
 
 
@@ -166,7 +169,7 @@ def test_only_the_mesh_names_its_axes() -> None:
     ("mesh.sum(x, layout.sum_over)", False),
 ])  # fmt: skip
 def test_a_planted_axis_is_found(source: str, is_literal: bool) -> None:
-    assert bool(literal_axes(source)) is is_literal
+    assert bool(literal_axes(parse_source(source))) is is_literal
 
 
 USED_TWICE = {"Model", "load", "main", "run"}
@@ -174,14 +177,13 @@ USED_TWICE = {"Model", "load", "main", "run"}
 their package, as `tokenizers.load`; entry points."""
 
 
-def test_no_public_name_is_used_twice() -> None:
+def test_no_public_name_is_used_twice(trees: Mapping[str, ast.Module]) -> None:
     """Classes and functions of modules."""
     files = defaultdict(list)
-    for folder in ("megatfm", *FOLDERS):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                    files[node.name].append(str(path.relative_to(ROOT)))
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                files[node.name].append(path)
     assert len(files) > 2000
     assert {name for name, paths in files.items() if len(paths) > 1} == USED_TWICE
 
@@ -193,11 +195,11 @@ NAMES_OF_LIBRARIES = {
 """Names that `getattr` and `hasattr` look for in objects of libraries."""
 
 
-def test_names_in_getattr_are_defined() -> None:
+def test_names_in_getattr_are_defined(trees: Mapping[str, ast.Module]) -> None:
     """Else a renamed method is silently replaced by the default."""
     defined, looked_up = set(NAMES_OF_LIBRARIES), dict[str, str]()
-    for path in [path for folder in ("megatfm", *FOLDERS) for path in (ROOT / folder).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             match node:
                 case ast.FunctionDef(name=name) | ast.Attribute(attr=name, ctx=ast.Store()):
                     defined.add(name)
@@ -206,7 +208,7 @@ def test_names_in_getattr_are_defined() -> None:
                         if isinstance(statement, ast.Assign | ast.AnnAssign):
                             defined |= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name)}
                 case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
-                    looked_up[name] = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    looked_up[name] = f"{path}:{node.lineno}"
     assert len(looked_up) > 80
     assert not {place: name for name, place in looked_up.items() if name not in defined}
 

@@ -93,6 +93,28 @@ def uninterrupted(new_project: Callable[[str], Project]) -> Job:
 
 
 @pytest.fixture(scope="session")
+def start_ahead(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`start_ahead(request, "limited", …)`: starts those jobs that any test of the session asks for."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+
+    def start(test: pytest.FixtureRequest, *jobs: str) -> None:
+        for job in jobs:
+            if job in wanted:
+                test.getfixturevalue(job)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def limited(new_project: Callable[[str], Project]) -> Job:
+    """A job whose minute ends before its steps do: the first to start, since it takes longer than all others."""
+    project = new_project("limited")
+    project.plant_fault("slow-first", "2")
+    (project.folder / "site.toml").write_text("stop_seconds = 10\n")
+    return project.launch("--time", 1, "--site", "site.toml")
+
+
+@pytest.fixture(scope="session")
 def alone(new_project: Callable[[str], Project]) -> Path:
     """The run directory of the same run in one process, without SLURM."""
     project = new_project("alone")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.slurm_cluster import Job
+from tests.support.slurm_cluster import Job, Project
 from tests.support.training_runs import training_curve
 
 
@@ -17,32 +17,51 @@ def crashing(new_project) -> Job:
     return project.launch("--max-restarts", 1)
 
 
-@pytest.fixture(autouse=True)
-def ahead(crashing) -> None:
-    """The crashing job takes its time, while the other tests run."""
+@pytest.fixture(scope="module")
+def impossible(new_project) -> Job:
+    """A job whose config can't be: what the tokenizer has is seen by the run alone."""
+    return new_project("impossible").launch("model.vocab_size=3")
 
 
-def test_a_config_that_can_not_be_is_not_tried_again(project):
-    job = project.launch("model.vocab_size=3")  # what the tokenizer has is seen by the run alone
-    record = job.finish("FAILED")
-    assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0")
-    assert "model.vocab_size = 3 is smaller than the tokenizer's" in job.log
+@pytest.fixture(scope="module")
+def by_torchrun(new_project) -> Job:
+    """A job of two nodes, on each of which torchrun starts the rank."""
+    return new_project("torchrun").launch("--start", "torchrun", nodes=2)
 
 
 HOSTILE = "$(touch owned) `touch owned`; touch owned #"
 
 
-def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
-    """Nor do variables of the submitting shell reach the job: those for sbatch, and with --export=NONE all others."""
+@pytest.fixture(scope="module")
+def hostile(new_project) -> tuple[Job, Project]:
+    """A job of paths, values and variables that a shell would run, or sbatch would heed."""
     project = new_project("$(touch owned) & `touch owned`; #")
     project.run_name = "run $(touch owned) > owned"
     project.python = sys.executable  # what a fork has imported would hide what the job's copy of the code lacks
     trouble = json.dumps(str(project.folder / "trouble"))
     site = f"container = ['env', 'A={HOSTILE}']\nenvironment = {{ B = '{HOSTILE}', TROUBLE = {trouble} }}\n"
     (project.folder / "site.toml").write_text(site)
-    monkeypatch.setitem(project.cluster.environment, "SBATCH_TIMELIMIT", "1")
-    monkeypatch.setitem(project.cluster.environment, "SBATCH_JOB_NAME", "other")
-    job = project.launch("train.steps=2", "--site", "site.toml", "--sbatch=--export=NONE")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(project.cluster.environment, "SBATCH_TIMELIMIT", "1")
+        patch.setitem(project.cluster.environment, "SBATCH_JOB_NAME", "other")
+        return project.launch("train.steps=2", "--site", "site.toml", "--sbatch=--export=NONE"), project
+
+
+@pytest.fixture(autouse=True)
+def ahead(request, start_ahead) -> None:
+    """All start at once, since three quarters of a job's time are SLURM's."""
+    start_ahead(request, "limited", "crashing", "hostile", "impossible", "by_torchrun")
+
+
+def test_a_config_that_can_not_be_is_not_tried_again(impossible):
+    record = impossible.finish("FAILED")
+    assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0")
+    assert "model.vocab_size = 3 is smaller than the tokenizer's" in impossible.log
+
+
+def test_hostile_paths_and_values_reach_no_shell(hostile):
+    """Nor do variables of the submitting shell reach the job: those for sbatch, and with --export=NONE all others."""
+    job, project = hostile
     record = job.finish()
     assert record["JobName"] == "small"
     assert record["TimeLimit"] != "00:01:00"
@@ -50,11 +69,10 @@ def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
     assert not list(project.folder.parent.rglob("owned"))
 
 
-def test_torchrun_starts_the_ranks_of_each_node(uninterrupted, project):
-    job = project.launch("--start", "torchrun", nodes=2)
-    assert job.finish()["NumNodes"] == "2"
+def test_torchrun_starts_the_ranks_of_each_node(uninterrupted, by_torchrun):
+    assert by_torchrun.finish()["NumNodes"] == "2"
     uninterrupted.finish()
-    assert training_curve(job.run_dir) == training_curve(uninterrupted.run_dir)
+    assert training_curve(by_torchrun.run_dir) == training_curve(uninterrupted.run_dir)
 
 
 @pytest.mark.slow  # two nodes are above, and signals to torchrun's workers in unit/launchers/test_torchrun.py

@@ -26,16 +26,7 @@ def assert_same_run(run: Path, uninterrupted: Path) -> None:
 
 NAMESPACES = "needs network namespaces: without them, what runs on a killed node lives on"
 
-# Two jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
-
-
-@pytest.fixture(scope="module")
-def limited(new_project) -> Job:
-    """A job whose minute ends before its steps do."""
-    project = new_project("limited")
-    project.plant_fault("slow-first", "2")
-    (project.folder / "site.toml").write_text("stop_seconds = 10\n")
-    return project.launch("--time", 1, "--site", "site.toml")
+# Three jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +48,22 @@ def without_a_node(job: Job) -> Iterator[tuple[Job, str]]:
     job.cluster.node("start", node)
 
 
+@pytest.fixture(scope="module")
+def preempted(new_project) -> Job:
+    """A job that has made room for another one."""
+    project = new_project("preempted")
+    slow = project.plant_fault("slow", "0.3")
+    job = project.launch("--partition", "low")
+    job.wait_for_step(7)
+    place = f"--nodelist={job.record()['NodeList']}"
+    project.sbatch("sleep 1", "--partition=main", place).finish()
+    slow.unlink()
+    return job
+
+
 @pytest.fixture(autouse=True)
-def ahead(limited, bereft) -> None:
-    pass
+def ahead(request, start_ahead) -> None:
+    start_ahead(request, "limited", "bereft", "preempted")
 
 
 @pytest.mark.extended  # a requeue is below, and what `status` says of a held job in tests/unit/launchers/test_status.py
@@ -74,17 +78,6 @@ def test_requeued_in_the_middle(alone, project):
     output = project.megatfm("status", job.run_dir)
     (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", output, re.MULTILINE)
     project.cluster.slurm(*way_out.split())
-    assert job.finish()["Restarts"] == "1"
-    assert_same_run(job.run_dir, alone)
-
-
-def test_a_preempted_job_resumes_to_the_same_curve(alone, project):
-    slow = project.plant_fault("slow", "0.3")
-    job = project.launch("--partition", "low")
-    job.wait_for_step(7)
-    place = f"--nodelist={job.record()['NodeList']}"
-    project.sbatch("sleep 1", "--partition=main", place).finish()
-    slow.unlink()
     assert job.finish()["Restarts"] == "1"
     assert_same_run(job.run_dir, alone)
 
@@ -192,6 +185,11 @@ def test_a_run_without_a_spare_resumes_on_fewer_nodes(project, uninterrupted):
         assert [line["step"] for line in training_curve(job.run_dir)] == list(range(1, STEPS + 1))
         for first, second in zip(training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True):
             assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
+
+
+def test_a_preempted_job_resumes_to_the_same_curve(preempted, alone):
+    assert preempted.finish()["Restarts"] == "1"
+    assert_same_run(preempted.run_dir, alone)
 
 
 def test_the_time_limit_ends_a_job_and_its_requeue_finishes_the_run(limited, alone):

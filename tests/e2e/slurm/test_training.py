@@ -111,6 +111,12 @@ def jobs(request, new_project, prep_config, uninterrupted) -> dict[str, Job | st
     return actual
 
 
+@pytest.fixture(autouse=True)
+def ahead(request, start_ahead) -> None:
+    """They run while the other tests do."""
+    start_ahead(request, "jobs")
+
+
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_run_and_corpus_are_the_same(way, jobs, uninterrupted, corpus):
     if isinstance(job := jobs[way], str):

@@ -168,19 +168,15 @@ def test_a_further_validation_set_does_not_replace_the_runs_own(
 LONG = "/".join(["long" * 50] * 30)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *([command, LONG] for command in ("train", "finetune", "launch", "evaluate", "report", "status", "cancel")),
-        ["describe", LONG], ["explain-oom", LONG], ["compare", LONG, LONG], ["predict", LONG, LONG],
-        ["generate", LONG, "--prompt", "a"], ["data", "check", LONG], ["data", "index", LONG, "--labels", "cls"],
-        ["config", "show", LONG], ["train", "quickstart", f"data.tokenizer={LONG}"],
-        ["estimate", "gpt2-124m", "--write", LONG], ["prep", "quickstart-data", f"read.folder={LONG}"],
-        ["prep", LONG], ["data", "show", "a\0b"], ["estimate", "gpt2-124m", "--hardware", "a\0b"],
-        ["prep", "quickstart-data", 'out="a\\u0000b"', "read.folder=."],
-    ],
-    ids=lambda words: " ".join(word[:20] for word in words),
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    *([command, LONG] for command in ("train", "finetune", "launch", "evaluate", "report", "status", "cancel")),
+    ["describe", LONG], ["explain-oom", LONG], ["compare", LONG, LONG], ["predict", LONG, LONG],
+    ["generate", LONG, "--prompt", "a"], ["data", "check", LONG], ["data", "index", LONG, "--labels", "cls"],
+    ["config", "show", LONG], ["train", "quickstart", f"data.tokenizer={LONG}"],
+    ["estimate", "gpt2-124m", "--write", LONG], ["prep", "quickstart-data", f"read.folder={LONG}"],
+    ["prep", LONG], ["data", "show", "a\0b"], ["estimate", "gpt2-124m", "--hardware", "a\0b"],
+    ["prep", "quickstart-data", 'out="a\\u0000b"', "read.folder=."],
+], ids=lambda words: " ".join(word[:20] for word in words))  # fmt: skip
 def test_paths_that_no_system_has_are_one_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(*words) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -401,3 +397,12 @@ def test_a_flag_that_is_a_setting_names_the_setting(
 ) -> None:
     assert run_command(*arguments) == 2
     assert capfd.readouterr().err.endswith(f": settings have no dashes: {setting}\n")
+
+
+def test_quickstart_refuses_an_impossible_number_before_it_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("quickstart", "--nproc", "0") == 2
+    assert capfd.readouterr().err == "error: --nproc 0: choose 1 or more\n"
+    assert not list(tmp_path.iterdir())

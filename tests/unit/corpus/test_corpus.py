@@ -361,17 +361,14 @@ def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: P
     assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
 
 
-@pytest.mark.parametrize(
-    ("url", "domain"),
-    [
-        ("https://www.example.com/a/b", "example.com"), ("http://EXAMPLE.com", "example.com"),
-        ("http://example.com.:8080/", "example.com"), ("https://example.com?page=1", "example.com"),
-        ("https://example.com#top", "example.com"), ("http://a:b@www.example.com:80?x=http://b.org/", "example.com"),
-        ("https://example.com/?at=me@other.org", "example.com"), ("http://[2001:DB8::1]:80/a", "2001:db8::1"),
-        ("http://user@[::1]?x", "::1"), (" http://sub.example.com\\a", "sub.example.com"), ("example.com/a", ""),
-        ("", ""), ("http://", ""), ("http://[broken/", "broken"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("url", "domain"), [
+    ("https://www.example.com/a/b", "example.com"), ("http://EXAMPLE.com", "example.com"),
+    ("http://example.com.:8080/", "example.com"), ("https://example.com?page=1", "example.com"),
+    ("https://example.com#top", "example.com"), ("http://a:b@www.example.com:80?x=http://b.org/", "example.com"),
+    ("https://example.com/?at=me@other.org", "example.com"), ("http://[2001:DB8::1]:80/a", "2001:db8::1"),
+    ("http://user@[::1]?x", "::1"), (" http://sub.example.com\\a", "sub.example.com"), ("example.com/a", ""),
+    ("", ""), ("http://", ""), ("http://[broken/", "broken"),
+])  # fmt: skip
 def test_spellings_of_a_host_are_one_domain(url: str, domain: str) -> None:
     assert get_domain(url) == domain
 

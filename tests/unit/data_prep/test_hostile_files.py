@@ -30,6 +30,7 @@ from megatfm.errors import MegatfmError
 from tests.support.images import encode_noise
 from tests.support.prep_files import warc_record, write_file
 from tests.support.text_files import FILES, formatted, read_documents, tar, warc
+from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 FOUND_BY_FUZZING = {
     "stream.arrow": (b"text", b"\xdcext"),  # a name of a column that is no UTF-8
@@ -48,17 +49,11 @@ def test_files_that_fuzzing_found_are_refused(tmp_path: Path, name: str) -> None
 
 
 def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "in" / "a.tar"
-    path.parent.mkdir()
-    with tarfile.open(path, "w") as archive:
-        for name, kind in (("../out.txt", tarfile.SYMTYPE), ("dev.txt", tarfile.CHRTYPE), ("dir", tarfile.DIRTYPE)):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "/etc/passwd"
-            archive.addfile(member)
-        for name, data in (("b.txt", b"good"), ("c.txt", b"\xff"), ("d.jpg", b"x"), ("e.json", b"{")):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
+    kinds = {"../out.txt": tarfile.SYMTYPE, "dev.txt": tarfile.CHRTYPE, "dir": tarfile.DIRTYPE}
+    others = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
+    files = {"b.txt": b"good", "c.txt": b"\xff", "d.jpg": b"x", "e.json": b"{"}
+    members = [*others, *(make_member(name, data) for name, data in files.items())]
+    path = write_file(tmp_path / "in" / "a.tar", make_tar(*members))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
     assert [one.text for one in result if not isinstance(one, BadRecord)] == ["good"]
     assert {one.key: one.reason for one in result if isinstance(one, BadRecord)} == {
@@ -75,9 +70,7 @@ def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
     path = write_file(tmp_path / "in" / "a.tar", without_end + bytes(-len(without_end) % 512))
     with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
         read_documents(path)
-    bomb = tarfile.TarInfo("x" * 10)
-    bomb.type, bomb.size = tarfile.XHDTYPE, 2**40
-    path.write_bytes(bomb.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    path.write_bytes(make_tar(make_member("x" * 10, type=tarfile.XHDTYPE, size=2**40)) + bytes(1024))
     with pytest.raises(MegatfmError, match="a header of 1,099,511,627,776 bytes"):
         read_documents(path)
 
@@ -167,21 +160,14 @@ def zeros(blocks: int) -> bytes:
 
 
 def gzipped_tar(*members: tuple[str, int]) -> bytes:
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w:gz") as archive:
-        for name, size in members:
-            member = tarfile.TarInfo(name)
-            member.size = size
-            archive.addfile(member, io.BytesIO(bytes(size)))
-    return sink.getvalue()
+    return gzip.compress(make_tar(*(make_member(name, bytes(size)) for name, size in members)))
 
 
 def gzipped_warc() -> bytes:
     body = gzip.compress(bytes(LONG))
     head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}"
-    return warc_record(
-        "response", f"{head}\r\n\r\n".encode() + body, "http://x.org", "application/http; msgtype=response"
-    )
+    content = f"{head}\r\n\r\n".encode() + body
+    return warc_record("response", content, "http://x.org", "application/http; msgtype=response")
 
 
 def parquet() -> bytes:
@@ -265,12 +251,8 @@ def test_a_drop_reason_has_no_part_that_differs_from_record_to_record(tmp_path: 
     bad += [labels.apply("a", ImageRecord("a", {"jpg": jpg, "txt": text}, "")) for text in (b"x", b"y")]
     path = write_file(tmp_path / "a.csv", b"text,n\na\na,1,2\n")
     bad += [one for one in get_reader("csv")(path, config) if isinstance(one, BadRecord)]
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name, size in (("a.txt", 1), ("b.txt", 2)):
-            member = tarfile.TarInfo(name)
-            member.size = size
-            archive.addfile(member, io.BytesIO(b"x\xff"[-size:]))
-    bad += get_reader("webdataset")(tmp_path / "a.tar", config)
+    path = write_file(tmp_path / "a.tar", pack_tar({"a.txt": b"\xff", "b.txt": b"x\xff"}))
+    bad += get_reader("webdataset")(path, config)
     reasons = [to_drop_reason(one.reason) for one in bad if isinstance(one, BadRecord)]
     assert len(reasons) == 15
     assert {reason: reasons.count(reason) for reason in reasons} == {

@@ -6,7 +6,6 @@ import random
 import re
 import struct
 import tarfile
-import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,12 @@ from megatfm.cli import main
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus
-from megatfm.data_prep.execution.executors import LockExecutor
-from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.images import encode_noise
 from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
+from tests.support.prep_tasks import hold_first_task, run_task, stop_before_commit
+from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:
@@ -157,57 +156,23 @@ def test_another_config_in_a_finished_folder_is_refused(tmp_path: Path, key: str
 
 
 @pytest.mark.parametrize(("key", "settings"), OTHERS.values(), ids=OTHERS)
-def test_a_task_with_another_config_is_refused(
-    tmp_path: Path, key: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_with_another_config_is_refused(tmp_path: Path, key: str, settings: dict[str, Any]) -> None:
     """Two tasks of an array in one folder, between which the config was edited."""
     as_folder(tmp_path / "in", samples(12))
-    at_work, refused = threading.Event(), threading.Event()
-    commit = Workspace.commit
-
-    def wait(self: Workspace, *stage: Any, **options: Any) -> None:
-        at_work.set()
-        assert refused.wait(30)
-        commit(self, *stage, **options)
-
-    monkeypatch.setattr(Workspace, "commit", wait)
-    first = threading.Thread(
-        target=data_prep.run, args=(config(tmp_path), None, lambda folder: LockExecutor(1, 2, folder))
-    )
-    first.start()
-    assert at_work.wait(30)
-    try:
-        with pytest.raises(UsageError, match=rf"out: other tasks are preparing it with another config \({key}"):
-            data_prep.run(config(tmp_path, **settings), make_executor=lambda folder: LockExecutor(2, 2, folder))
-    finally:
-        refused.set()
-        first.join(60)
+    refusal = rf"out: other tasks are preparing it with another config \({key}"
+    with hold_first_task(config(tmp_path)), pytest.raises(UsageError, match=refusal):
+        run_task(config(tmp_path, **settings), 2)
     assert file_hashes(tmp_path / "out") == file_hashes(data_prep.run(config(tmp_path, "fresh")).out)
-
-
-class StoppedError(BaseException):
-    """An exit that, as a kill, nothing handles."""
 
 
 @pytest.mark.parametrize("stage", ["import.00001", "import"])
 @pytest.mark.parametrize("settings", [settings for _, settings in OTHERS.values()], ids=OTHERS)
-def test_stopped_and_resumed_with_another_config(
-    tmp_path: Path, settings: dict[str, Any], stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_and_resumed_with_another_config(tmp_path: Path, settings: dict[str, Any], stage: str) -> None:
     as_folder(tmp_path / "in", samples())
-    commit = Workspace.commit
-
-    def stop(self: Workspace, name: str, *remaining: Any, **options: Any) -> None:
-        if name == stage:
-            raise StoppedError
-        commit(self, name, *remaining, **options)
-
     for out in ("on", "back"):
         for changes in ({}, settings):
-            with monkeypatch.context() as patch:
-                patch.setattr(Workspace, "commit", stop)
-                with pytest.raises(StoppedError):
-                    data_prep.run(config(tmp_path, out, task_bytes=2048, **changes))
+            with stop_before_commit(stage):
+                data_prep.run(config(tmp_path, out, task_bytes=2048, **changes))
         last = settings if out == "on" else {}
         fresh = data_prep.run(config(tmp_path, f"fresh-{out}", **last)).out
         assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=2048, **last)).out) == file_hashes(fresh)
@@ -285,34 +250,23 @@ def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     for name in ("a.gif", "b.tiff"):
         write_file(tmp_path / "in" / name, image(1))
     assert "left out by name: 2 files or folders" in data_prep.run(config(tmp_path)).result["notes"]
-    without_images = config(
-        tmp_path, "none", read={"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]}
-    )
+    read = {"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]}
+    without_images = config(tmp_path, "none", read=read)
     with pytest.raises(UsageError, match=r"in: no images, and no tars of them, here \([0-9]+ left out by name\)"):
         data_prep.run(without_images)
 
 
 def test_hostile_tars_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    path = tmp_path / "in" / "all.tar"
-
-    def make(*members: tuple[str, bytes, bytes]) -> None:
-        with tarfile.open(path, "w") as tar:
-            for name, data, kind in members:
-                info = tarfile.TarInfo(name)
-                info.type, info.size, info.linkname = kind, len(data), "/etc/passwd"
-                tar.addfile(info, io.BytesIO(data))
-
-    file, link = tarfile.REGTYPE, tarfile.SYMTYPE
+    path, first = tmp_path / "in" / "all.tar", make_member("a.jpg", image(1))
     for members, message in (
-        ([("a.jpg", b"", link)], "a link or device: a.jpg"),
-        ([("a.jpg", image(1), file), ("a.jpg", image(2), file)], "a .jpg twice"),
-        ([("a.jpg", image(1), file), ("a.pickle", b"x", file)], "neither an image nor .*: a.pickle"),
+        ([make_member("a.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")], "a link or device: a.jpg"),
+        ([first, make_member("a.jpg", image(2))], "a .jpg twice"),
+        ([first, make_member("a.pickle", b"x")], "neither an image nor .*: a.pickle"),
     ):
-        make(*members)
+        write_file(path, make_tar(*members))
         with pytest.raises(MegatfmError, match=message):
             data_prep.run(config(tmp_path))
-    make(*((f"../{number}.jpg", image(number), file) for number in range(20)))  # a name is only a name
+    path.write_bytes(pack_tar({f"../{number}.jpg": image(number) for number in range(20)}))  # a name is only a name
     data_prep.run(config(tmp_path))
     assert len(taken(tmp_path / "out")) == 20
     path.write_bytes(path.read_bytes()[:5000])

@@ -21,6 +21,7 @@ from megatfm.data_prep.readers.web import strip_wikitext
 from megatfm.errors import MegatfmError
 from tests.support.prep_files import write_file
 from tests.support.text_files import FILES, TEXTS, URLS, WITHOUT_URL, arrow, formatted, read_documents, zstd_frames
+from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -183,14 +184,9 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
     """JSON can spell them, and tars have names that are no UTF-8."""
     (tmp_path / "a.jsonl").write_text('{"text": "one", "url": "http://x.org/\\ud800"}\n{"text": 1}')
     name = os.fsdecode(b"caf\xe9")
-    with tarfile.open(tmp_path / "b.tar", "w", encoding="utf-8", errors="surrogateescape") as archive:
-        for extension, data in (("txt", b"two"), ("json", b"{"), ("lnk", b"")):
-            member = tarfile.TarInfo(f"{name}{len(extension) * 'x'}.{extension}")
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-        link = tarfile.TarInfo(f"{name}.txt")
-        link.type = tarfile.SYMTYPE
-        archive.addfile(link)
+    files = {f"{name}xxx.txt": b"two", f"{name}xxxx.json": b"{", f"{name}xxx.lnk": b""}
+    members = [*map(make_member, files, files.values()), make_member(f"{name}.txt", type=tarfile.SYMTYPE)]
+    write_file(tmp_path / "b.tar", make_tar(*members))
     result, read = read_documents(tmp_path / "x", on_error="skip")
     assert [one.text for one in result] == ["one", "two"]
     output = [*result[0].to_list(), *result[1].to_list(), read.counts.as_json(), read._inputs.bad]
@@ -229,13 +225,11 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
             writer = WARCWriter(file, gzip=name.endswith("gz"))
             writer.write_record(writer.create_warcinfo_record(name, {"software": "a crawler"}))
             for number, (body, headers) in enumerate(good + bad):
-                http = StatusAndHeaders(
-                    "200 OK", [("Content-Type", "text/html; charset=utf-8"), *headers], protocol="HTTP/1.1"
-                )
+                headers = [("Content-Type", "text/html; charset=utf-8"), *headers]
+                http = StatusAndHeaders("200 OK", headers, protocol="HTTP/1.1")
                 address = f"https://example.org/{number}"
-                writer.write_record(
-                    writer.create_warc_record(address, "response", payload=io.BytesIO(body), http_headers=http)
-                )
+                content = {"payload": io.BytesIO(body), "http_headers": http}
+                writer.write_record(writer.create_warc_record(address, "response", **content))
             requested = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
             writer.write_record(
                 writer.create_warc_record(
@@ -272,17 +266,8 @@ def test_a_key_of_json_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_file(tmp_path / "in" / "a.jsonl", f"{fine}\n{at_top}\n{inside}\n".encode())
     write_file(tmp_path / "in" / "b.json", f"[{fine}, {at_top}, {inside}]".encode())
-    with tarfile.open(tmp_path / "in" / "c.tar", "w") as archive:
-        for name, text in (
-            ("1.json", fine),
-            ("2.json", at_top),
-            ("3.json", inside),
-            ("4.json", inside),
-            ("4.txt", "a"),
-        ):
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
+    records = {"1.json": fine, "2.json": at_top, "3.json": inside, "4.json": inside, "4.txt": "a"}
+    write_file(tmp_path / "in" / "c.tar", pack_tar({name: text.encode() for name, text in records.items()}))
     for name, n_records in (("a.jsonl", 3), ("b.json", 3), ("c.tar", 4)):
         with pytest.raises(MegatfmError, match=rf"{name}: record 2 has a key twice: 'text'"):
             read_documents(tmp_path / "in" / name, include=[name])

@@ -18,12 +18,12 @@ from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.corpus import remote
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.remote import RemoteFolder
-from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.packed_corpora import use_s3
 from tests.support.prep_files import write_file
+from tests.support.prep_tasks import StoppedError, run_tasks, stop_before_commit
 
 
 @pytest.fixture(scope="module")
@@ -112,23 +112,16 @@ def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tm
     summary = data_prep.run(make_config("s3://prep-bucket/in", url, scratch))
     assert summary.out == url
     assert not any(scratch.iterdir()), "nothing is left here"
-    assert without_place(read_remote_files(s3, "prep-bucket/corpora/mine")) == without_place(
-        read_local_files(tmp_path / "out")
-    )
+    uploaded, written = read_remote_files(s3, "prep-bucket/corpora/mine"), read_local_files(tmp_path / "out")
+    assert without_place(uploaded) == without_place(written)
     assert Corpus.open(f"{url}/train").fingerprint == local.result["train"]["fingerprint"]
     assert data_prep.run(make_config("s3://prep-bucket/in", url, scratch)).already_done
-    with pytest.raises(
-        UsageError, match=r"s3://prep-bucket/corpora/mine: was prepared with another config \(split.seed"
-    ):
+    with pytest.raises(UsageError, match=rf"{url}: was prepared with another config \(split.seed"):
         data_prep.run(make_config("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
     s3.pipe("prep-bucket/corpora/mine/notes.txt", b"mine")
     repeated = data_prep.run(make_config("s3://prep-bucket/in", url, scratch, overwrite=True))
     assert repeated.result == summary.result
     assert read_remote_files(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
-
-
-class KilledError(BaseException):
-    """An exit that, as a kill, nothing handles."""
 
 
 def test_a_kill_at_any_upload_loses_nothing(
@@ -140,7 +133,7 @@ def test_a_kill_at_any_upload_loses_nothing(
     def fall(name: str, when: str) -> None:
         if (name, when) not in killed:
             killed.add((name, when))
-            raise KilledError
+            raise StoppedError
 
     def falling(self: RemoteFolder, path: Path, name: str) -> Any:
         fall(name, "before")
@@ -155,7 +148,7 @@ def test_a_kill_at_any_upload_loses_nothing(
         try:
             summary = data_prep.run(config)
             break
-        except KilledError:
+        except StoppedError:
             assert not memory.exists("/bucket/out/prep.json") or "prep.json" in sent
     assert len(killed) == 2 * len(set(sent)) > 20
     assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
@@ -169,37 +162,17 @@ def test_a_kill_at_any_upload_loses_nothing(
 def test_several_machines_share_the_work_by_a_shared_folder(
     memory: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = threading.local()
-    monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
-    errors = list[BaseException]()
-    config = make_config(str(small), "memory://bucket/out", tmp_path / "scratch", task_bytes=2**10)
-
-    def task(number: int) -> None:
-        names.host = f"node-{number}"
-        try:
-            data_prep.run(config, make_executor=lambda folder: LockExecutor(number, 3, folder))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=task, args=(number,)) for number in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    hosts = {f"task-{number}": f"node-{number}" for number in (1, 2, 3)}
+    monkeypatch.setattr("socket.gethostname", lambda: hosts.get(threading.current_thread().name, "node-9"))
+    run_tasks(make_config(str(small), "memory://bucket/out", tmp_path / "scratch", task_bytes=2**10), 3)
     data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
     assert without_place(read_remote_files(memory, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
 
 
 @pytest.mark.usefixtures("memory")
 def test_a_second_machine_needs_to_see_the_work(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", stop)
-        with pytest.raises(KilledError):
-            data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "scratch"))
+    with stop_before_commit("finish"):
+        data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "scratch"))
     monkeypatch.setattr("socket.gethostname", lambda: "node-2")
     with pytest.raises(UsageError, match=r"a prep began here on .*scratch is a folder that all of them see"):
         data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "elsewhere"))
@@ -265,9 +238,8 @@ def test_web_pages_are_listed_and_an_interrupted_read_resumes(
     web: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     input_files = InputFiles(ReadConfig(folder=f"{web}/b"), tmp_path)
-    assert [file.name for file in input_files.files] == sorted(f"text {n}%23é.txt" for n in range(12)), (
-        "nothing above it"
-    )
+    names = [file.name for file in input_files.files]
+    assert names == sorted(f"text {n}%23é.txt" for n in range(12)), "nothing above it"
     (one,) = InputFiles(ReadConfig(folder=f"{web}/a/lines.jsonl"), tmp_path).files
     assert one.name == "lines.jsonl"
     data = bytes(range(256)) * 1000

@@ -326,3 +326,21 @@ def test_each_class_gets_a_corpus_for_a_mixture(tmp_path: Path) -> None:
     assert names == {"10 Euro": {0}, "birne": {1}, "other": {2}, "猫": {3}}
     with pytest.raises(ValueError, match="knows no such field"):
         PrepConfig.model_validate({"out": "x", "read": read, "split": {"partition_by": "language"}})
+
+
+def test_captions_in_a_table_are_no_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatfm.corpus.webdataset_images.MAX_UNIQUE_LABELS", 10)
+    table, classes = tmp_path / "labels.csv", tmp_path / "classes.txt"
+    captions = [f"a cat of {number} years" for number in range(20)]
+
+    def open_labels(labels: list[str], **values: Any) -> ClassLabels:
+        rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+        table.write_text("\n".join(["file,label", *rows, ""]))
+        return ClassLabels(LabelsConfig(by="table", table=str(table), **values), ["0.png"])
+
+    with pytest.raises(UsageError, match=r"labels\.csv': 20 of 20 images have a label of their own, as 'a cat of 0"):
+        open_labels(captions)
+    assert len(open_labels(captions[:18] + captions[:2]).names) == 18, "nine in ten"
+    assert open_labels([str(number) for number in range(20)]).names == [], "numbers are no captions"
+    classes.write_text("\n".join(captions))
+    assert open_labels(captions, classes=str(classes)).names == captions

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,12 @@ from _pytest.mark import ParameterSet
 from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
 from tests.support.layouts import EXTENDED, SLOW
 from tests.support.prep_files import KILLED, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
+from tests.support.prep_tasks import hold_first_task, run_task, run_tasks, stop_before_commit
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -67,10 +66,6 @@ def mark_case(case: tuple[str, str, str, int]) -> ParameterSet:
     return pytest.param(*case, marks=SLOW if case not in SOON else [EXTENDED] * (case in LATER))
 
 
-class StoppedError(BaseException):
-    """An exit that, as a kill, nothing handles."""
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., PrepConfig]:
     """`make("out", **settings)`: a config for a few records in several parts."""
@@ -102,56 +97,23 @@ def make(tmp_path: Path) -> Callable[..., PrepConfig]:
 
 
 def prepare(config: PrepConfig, tasks: int) -> None:
-    """Prepare a corpus by one process, or by several tasks, here threads; raises what one of them raised."""
-    if tasks == 1:
-        data_prep.run(config)
-        return
-    errors: list[BaseException] = []
-
-    def task(number: int) -> None:
-        try:
-            data_prep.run(config, make_executor=lambda folder: LockExecutor(number, tasks, folder))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=task, args=(number,)) for number in range(1, tasks + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
+    data_prep.run(config) if tasks == 1 else run_tasks(config, tasks)
 
 
-def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare until a stage is done, and is about to be committed."""
-    commit = Workspace.commit
+def stop(config: PrepConfig, stage: str, tasks: int) -> None:
     if config.dedup[0].name == "minhash":
         stage = stage.replace("lines-keys", "minhash-signatures").replace("lines", "minhash")
-
-    def stopping(self: Workspace, name: str, *remaining: Any, **more: Any) -> None:
-        if name == stage:
-            raise StoppedError
-        commit(self, name, *remaining, **more)
-
-    def finish(*_: Any, **__: Any) -> None:
-        raise StoppedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "commit", stopping)
-        if stage == "finish":
-            patch.setattr(Workspace, "finish", finish)
-        with pytest.raises(StoppedError):
-            prepare(config, tasks)
+    with stop_before_commit(stage):
+        prepare(config, tasks)
 
 
 @pytest.mark.parametrize(("other", "stage", "then", "tasks"), [mark_case(case) for case in CASES])
 def test_leftovers_of_other_settings_reach_no_corpus(
-    make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int
 ) -> None:
     settings: dict[str, Any] = OTHERS[other]
-    stop(make("out"), stage, tasks, monkeypatch)
-    stop(make("out", **settings), stage, 3 - tasks, monkeypatch)
+    stop(make("out"), stage, tasks)
+    stop(make("out", **settings), stage, 3 - tasks)
     last = {} if then == "back" else settings
     prepare(make("out", **last), tasks)
     assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh", **last)).out)
@@ -160,30 +122,13 @@ def test_leftovers_of_other_settings_reach_no_corpus(
 @pytest.mark.parametrize(
     ("other", "name"), [("memory", "dedup_memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")]
 )
-def test_a_task_with_another_config_is_refused_by_name(
-    make: Callable[..., PrepConfig], other: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_with_another_config_is_refused_by_name(make: Callable[..., PrepConfig], other: str, name: str) -> None:
     """Two tasks of an array, between which the config was edited."""
-    at_work, refused = threading.Event(), threading.Event()
-    commit = Workspace.commit
-
-    def waiting(self: Workspace, *remaining: Any, **more: Any) -> None:
-        at_work.set()
-        assert refused.wait(30)
-        commit(self, *remaining, **more)
-
-    monkeypatch.setattr(Workspace, "commit", waiting)
-    first = threading.Thread(target=data_prep.run, args=(make("out"), None, lambda at: LockExecutor(1, 2, at)))
-    first.start()
-    assert at_work.wait(30)
-    try:
+    with hold_first_task(make("out")):
         with pytest.raises(UsageError, match=rf"out: other tasks are preparing it with another config \({name}"):
-            data_prep.run(make("out", **OTHERS[other]), make_executor=lambda at: LockExecutor(2, 2, at))
+            run_task(make("out", **OTHERS[other]), 2)
         with pytest.raises(UsageError, match="another prep is working here"):
             data_prep.run(make("out"))
-    finally:
-        refused.set()
-        first.join(60)
     assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh")).out)
 
 
@@ -204,9 +149,9 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
     assert len(encoded) == 24
 
 
-def test_files_of_finished_stages_are_removed(make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_finished_stages_are_removed(make: Callable[..., PrepConfig]) -> None:
     config = make("out", dedup=[{"name": "lines"}, {"name": "minhash"}])
-    stop(config, "finish", 1, monkeypatch)
+    stop(config, "finish", 1)
     work = Path(config.out, ".work")
     for needless in (
         "clean.*.zst", "dedup-0-lines.*.zst", "*.tokens", "rows-*", "digests.*", "identity.*", "marks.*",

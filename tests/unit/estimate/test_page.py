@@ -1,8 +1,10 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from megatfm.cli import main
 from megatfm.config import load_config
 from megatfm.errors import UsageError
-from megatfm.estimate import calibrate
+from megatfm.estimate import calibrate, trials
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
@@ -157,19 +159,20 @@ def test_beyond_the_table_rates_stay() -> None:
 def test_measured_times_come_before_the_roofline() -> None:
     device = replace(
         load_cluster("h100", 1).device, products={"bf16": TABLE}, moves=[(2**10, 1e-6), (2**20, 1e-3)],
-        operators={"gelu": 5.0}, attention_backward=0.5,
+        operators={"gelu(tanh)": [(2**20, 5e-3), (2**20, 7e-3)]}, attention_backward=0.5,
     )  # fmt: skip
     product = Operator("bmm", "matmul", 0.0, {}, {}, (3, 64, 8, 512))
     assert estimate_matmul_seconds(device, product) == pytest.approx(3 * seconds_of(64, 8, 512))
 
     def moved(name: str, n_bytes: int) -> float:
-        return estimate_elementwise_seconds(device, Operator(name, "pointwise", 0.0, {1: n_bytes}, {}))
+        return estimate_elementwise_seconds(device, Operator(name, "pointwise", 0.0, {1: n_bytes}, {}, variant=name))
 
     assert moved("add", 2**20) == pytest.approx(1e-3)
     assert moved("add", 2**15) == pytest.approx(math.sqrt(1e-6 * 1e-3))
-    assert moved("add", 2**23) == pytest.approx(8e-3)
+    beyond = 7 * 2**20 / (device.memory_bandwidth * device.memory_efficiency)
+    assert moved("add", 2**23) == pytest.approx(1e-3 + beyond)
     assert moved("add", 1) == pytest.approx(1e-6)
-    assert moved("gelu_backward", 2**20) == pytest.approx(5e-3)
+    assert moved("gelu(tanh)", 2**20) == pytest.approx(6e-3)
     attention = Operator("attention", "attention", 1e15, {}, {})
     assert estimate_attention_seconds(device, replace(attention, is_backward=True)) == pytest.approx(
         2 * estimate_attention_seconds(device, attention)
@@ -184,6 +187,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "MIN_SECONDS", 1e-5)
     link = {"name": "none", "bandwidth": 1e9, "efficiency": 1.0, "latency": 1e-5}
     monkeypatch.setattr(calibrate, "measure_link", lambda kind: link)
+    sizes = ("model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.vocab_size=128")
+    trial = load_config("gpt2-124m", [*sizes, "data.sequence_length=32", "train.micro_batch=1", "train.global_batch=1"])
+    settings = {"train.device": "cpu", "train.precision": "fp32", "train.compile": False}
+    monkeypatch.setattr(trials, "list_trials", lambda config, kind: [trial.with_changes(settings)])
 
 
 def run(*words: str) -> int:
@@ -198,7 +205,11 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert run(*words, "--calibrate", str(path), "train.precision=fp32") == 0
     assert "on 1 × " in capsys.readouterr().out
     cluster = load_cluster("here", 1, hardware=path)
-    assert len(cluster.device.products["fp32"]) == 8
+    assert {"fp32", "fp32 nn", "fp32 tn"} <= set(cluster.device.products)
+    assert len(cluster.device.products["fp32"]) > 8, "a grid of 8 shapes, and those of the trial"
+    assert "gelu(tanh)" in cluster.device.operators
+    assert cluster.device.host_seconds >= 0
+    assert cluster.device.update_seconds is not None
     assert not cluster.device.compiles
     assert cluster.device.moves[1][0] == 2**21
     assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
@@ -217,12 +228,36 @@ def test_products_that_take_too_long_are_left_out() -> None:
     assert (2048, 2048, 2048) not in shapes
 
 
-def test_turns_are_taken() -> None:
-    order: list[int] = []
-    functions: list[Any] = [lambda: order.append(0) or torch.ones(10**6).sum(), lambda: order.append(1)]
-    calibrate.Clock(torch.device("cpu")).measure_fastest(functions, rounds=3)
-    rounds = [number for i, number in enumerate(order[4:]) if i == 0 or number != order[3 + i]]
-    assert rounds == [0, 1] * 3
+def test_functions_take_turns_until_their_least_times_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disturbed function goes on until three calls agree; the first two calls warm up."""
+    now, order = 0.0, list[str]()
+    durations = {"steady": itertools.repeat(1.0), "disturbed": iter([9.0, 9.0, 4.0, 2.0, 3.0, 2.01, 2.02, 2.0])}
+
+    def call(name: str) -> None:
+        nonlocal now
+        order.append(name)
+        now += next(durations[name])
+
+    clock = calibrate.Clock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "read_seconds", lambda: now)
+    functions = [partial(call, "steady"), partial(call, "disturbed")]
+    assert clock.measure_fastest(functions, rounds=3) == pytest.approx([1.0, 2.0])
+    assert order[4:] == ["steady", "disturbed"] * 3 + ["disturbed"] * 2
+
+
+def test_a_disturbed_measurement_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 2.0**-calls + 1.0
+
+    clock = calibrate.Clock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "read_seconds", lambda: now)
+    monkeypatch.setattr(calibrate, "AGREEMENT", 0.0)
+    clock.measure_fastest([call], rounds=3)
+    assert calls == 2 + calibrate.MAX_ROUNDS
 
 
 @pytest.mark.slow

@@ -14,7 +14,12 @@ from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.quick import scale_profile
-from megatfm.estimate.roofline import estimate_elementwise_seconds, estimate_matmul_seconds
+from megatfm.estimate.roofline import (
+    estimate_attention_seconds,
+    estimate_elementwise_seconds,
+    estimate_matmul_seconds,
+    estimate_pass_seconds,
+)
 from megatfm.estimate.stand_ins import ROWS, experts_by_shapes
 from megatfm.ops.grouped_mm import KERNELS
 
@@ -79,6 +84,44 @@ def test_measured_additions_are_sorted_by_their_bytes(device: Device) -> None:
     measured = replace(device, moves=[(1 << 10, 1e-6), (1 << 20, 1e-3), (1 << 30, 1.0)])
     assert estimate_elementwise_seconds(measured, operator) == pytest.approx(1e-3)
     assert estimate_elementwise_seconds(replace(measured, moves=measured.moves[::-1]), operator) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layout", "seconds"),
+    [
+        ("mm", (1, 8, 8, 8), "nt", 1.0),
+        ("mm", (1, 8, 8, 8), "nn", 2.0),
+        ("bmm", (5, 8, 8, 8), "nn", 5 * 3.0),
+        ("mm", (1, 8, 8, 8), "tn", 1.0),
+        ("bmm", (5, 8, 8, 8), "nt", 5 * 1.0),
+    ],
+)
+def test_matmuls_are_measured_by_layout(
+    device: Device, name: str, shape: tuple[int, int, int, int], layout: str, seconds: float
+) -> None:
+    """Layouts without a table of their own take the one of `x @ W.T`."""
+    tables = {"bf16": [(8, 8, 8, 1.0)], "bf16 nn": [(8, 8, 8, 2.0)], "bf16 batched nn": [(8, 8, 8, 3.0)]}
+    product = Operator(name, "matmul", 0.0, {}, {}, shape, variant=layout)
+    assert estimate_matmul_seconds(replace(device, products=tables), product) == pytest.approx(seconds)
+
+
+def test_the_host_of_a_cpu_adds_its_time_and_that_of_a_gpu_does_not(device: Device) -> None:
+    operators = [Operator("mul", "pointwise", 0.0, {1: 1 << 20}, {}, variant="mul")] * 3
+    measured = replace(device, operators={"mul": [(1 << 20, 1e-3)]}, host_seconds=1e-4)
+    gpu, cpu = (
+        estimate_pass_seconds(replace(measured, kind=kind), operators, compiled=False).total for kind in ("cuda", "cpu")
+    )
+    assert gpu == pytest.approx(3e-3)
+    assert cpu == pytest.approx(3e-3 + 3e-4)
+
+
+def test_measured_attention_comes_before_a_rate(device: Device) -> None:
+    tables: Any = {"forward": [(1e9, 1e-3), (4e9, 4e-3)], "backward": [(1e9, 3e-3)]}
+    measured = replace(device, attention=tables)
+    forward = Operator("attention", "attention", 2e9, {}, {})
+    assert estimate_attention_seconds(measured, forward) == pytest.approx(2e-3)
+    assert estimate_attention_seconds(measured, replace(forward, flops=8e9)) == pytest.approx(4e-3 + 4e-3)
+    assert estimate_attention_seconds(measured, replace(forward, is_backward=True)) == pytest.approx(6e-3)
 
 
 def test_a_gradient_of_a_small_weight_uses_all_multiprocessors(device: Device) -> None:

@@ -185,6 +185,7 @@ def test_a_preparation_for_a_url_has_its_run_directory_beside_the_scratch_folder
 @pytest.mark.parametrize(("words", "reason"), [
     (["--nproc", "2", "train.step=1"], r"train\.step: unknown key"),
     (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),
+    (["--nproc", "2", "train.micro_batch=16"], r"the run does not fit 2 processes: .* would fit on 1 process$"),
     (["--mpi", "2", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
     (["--nproc", "2", "data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
     (["--nproc", "2", "parallel.engine=deepspeed", "optimizer.name=adamw", "deepspeed.json_file=gone.json"],

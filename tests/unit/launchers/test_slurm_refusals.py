@@ -1,7 +1,9 @@
 """Jobs that are refused before the queue: hostile fields, numbers of nodes that don't fit, what would fail later."""
 
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,11 @@ def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.Capt
     reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
     with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
         run_launch(*CLUSTER_FLAGS)
-    run_launch(*CLUSTER_FLAGS, "--dry-run")
-    assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
+    with contextlib.redirect_stderr(sys.stdout):
+        run_launch(*CLUSTER_FLAGS, "--dry-run")
+    script, note, _ = capsys.readouterr().out.partition("note: this would be refused: the run does not fit 32")
+    assert note
+    assert "#SBATCH" in script, "the script is longer than a screen, so the note comes after it"
     with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
         run_launch("--slurm", "--nodes", "3-3", "--nproc", "1")
 

@@ -243,13 +243,14 @@ def test_a_folder_that_is_no_run_is_refused(
     assert output == "error: nothing: not a run directory: give one such as runs/quickstart\n"
 
 
-def test_watching_needs_no_torch(make: MakeRun) -> None:
-    make()
+def test_watching_and_the_report_of_a_run_on_a_cpu_need_no_torch(make: MakeRun) -> None:
+    run = make()
     program = (
         "import sys; from megatfm import cli\n"
-        "for words in (['status', 'runs/mine'], ['logs', 'runs/mine'], ['cancel', 'runs/mine']):\n"
-        "    try: cli.main(words)\n"
+        "for command in ('status', 'logs', 'cancel', 'report'):\n"
+        "    try: cli.main([command, 'runs/mine'])\n"
         "    except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+    assert (run / "report.html").exists()

@@ -222,7 +222,7 @@ def test_several_ranks_do_not_wait_for_the_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wait_first", [True, False], ids=["forwarded-late", "noted-late"])
 def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_first: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_first: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C comes to both at once: the rank is dead before it is passed on, or before we have noted our own."""
     program = tmp_path / "both.py"
@@ -250,6 +250,7 @@ def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
     command = [sys.executable, str(program), str(tmp_path / "go")]
     rank = Child("rank 0", command, forward_signal=lambda pid, number: forwarded.append(pid))
     assert supervise([rank]) == 75
+    assert capfd.readouterr().err == "megatfm: stopped by a signal; start the same command again to go on\n"
     assert forwarded == [], "its number may be another process's by now"
 
 

@@ -186,17 +186,38 @@ def start(reported: Path, shared_variables: dict[str, str]) -> Iterator[Start]:
         process.communicate()
 
 
+@pytest.fixture
+def fork(shared_variables: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., ForkedCommand]]:
+    """`fork(rank, number)`: a rank of two on a node of its own that sends itself a signal; it has no sentinel."""
+    program, started = tmp_path / "rank.py", []
+    program.write_text(PROGRAM)
+
+    def fork(rank: int, number: int = 0) -> ForkedCommand:
+        environment = {**shared_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(ForkedCommand((-1, number), tmp_path / "output", environment=environment, program=str(program)))
+        return started[-1]
+
+    yield fork
+    for command in started:
+        command.end()
+
+
 @pytest.mark.parametrize(
     ("stopped", "alone"), [(0, False), pytest.param(0, True, marks=pytest.mark.extended), (1, True)]
 )
 def test_a_rank_that_is_stopped_before_it_comes_is_named(
-    start: Start, reported: Path, stopped: int, alone: bool
+    start: Start, fork: Callable[..., ForkedCommand], reported: Path, stopped: int, alone: bool
 ) -> None:
-    """The other rank waits inside torch to reach it if it is rank 0."""
+    """The other rank waits inside torch to reach it if it is rank 0; not alone, it is a child of the same process."""
     lost = start(stopped, stops=stopped, alone=alone)
-    waits = start(1 - stopped, alone=alone)
-    _, output = waits.communicate(timeout=200)
-    assert waits.returncode == 1, output
+    if alone:
+        forked = fork(1 - stopped)
+        code, output = forked.wait(200), forked.output
+    else:
+        waits = start(1 - stopped)
+        _, output = waits.communicate(timeout=200)
+        code = waits.returncode
+    assert code == 1, output
     (line,) = [line for line in output.splitlines() if "is stopped (SIGSTOP)" in line]
     assert f"rank {stopped} of 2 on " in line
     assert line.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it")
@@ -206,18 +227,9 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_while_ranks_are_missing_ends_the_rank(
-    shared_variables: dict[str, str], tmp_path: Path, rank: int
-) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text(PROGRAM)
-    environment = {**shared_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    words = (-1, int(signal.SIGUSR1))
-    waits = ForkedCommand(words, tmp_path / "output", environment=environment, program=str(program))
-    try:
-        assert waits.wait(120) == 75, waits.output
-    finally:
-        waits.end()
+def test_a_stop_while_ranks_are_missing_ends_the_rank(fork: Callable[..., ForkedCommand], rank: int) -> None:
+    waits = fork(rank, int(signal.SIGUSR1))
+    assert waits.wait(120) == 75, waits.output
     assert waits.output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
 
 

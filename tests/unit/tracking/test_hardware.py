@@ -84,17 +84,14 @@ def test_differences_by_rank() -> None:
     assert hardware.diff_hardware(same, more) == ["MKL: none → 2024.2"]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        None, [], "x", {}, {"kinds": [ONE]}, {"kinds": [ONE], "of_rank": [1]}, {"kinds": [ONE], "of_rank": [-1]},
-        {"kinds": [], "of_rank": [0]}, {"kinds": {}, "of_rank": [0]}, {"kinds": [ONE], "of_rank": ["0"]},
-        {"kinds": [1], "of_rank": [0]}, {"kinds": [{"instruction sets": 3}], "of_rank": [0]},
-        {"kinds": 1, "of_rank": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("record", [
+    None, [], "x", {}, {"kinds": [ONE]}, {"kinds": [ONE], "of_rank": [1]}, {"kinds": [ONE], "of_rank": [-1]},
+    {"kinds": [], "of_rank": [0]}, {"kinds": {}, "of_rank": [0]}, {"kinds": [ONE], "of_rank": ["0"]},
+    {"kinds": [1], "of_rank": [0]}, {"kinds": [{"instruction sets": 3}], "of_rank": [0]},
+    {"kinds": 1, "of_rank": 1},
+])  # fmt: skip
 def test_a_damaged_record_is_a_difference(record: Any) -> None:
-    """As a checkpoint's state that was edited may hold it; the run resumes."""
+    """An edited checkpoint's state may hold it; the run resumes."""
     actual = hardware.diff_hardware(record, {"kinds": [ONE], "of_rank": [0]})
     assert actual == ["the checkpoint's record of them is damaged"]
 

@@ -50,10 +50,12 @@ def test_a_record_can_be_read_before_the_log_is_closed(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
+def test_a_resume_leaves_every_step_exactly_once_and_a_new_run_its_own(tmp_path: Path) -> None:
     write_steps(RunInfo(tmp_path), 1, 9)
     write_steps(RunInfo(tmp_path, first_step=6), 7, 12)
     assert read_steps(tmp_path) == list(range(1, 13))
+    write_steps(RunInfo(tmp_path), 0, 2)
+    assert read_steps(tmp_path) == [0, 1, 2]
 
 
 def test_incomplete_lines_are_dropped_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,22 +68,6 @@ def test_incomplete_lines_are_dropped_at_a_resume(tmp_path: Path, caplog: pytest
         MetricsLog(RunInfo(tmp_path, first_step=6)).close()
         assert path.read_bytes() == full
         assert caplog.messages.pop() == f"{path}: dropped 1 damaged line(s)"
-
-
-def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
-    write_steps(RunInfo(tmp_path), 0, 3)
-    write_steps(RunInfo(tmp_path), 0, 2)
-    assert read_steps(tmp_path) == [0, 1, 2]
-
-
-def test_a_missing_file_is_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    MetricsLog(RunInfo(tmp_path, first_step=5)).close()
-    assert "it will lack the steps up to 5" in caplog.text
-
-
-def test_a_branch_does_not_miss_the_steps_of_its_parent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
-    assert not caplog.messages
 
 
 def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
@@ -278,14 +264,19 @@ def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     assert json.loads(line)["detail"] == "a prompt of \udcff"
 
 
-def test_missing_steps_are_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_steps_are_a_warning_at_a_resume_but_not_in_a_branch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MetricsLog(RunInfo(tmp_path / "branch", first_step=5, is_branch=True)).close()
+    assert not caplog.messages
+    MetricsLog(RunInfo(tmp_path / "no file", first_step=5)).close()
     write_steps(RunInfo(tmp_path), 1, 3)
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
-    assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'} ends at step 3: it will lack the steps up to 5"]
-    caplog.clear()
     MetricsLog(RunInfo(tmp_path, first_step=3)).close()
     MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
-    assert not caplog.messages
+    missing, short = caplog.messages
+    assert missing.endswith("no file/metrics.jsonl is missing: it will lack the steps up to 5")
+    assert short == f"{tmp_path / 'metrics.jsonl'} ends at step 3: it will lack the steps up to 5"
 
 
 def test_an_error_in_a_step_closes_the_sinks(tmp_path: Path) -> None:

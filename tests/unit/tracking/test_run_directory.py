@@ -392,6 +392,22 @@ def test_a_run_continues_when_the_console_is_closed(
     assert capsys.readouterr().err == "", "no traceback of logging's"
 
 
+def fail_in_a_run(run: RunDirectory) -> None:
+    with RunLog(run, steps=1):
+        log.info("first")
+        log.info("second")
+        raise MegatfmError("the reason")
+
+
+def test_a_log_on_a_full_disk_is_one_warning_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunLog, "_open", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
+    with RunDirectory(tmp_path, 1) as run, pytest.raises(MegatfmError, match=r"^the reason$"):
+        fail_in_a_run(run)
+    assert capsys.readouterr().err == "warning: /dev/full: can't be written: No space left on device\n"
+
+
 def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path) -> None:
     assert describe_commit(tmp_path) == {}, "an installed package is no checkout"
     (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": []}))

@@ -28,6 +28,12 @@ time.sleep(60)
 """
 
 
+def take_and_release(path: Path) -> None:
+    lock = RunLock(path)
+    lock.acquire()
+    lock.release()
+
+
 def start_program(folder: Path, text: str) -> ForkedCommand:
     """Run a program, which is given the lock's path, in another process."""
     program = folder / "hold.py"
@@ -67,9 +73,7 @@ def test_a_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
     assert "LockedError" in command.output
     first.release()
     first.release()
-    second_lock = RunLock(tmp_path / "lock")
-    second_lock.acquire()
-    second_lock.release()
+    take_and_release(tmp_path / "lock")
 
 
 def test_a_lock_file_removed_before_locking_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +113,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     code = HOLD_PROGRAM.replace("time.sleep(60)", "import os\nif os.fork() == 0: time.sleep(9)")
     command = start_program(tmp_path, code + "\nos._exit(0)")
     assert command.wait() == 0
-    next_lock = RunLock(tmp_path / "lock")
-    next_lock.acquire()
-    next_lock.release()
+    take_and_release(tmp_path / "lock")
     command.end()
 
 
@@ -160,13 +162,11 @@ def test_the_wait_is_longer_than_nfs_caches_times() -> None:
     assert run_lock.STALE_SECONDS > 60 + 2 * run_lock.HEARTBEAT_SECONDS
 
 
-def test_a_fifo_as_lock_file_is_refused(tmp_path: Path) -> None:
+def test_a_fifo_or_a_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(MegatfmError, match=r"lock is not a regular file, so it can't be locked: remove it"):
         RunLock(tmp_path / "lock").acquire()
-
-
-def test_a_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lock").unlink()
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
     with pytest.raises(MegatfmError, match=r"lock is a symbolic link, .*: remove it"):
@@ -231,14 +231,10 @@ def test_a_live_process_holds_the_lock_without_kernel_locks(
     with pytest.raises(LockedError, match=f"process {holder.pid}"):
         RunLock(tmp_path / "lock").acquire()
     holder.end()
-    lock = RunLock(tmp_path / "lock")
-    lock.acquire()
-    lock.release()
+    take_and_release(tmp_path / "lock")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', '{"host": "a", "pid": "x"}', "\x00" * 50])
 def test_a_damaged_lock_file_has_no_holder(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
-    lock = RunLock(tmp_path / "lock")
-    lock.acquire()
-    lock.release()
+    take_and_release(tmp_path / "lock")

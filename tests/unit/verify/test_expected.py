@@ -176,7 +176,7 @@ def test_counted_is_expected(pool: RankPool, case: str) -> None:
     "case",
     extend(
         DIVIDED_CASES,
-        kept=["cp", "mean pool, with tensor parallelism", "class pool, three ranks", "pp", "interleaved",
+        kept=["mean pool, with tensor parallelism", "class pool, three ranks", "pp", "interleaved",
               "sigmoid, with data ranks"],
     ),
 )  # fmt: skip

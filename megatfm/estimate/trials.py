@@ -1,0 +1,316 @@
+"""Trial steps of small copies of a model, and each of their operators measured alone.
+
+A step takes about as long as its operators, each measured alone with the step's shapes and layouts, and some
+microseconds an operator for Python and autograd. The operators give tables by size; what the steps take beyond their
+estimates gives the time of the host.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatfm.config import Config, ParallelConfig
+from megatfm.data.loader import without_documents
+from megatfm.describe import describe
+from megatfm.estimate.devices import Device, load_cluster
+from megatfm.estimate.estimator import open_estimator
+from megatfm.estimate.kernels import BACKWARD_MATMULS
+from megatfm.estimate.operators import COLLECTIVES, Operator, OperatorRecorder
+from megatfm.estimate.roofline import name_matmuls
+from megatfm.ops.kernel_free import KERNEL_FREE
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.train.profiling import keep_freed_memory
+from megatfm.verify.shrink import draw_batch, objective_for
+
+if TYPE_CHECKING:
+    from megatfm.estimate.calibrate import Clock
+
+MAX_FLOPS: Mapping[str, float] = {"cpu": 2e10, "cuda": 1e14}
+"""FLOPs of the largest trial step, which takes about half a second."""
+MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
+"""Parameters of the largest trial: all trials are in memory at once."""
+MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
+"""Tokens of the largest vocabulary of a trial."""
+WIDTH_DIVISORS = (1, 2, 4, 8, 16, 32, 64)
+"""Divisors of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
+N_WIDTHS = 3
+ROWS: Mapping[str, Sequence[tuple[int, int]]] = {
+    "cpu": ((1, 128), (2, 128), (1, 384)),
+    "cuda": ((1, 1024), (2, 1024), (1, 4096)),
+}
+"""Rows and tokens of a row of trials."""
+FUSED_ATTENTION = "_scaled_dot_product_"
+"""Prefix of torch's kernels of fused attention."""
+OF_UPDATES = ("_foreach_", "_fused_")
+"""Prefixes of torch's kernels of lists of tensors."""
+
+
+def list_trials(config: Config, kind: str) -> list[Config]:
+    """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens."""
+    trials: list[Config] = []
+    widths = set[int]()
+    for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
+        trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind])
+        if trial is None or trial in trials or (len(widths) == N_WIDTHS and divisor not in widths):
+            continue
+        description = describe(trial)
+        flops = 6 * description.active * rows * description.tokens_per_row
+        if flops <= MAX_FLOPS[kind] and description.parameters <= MAX_PARAMETERS[kind]:
+            widths.add(divisor)
+            trials.append(trial)
+    return trials
+
+
+def _make_trial(config: Config, divisor: int, rows: int, length: int, max_vocabulary: int) -> Config | None:
+    """Return a small copy of a config; None where its widths can't be divided so."""
+    model, changes = config.model, dict[str, Any]()
+    if divisor > 1:
+        sizes = {"d_model": model.d_model, "ffn.d_ff": model.ffn.d_ff, "attention.n_heads": model.attention.n_heads}
+        if any(size % divisor for size in sizes.values()):
+            return None
+        changes |= {f"model.{key}": size // divisor for key, size in sizes.items()}
+        if model.attention.kv_heads != model.attention.n_heads:
+            changes["model.attention.n_kv_heads"] = max(1, model.attention.kv_heads // divisor)
+    first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
+    layers = max(2, 1 + (model.distinct_layers or 0), *first_depths)
+    changes["parallel"] = ParallelConfig(zero=0, dp_shard=1)
+    changes |= {
+        "train.micro_batch": rows,
+        "train.global_batch": rows,
+        "train.recompute": "none",
+        "train.compile": False,
+    }
+    changes["model.n_layers"] = min(model.n_layers, layers)
+    if model.n_encoder_layers:
+        changes["model.n_encoder_layers"] = min(model.n_encoder_layers, layers)
+    if model.vocab_size:
+        changes["model.vocab_size"] = min(model.vocab_size, max_vocabulary)
+    if config.reads_text:
+        changes["data.sequence_length"] = min(length, config.data.sequence_length)
+    try:
+        return config.with_changes(changes)
+    except ValidationError:
+        return None
+
+
+@dataclass
+class Trial:
+    """A small config and the seconds of its step, and of the optimizer's update in it (the sum of its operators)."""
+
+    config: Config
+    step: float
+    update: float = 0.0
+
+
+@dataclass
+class TrialTimes:
+    """Measured operators of trials, (operator, seconds) each; trials; and those whose operators were not measured."""
+
+    operators: list[tuple[Operator, float]] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    held_out: list[Trial] = field(default_factory=list)
+
+
+def measure_trials(configs: Sequence[Config], clock: "Clock", held_out: Sequence[Config] = ()) -> TrialTimes:
+    """Measure steps of configs, and each operator that they run, in turns. held_out: configs of steps alone."""
+    keep_freed_memory(clock.device)
+    calls: dict[Hashable, _Call] = {}
+    steps: list[Callable[[], object]] = []
+    signatures_of_updates: list[list[Hashable]] = []
+    with _single_process_group(clock.device):
+        for index, config in enumerate((*configs, *held_out)):
+            passes, update = _make_step(config, clock.device)
+            steps.append(partial(_run_both, passes, update))
+            for _ in range(2):  # the first steps allocate
+                steps[-1]()
+            if index >= len(configs):
+                continue
+            with CallCollector(calls).record():
+                passes()
+            collector = CallCollector(calls)
+            with collector.record():
+                update()
+            signatures_of_updates.append(collector.signatures)
+        with torch.no_grad():
+            seconds = clock.measure_fastest([*steps, *(call.run for call in calls.values())])
+    seconds_by_call = dict(zip(calls, seconds[len(steps) :], strict=True))
+    updates = [sum(seconds_by_call[signature] for signature in update) for update in signatures_of_updates]
+    operators = [(call.operator, seconds_by_call[key]) for key, call in calls.items()]
+    trials = [Trial(*measured) for measured in zip(configs, seconds, updates, strict=False)]
+    held_out_seconds = seconds[len(configs) : len(steps)]
+    return TrialTimes(operators, trials, list(map(Trial, held_out, held_out_seconds)))
+
+
+def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Build an engine, and return functions that run its passes and its optimizer's update."""
+    engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, config.train.precision)
+    objective = objective_for(config)
+    fields = without_documents(draw_batch(config, "one"))
+    batch = {name: torch.from_numpy(values) for name, values in fields.items()}
+
+    def run_passes() -> None:
+        with torch.enable_grad():
+            engine.forward_backward([batch], objective)
+
+    return run_passes, partial(engine.step, config.optimizer.lr, config.optimizer.max_grad_norm)
+
+
+def _run_both(passes: Callable[[], object], update: Callable[[], object]) -> None:
+    passes()
+    update()
+
+
+@contextmanager
+def _single_process_group(device: torch.device) -> Iterator[None]:
+    """Run the body in a process group of one rank."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _Call:
+    """An operator with copies of its arguments."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    operator: Operator
+
+    def run(self) -> object:
+        return self.function(*self.args, **self.kwargs)
+
+
+class CallCollector(OperatorRecorder):
+    """Records operators, and the first call of each with its shapes, layouts and flags.
+
+    calls: signature → call, to which new ones are added; signatures: of all calls in order.
+    """
+
+    def __init__(self, calls: dict[Hashable, _Call]) -> None:
+        super().__init__()
+        self._calls = calls
+        self.signatures: list[Hashable] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        signature = str(func), *map(_describe_argument, tree_leaves((args, kwargs)))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("prim", *COLLECTIVES) or name in KERNEL_FREE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.signatures.append(signature)
+        if signature in self._calls:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        copies: tuple[Any, Any] = args, kwargs
+        if not name.startswith(OF_UPDATES):  # others may write into tensors that serve as indices
+            copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), copies)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        operator = self.recording.operators[-1]
+        if name.startswith(FUSED_ATTENTION):
+            operator = _count_attention(operator, args, kwargs)
+        self._calls[signature] = _Call(func, copies[0], copies[1], operator)
+        return output
+
+
+def _count_attention(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
+    """Return torch's fused attention as an operator of that kind, with the FLOPs of visible pairs."""
+    is_backward = operator.name.endswith("_backward")
+    query, key = args[is_backward : is_backward + 2]  # after the output's gradient
+    rows, heads, length, width = query.shape
+    is_causal = any(value is True for value in (*args, *kwargs.values()))
+    pairs = length * (length + 1) / 2 if is_causal else length * key.shape[2]
+    flops = 2 * 2 * rows * heads * pairs * width * (BACKWARD_MATMULS if is_backward else 1)
+    return replace(operator, kind="attention", flops=flops, is_backward=is_backward)
+
+
+def _describe_argument(value: object) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return value if isinstance(value, str | bool) else type(value).__name__
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def tabulate_matmuls(times: TrialTimes) -> dict[str, list[list[float]]]:
+    """Return the measured matmuls by precision, batch and layout: rows (m, n, k, seconds of one matmul)."""
+    tables: dict[str, list[list[float]]] = {}
+    for operator, seconds in times.operators:
+        if operator.kind == "matmul" and operator.dims is not None:
+            batch, m, n, k = operator.dims
+            tables.setdefault(name_matmuls(operator), []).append([m, n, k, seconds / batch])
+    return tables
+
+
+def tabulate_attention(times: TrialTimes) -> dict[str, list[list[float]]]:
+    """Return the measured fused attention by pass: rows (FLOPs, seconds)."""
+    tables: dict[str, list[list[float]]] = {}
+    for operator, seconds in times.operators:
+        if operator.kind == "attention":
+            tables.setdefault("backward" if operator.is_backward else "forward", []).append([operator.flops, seconds])
+    return tables
+
+
+def tabulate_operators(times: TrialTimes) -> dict[str, list[list[float]]]:
+    """Return the measured memory-bound operators by variant: rows (bytes, seconds)."""
+    tables: dict[str, list[list[float]]] = {}
+    for operator, seconds in times.operators:
+        if operator.kind == "pointwise":
+            tables.setdefault(operator.variant, []).append([max(1, operator.moved_bytes), seconds])
+    return {variant: sorted(rows) for variant, rows in sorted(tables.items())}
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of a step beside those of its kernels.
+
+    host_seconds: of Python and autograd, an operator. update_seconds: of the optimizer's update, a tensor and a byte
+    that it reads or writes.
+    """
+
+    host_seconds: float
+    update_seconds: tuple[float, float]
+
+
+def fit_overheads(times: TrialTimes, device: Device) -> Overheads:
+    """Fit the times that trials take beyond the estimates of a measured device, by least squares of shares."""
+    per_operator, beyond, tensors, moved = [], [], [], []
+    for trial in times.trials:
+        update, passes, n_operators = _estimate_by_roofline(trial.config, device)
+        per_operator.append(n_operators / trial.step)
+        beyond.append(1 - (passes + trial.update) / trial.step)
+        moved.append(update * device.memory_bandwidth * device.memory_efficiency / trial.update)
+        tensors.append(len(describe(trial.config).shapes) / trial.update)
+    if device.kind == "cuda":  # the host works beside the device: a step takes at least its time
+        host = min(1 / share for share in per_operator)
+    else:
+        host = max(0.0, float(np.dot(per_operator, beyond) / np.dot(per_operator, per_operator)))
+    (per_tensor, per_byte), *_ = np.linalg.lstsq(np.stack([tensors, moved], 1), np.ones(len(moved)), rcond=None)
+    if per_tensor < 0 or per_byte < 0:
+        per_tensor, per_byte = 0.0, float(np.sum(moved) / np.dot(moved, moved))
+    return Overheads(host, (float(per_tensor), float(per_byte)))
+
+
+def _estimate_by_roofline(config: Config, device: Device) -> tuple[float, float, float]:
+    """Return the seconds of the update and of the passes on a device without overheads, and the passes' operators."""
+    cluster = replace(load_cluster("cpu", 1), device=replace(device, host_seconds=0.0, update_seconds=None))
+    slow = replace(cluster, device=replace(cluster.device, host_seconds=1.0))
+    with open_estimator(config, cluster) as opened:
+        times = [e.estimate(e.base).time for e in (opened, opened.with_cluster(slow))]
+    passes = [time.step - time.optimizer - time.checkpoint - time.data for time in times]
+    return times[0].optimizer, passes[0], passes[1] - passes[0]

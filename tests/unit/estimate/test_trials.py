@@ -1,0 +1,205 @@
+"""Trials of a calibration: small steps whose operators are measured, and what is fitted to them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import Config, load_config
+from megatfm.describe import describe
+from megatfm.estimate import trials
+from megatfm.estimate.calibrate import Clock
+from megatfm.estimate.devices import Device, load_cluster
+from megatfm.estimate.estimator import Estimate, open_estimator
+from megatfm.estimate.operators import Operator
+from megatfm.estimate.roofline import name_matmuls
+from megatfm.estimate.trials import (
+    CallCollector,
+    Trial,
+    TrialTimes,
+    fit_overheads,
+    list_trials,
+    measure_trials,
+    tabulate_attention,
+    tabulate_matmuls,
+    tabulate_operators,
+)
+from megatfm.parallel.mesh import compute_axis_sizes
+
+ON_CPU = ("train.device=cpu", "train.precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("preset", "min_widths"),
+    [
+        ("vit-b16", 2),
+        pytest.param("llama3-8b", 3, marks=pytest.mark.extended),
+        pytest.param("t5-base", 2, marks=pytest.mark.extended),
+    ],
+)
+def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> None:
+    configs = list_trials(load_config(preset, ON_CPU), "cpu")
+    assert len({config.model.d_model for config in configs}) >= min_widths
+    assert len({(c.train.micro_batch, c.data.sequence_length) for c in configs}) > 1
+    for config in configs:
+        sizes = compute_axis_sizes(config.parallel, 1)
+        assert set(sizes.values()) == {1}
+        tokens = describe(config).tokens_per_row * config.train.micro_batch
+        assert 6 * describe(config).active * tokens <= trials.MAX_FLOPS["cpu"]
+        assert describe(config).parameters <= trials.MAX_PARAMETERS["cpu"]
+
+
+def test_a_model_that_can_not_be_divided_has_no_trials() -> None:
+    assert list_trials(load_config("gpt2-xl", ON_CPU), "cpu") == [], "25 heads"
+
+
+def collect(function: Callable[[], object]) -> list[Operator]:
+    calls: dict[Any, Any] = {}
+    with CallCollector(calls).record():
+        function()
+    return [call.operator for call in calls.values()]
+
+
+def test_a_linear_layer_has_a_matmul_of_each_layout() -> None:
+    """y = x Wᵀ; the gradients are G W and Gᵀ x."""
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    operators = collect(lambda: (x @ weight.T).backward(torch.ones(6, 3)))
+    shapes = {name_matmuls(op): op.dims for op in operators if op.kind == "matmul"}
+    # The weight's gradient is computed as that of Wᵀ: xᵀ G.
+    assert shapes == {"fp32": (1, 6, 3, 4), "fp32 nn": (1, 6, 4, 3), "fp32 tn": (1, 4, 3, 6)} or shapes == {
+        "fp32": (1, 6, 3, 4),
+        "fp32 nn": (1, 6, 4, 3),
+        "fp32 tn": (1, 3, 4, 6),
+    }
+
+
+def test_batched_matmuls_have_tables_of_their_own() -> None:
+    q, k = torch.randn(5, 6, 4), torch.randn(5, 7, 4)
+    (operator,) = (op for op in collect(lambda: q @ k.mT) if op.kind == "matmul")
+    assert name_matmuls(operator) == "fp32 batched nt"
+    assert tabulate_matmuls(TrialTimes([(operator, 10.0)])) == {"fp32 batched nt": [[6, 7, 4, 2.0]]}
+
+
+@pytest.mark.parametrize(
+    ("function", "variant"),
+    [
+        (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), "gelu(tanh)"),
+        (lambda x: x.T.contiguous(), "clone(strided)"),
+        (lambda x: x.long() * 3, "mul(int64)"),
+        (lambda x: x.sum(0), "sum([0])"),
+        (lambda x: x.sum(1), "sum([1])"),
+        (lambda x: x * x, "mul"),
+    ],
+)
+def test_operators_have_variants(function: Callable[[Tensor], object], variant: str) -> None:
+    x = torch.randn(6, 4)
+    assert variant in tabulate_operators(TrialTimes([(op, 1.0) for op in collect(lambda: function(x))]))
+
+
+def test_equal_calls_are_measured_once_and_other_shapes_again() -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 5)
+    operators = collect(lambda: (x * x, x * 2.0, x * 3.0, y * y, x * x))
+    assert sorted(op.moved_bytes for op in operators) == [2 * 96, 2 * 96, 2 * 120]
+
+
+def test_attention_counts_the_visible_pairs() -> None:
+    rows, heads, length, width = 2, 3, 16, 8
+    q, k, v = (torch.randn(rows, heads, length, width, requires_grad=True) for _ in range(3))
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    tables = tabulate_attention(TrialTimes([(op, 1.0) for op in collect(attend)]))
+    pairs = sum(range(1, length + 1))
+    products = 2 * rows * heads * pairs * width  # of one matmul
+    assert tables == {"forward": [[2 * products, 1.0]], "backward": [[5 * products, 1.0]]}
+
+
+SMALL = (
+    "model.n_layers=1", "model.d_model=32", "model.attention.n_heads=2", "model.ffn.d_ff=64", "model.vocab_size=128",
+    "data.sequence_length=16", "train.micro_batch=2", "train.global_batch=2", "train.compile=false", *ON_CPU,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("gpt2-124m", ()),
+        ("mixtral-8x7b", ("model.attention.n_kv_heads=1", "model.ffn.n_experts=4")),
+        pytest.param("t5-base", ("model.n_encoder_layers=1", "data.target_length=16"), marks=pytest.mark.extended),
+    ],
+)
+def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequence[str]) -> None:
+    """An estimate's operators are recorded without memory, a trial's where they run: both have the same names."""
+    config = load_config(preset, [*SMALL, *overrides])
+    clock = Clock(torch.device("cpu"))
+    times = measure_trials([config], replace_measurement(clock))
+    measured = set(tabulate_matmuls(times)) | set(tabulate_operators(times)) | set(tabulate_attention(times))
+    with open_estimator(config, load_cluster("cpu", 1)) as opened:
+        parts = opened.profile(opened.base).parts
+    operators = [op for part in parts for op in (*part.forward, *part.backward)]
+    needed = Counter[str]()
+    for op in operators:
+        if op.kind != "attention" and op.name != "_grouped_mm":
+            needed[name_matmuls(op) if op.kind == "matmul" else op.variant] += op.moved_bytes
+    missing = {name: n_bytes for name, n_bytes in needed.items() if name not in measured}
+    assert sum(missing.values()) < 0.02 * needed.total(), missing
+    assert [trial.config for trial in times.trials] == [config]
+    assert times.trials[0].update > 0
+
+
+def replace_measurement(clock: Clock) -> Clock:
+    """Make a clock call each function once, and give each a second."""
+
+    def measure(functions: Sequence[Callable[[], object]], rounds: int = 0) -> list[float]:
+        for function in functions:
+            function()
+        return [1.0] * len(functions)
+
+    clock.measure_fastest = measure  # type: ignore[method-assign]
+    return clock
+
+
+def test_steps_that_are_held_out_give_no_operators() -> None:
+    config = load_config("gpt2-124m", SMALL)
+    wide = load_config("gpt2-124m", [*SMALL, "model.d_model=48"])
+    clock = replace_measurement(Clock(torch.device("cpu")))
+    times = measure_trials([config], clock, [wide])
+    sizes = {size for operator, _ in times.operators for size in operator.dims or ()}
+    assert 32 in sizes
+    assert 48 not in sizes
+    assert [trial.config for trial in times.held_out] == [wide]
+
+
+def estimate(config: Config, device: Device) -> Estimate:
+    with open_estimator(config, replace(load_cluster("cpu", 1), device=device)) as opened:
+        return opened.estimate(opened.base)
+
+
+def len_operators(config: Config, device: Device) -> int:
+    with open_estimator(config, replace(load_cluster("cpu", 1), device=device)) as opened:
+        return sum(len(part.forward) + len(part.backward) for part in opened.profile(opened.base).parts)
+
+
+def test_overheads_are_those_of_the_steps() -> None:
+    """Steps are made of known overheads: the fit finds them."""
+    host, per_tensor, per_byte = 3e-5, 2e-5, 4e-11
+    device = load_cluster("cpu", 1).device
+    slow = replace(device, host_seconds=host, update_seconds=(per_tensor, per_byte))
+    measured = []
+    for words in ((), ("model.n_layers=3",), ("model.d_model=256", "model.ffn.d_ff=1024")):
+        config = load_config("gpt2-124m", [*SMALL, *words])
+        time = estimate(config, slow).time
+        measured.append(Trial(config, time.step - time.checkpoint - time.data, time.optimizer))
+    overheads = fit_overheads(TrialTimes(trials=measured), device)
+    assert overheads.host_seconds == pytest.approx(host, rel=1e-6)
+    # A GPU's host works beside it: no step is shorter than the host's time.
+    gpu = replace(device, kind="cuda", operators={}, moves=[], compiles=False)
+    n_operators = [len_operators(trial.config, gpu) for trial in measured]
+    most = min(trial.step / n for trial, n in zip(measured, n_operators, strict=True))
+    assert fit_overheads(TrialTimes(trials=measured), gpu).host_seconds == pytest.approx(most, rel=1e-3)
+    assert overheads.update_seconds == pytest.approx((per_tensor, per_byte), rel=1e-6)
