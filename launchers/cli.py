@@ -85,18 +85,18 @@ def main(args: argparse.Namespace, new_paths: NewPaths | None = None) -> int:
     for name, text in files.items():
         heading = f"# ==> {name} <==\n" if len(files) > 1 else ""
         print(heading + text)
-    print_notes(notes)  # after the script, which is longer than a screen
+    print_launch_notes(notes)  # after the script, which is longer than a screen
     return 0
 
 
 def launch(args: argparse.Namespace, new_paths: NewPaths | None = None) -> tuple[int, Job]:
     """Run or submit the job that the parsed arguments describe; return exit code and job. Raises MegatfmError."""
     launcher, job, notes = build_launch(args)
-    print_notes(notes)
+    print_launch_notes(notes)
     return launcher.submit(job, new_paths or NewPaths()), job
 
 
-def print_notes(notes: Sequence[str]) -> None:
+def print_launch_notes(notes: Sequence[str]) -> None:
     """Print a launch's notes to stderr."""
     sys.stdout.flush()
     for note in notes:

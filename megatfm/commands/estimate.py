@@ -232,7 +232,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
     launcher, job, notes = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
-    cli.print_notes(notes)
+    cli.print_launch_notes(notes)
     script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
         path = job_config if name == "config.toml" else script

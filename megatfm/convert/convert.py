@@ -80,6 +80,8 @@ def convert(
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
+    if to == "megatfm":
+        checkpoint.refuse_foreign_checkpoint(source)
     if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
         source_format = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
@@ -93,7 +95,6 @@ def convert(
 
 def _check_is_megatfm_model(source: Path) -> None:
     """Raise UsageError if a path holds no megatfm model."""
-    checkpoint.refuse_foreign_checkpoint(source)
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:

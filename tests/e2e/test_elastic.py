@@ -148,7 +148,7 @@ def lose_a_node(corpus: Path, folder: Path, rank: int) -> LostNode:
 
 @pytest.fixture(scope="module")
 def without_rank_0(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LostNode]:
-    """Without the first node, ranks meet at another one's store."""
+    """Ranks meet at another node's store after the loss of the first one."""
     lost_node = lose_a_node(corpus, tmp_path_factory.mktemp("nodes"), 0)
     yield lost_node
     lost_node.end()

@@ -113,7 +113,7 @@ def jobs(request, new_project, prep_config, uninterrupted) -> dict[str, Job | st
 
 @pytest.fixture(autouse=True)
 def ahead(request, start_ahead) -> None:
-    """They run while the other tests do."""
+    """The jobs run while the other tests do."""
     start_ahead(request, "jobs")
 
 

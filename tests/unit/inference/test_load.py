@@ -117,6 +117,15 @@ def test_a_checkpoint_of_another_framework_is_named_with_the_way_here(
         convert(tmp_path, tmp_path / "new", "megatfm")
 
 
+def test_a_checkpoint_of_olmo_core_is_no_folder_of_transformers(tmp_path: Path) -> None:
+    """Its config.json is of its own kind."""
+    (tmp_path / "model_and_optim").mkdir()
+    (tmp_path / "model_and_optim/__0_0.distcp").touch()
+    (tmp_path / "config.json").write_text('{"model": {"d_model": 64}}')
+    with pytest.raises(UsageError, match="is a checkpoint of OLMo-core, which is not read"):
+        convert(tmp_path, tmp_path / "new", "megatfm")
+
+
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
     other_model = tokenizer_model.replace(b"identity", b"identify")
     assert other_model != tokenizer_model
