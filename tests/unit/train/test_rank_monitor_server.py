@@ -158,7 +158,7 @@ def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
     open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_monitor_server, "TOKEN_SECONDS", 0.3)
-    monkeypatch.setattr(rank_monitor_server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(rank_monitor_server, "MAX_UNIDENTIFIED", 2)
     connect = open_hub(1)
     rank = connect(0)
     rank.hears("heartbeat")
@@ -215,7 +215,7 @@ def test_a_diagnosis_of_any_length_arrives(open_hub: Callable[..., Connect]) -> 
 
 
 def test_ranks_never_heard_are_named(open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_monitor_server, "UNHEARD_SECONDS", 0.3)
+    monkeypatch.setattr(rank_monitor_server, "FIRST_MESSAGE_SECONDS", 0.3)
     warnings: list[str] = []
     connect = open_hub(4, warn=warnings.append, interval=0.05)
     for rank in (0, 2):
