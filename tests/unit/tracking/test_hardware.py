@@ -98,7 +98,7 @@ def test_differences_by_rank() -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_a_difference(record: Any) -> None:
-    """As a checkpoint's state that was edited may hold it; the run resumes."""
+    """An edited checkpoint resumes."""
     actual = hardware.diff_hardware(record, {"kinds": [ONE], "of_rank": [0]})
     assert actual == ["the checkpoint's record of them is damaged"]
 
