@@ -91,7 +91,7 @@ def test_differences_by_rank() -> None:
     {"kinds": 1, "of_rank": 1},
 ])  # fmt: skip
 def test_a_damaged_record_is_a_difference(record: Any) -> None:
-    """An edited checkpoint's state may hold it; the run resumes."""
+    """An edited checkpoint resumes."""
     actual = hardware.diff_hardware(record, {"kinds": [ONE], "of_rank": [0]})
     assert actual == ["the checkpoint's record of them is damaged"]
 

@@ -55,7 +55,7 @@ def hang_up(handler: signal.Handlers) -> str | None:
 
 
 def test_a_closed_terminal_stops_a_run_that_does_not_ignore_it(workers: Workers) -> None:
-    """`nohup` ignores SIGHUP, and the run goes on."""
+    """SIGHUP is ignored under `nohup`."""
     assert workers.run(hang_up, 1, signal.SIG_DFL) == ["SIGHUP"]
     assert workers.run(hang_up, 1, signal.SIG_IGN) == [None]
 
