@@ -177,7 +177,7 @@ class LossGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint; old checkpoints without one restore the initial state."""
-        self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
+        self.losses = deque(map(float, state.get("losses", ())), maxlen=self.config.spike_window)
         self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.is_in_spike = bool(state.get("leaping", False))
 

@@ -105,13 +105,17 @@ def _find_malformed_part(state: Mapping[str, Any]) -> str | None:
     if not isinstance(trouble, Mapping) or not are_counts(trouble, ("in_a_row", "skipped")):
         return "trouble"
     losses = trouble.get("losses", [])
-    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+    if not isinstance(losses, list) or not all(map(_is_number, losses)):
         return "trouble"
     if best is None:
         return None
     is_best = isinstance(best, Mapping) and "step" in best and are_counts(best, ("step", "evaluations_since"))
-    value = best.get("value") if is_best else None
-    return None if type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity") else "best"
+    return None if is_best and _is_number(best.get("value")) else "best"
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number as `to_strict_json` writes it."""
+    return type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity")
 
 
 def convert_config(stored: Any) -> Any:

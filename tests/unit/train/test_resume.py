@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from megatfm import checkpoint
 from megatfm.checkpoint import Saver
 from megatfm.checkpoint.local import NodeTopology
-from megatfm.config import Config
+from megatfm.config import Config, ResilienceConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import to_strict_json
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
-from megatfm.train.resilience import DecisionLog
+from megatfm.train.resilience import DecisionLog, LossGuard
 from megatfm.version import __version__
 from tests.support.workers import Workers
 
@@ -281,6 +283,16 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*({'|'.join(key.split('.'))})"
     ):
         resume.ResumePoint(PATH, change(state(), key, value))
+
+
+def test_losses_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
+    """JSON has no NaN: they are stored as words."""
+    guard, loaded = (LossGuard(ResilienceConfig(), 1.0, DecisionLog(tmp_path, is_writer=False)) for _ in range(2))
+    guard.losses.extend([1.5, math.inf, -math.inf, math.nan])
+    stored = json.loads(to_strict_json(state(trouble=guard.state_dict())))
+    loaded.load_state_dict(resume.ResumePoint(PATH, stored).state["trouble"])
+    assert list(loaded.losses)[:3] == [1.5, math.inf, -math.inf]
+    assert math.isnan(loaded.losses[3])
 
 
 @pytest.mark.parametrize(("stored", "expected", "message"), [
