@@ -100,7 +100,7 @@ TUTORIALS = {
     "docs/quickstart.md": ["prep", "launch", "generate", "evaluate", "report"],
     "docs/tutorials/pretrain-on-your-data.md": ["prep", "prep", "launch", "prep"],
     "docs/guide/concepts.md": ["train", "config"],
-    "docs/guide/config.md": ["doctor", "config", "describe", "launch"],
+    "docs/guide/config.md": ["doctor", "config", "config", "describe", "launch"],
 }
 """Pages in the order in which a newcomer reads them, and the commands on each."""
 TINY = "model.n_layers=1 model.d_model=48 model.ffn.d_ff=64 train.steps=4 lr_schedule.warmup_steps=1"

@@ -214,7 +214,7 @@ def train_on_a_full_disk(config: Config) -> str:
 def test_all_ranks_end_where_rank_0_cannot_write_the_run_s_files(workers: Workers, make_config: MakeConfig) -> None:
     """Each has the reason, and none waits for rank 0 in the first step."""
     message = "plan.txt: can't write it: No space left on device"
-    assert workers.run(train_on_a_full_disk, 3, make_config("train.steps=2", "train.global_batch=6")) == [message] * 3
+    assert workers.run(train_on_a_full_disk, 3, make_config("train.steps=2", "train.global_batch=12")) == [message] * 3
 
 
 def test_a_run_with_progress_goes_to_its_end(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:

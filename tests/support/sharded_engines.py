@@ -171,7 +171,7 @@ def check_stack_moves_as_matrices(name: str) -> None:
         return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
 
     def bare(group: OptimizerGroup) -> int:
-        return len(TorchOptimizer(group, {"stack": weights.clone()})._parts["stack"])
+        return len(TorchOptimizer(group, {"stack": weights.clone()})._torch_params["stack"])
 
     alone = {str(i): weights[i].clone() for i in range(3)}
     one_by_one = TorchOptimizer(group_of(list(alone), (m, n), "matrix"), alone)

@@ -126,7 +126,10 @@ def test_beams_have_one_name_in_both_commands(flag: str) -> None:
     assert parser.parse_args(["predict", "RUN", "FILE", flag, "3"]).beams == 3
 
 
-def test_the_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_presets_are_listed_with_what_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as ended:
         main(["config", "presets"])
     lines = capsys.readouterr().out.splitlines()

@@ -123,7 +123,7 @@ def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code
         if outcome.startswith("/"):
             assert_old_or_new(folder, (2,))
             continue
-        assert outcome.startswith(f"checkpoint of step 2 not saved: rank {rank} on {HOST}: cannot ")
+        assert outcome.startswith(f"checkpoint of step 2 not saved: rank {rank} on {HOST}: can't ")
         assert outcome.endswith(f": {os.strerror(code)}")
         step = assert_old_or_new(folder, (1, 2))
         expected = {1: ["step-00000001"], 2: ["step-00000001", "step-00000002"]}[step]
