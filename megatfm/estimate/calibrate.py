@@ -91,7 +91,7 @@ def measure_device(device: torch.device, precision: str, times: TrialTimes) -> d
     }
     if times.trials:
         overheads = fit_overheads(times, Device(key=NODE, **table))
-        table |= {"host_seconds": overheads.host_seconds, "update_seconds": list(overheads.update_seconds)}
+        table |= vars(overheads)
     link = measure_link(kind)
     node = {
         "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,

@@ -42,7 +42,7 @@ class Device:
     Measured (`calibrate.py`), by size: products: (m, n, k, seconds) of matmuls by precision and layout
     (`name_matmuls`); moves: (bytes, seconds) of in-place additions, and operators: of other memory-bound operators by
     variant (`describe_variant`); attention: (FLOPs, seconds) of a fused kernel's passes; update_seconds: of the
-    optimizer's update, a tensor and a byte that it moves.
+    optimizer's update, a tensor and a byte that it moves; gradient_seconds: a byte of gradients that a pass adds up.
     """
 
     __pydantic_config__ = CHECKED
@@ -69,6 +69,7 @@ class Device:
     operators: Mapping[str, MeasuredBySize] = field(default_factory=dict)
     attention: Mapping[Literal["forward", "backward"], MeasuredBySize] = field(default_factory=dict)
     update_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
+    gradient_seconds: NonNegativeFloat = 0.0
 
     @property
     def memory_bytes(self) -> float:

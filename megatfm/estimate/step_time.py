@@ -97,7 +97,7 @@ def step_time(
     add_data_flows(of_weights, config, weights, indices, microbatches)
     data_flows = _select_data_flows(flows[busiest], of_weights)
     data = _estimate_exposed_data(config, cluster, data_flows, axes, [times[i] for i in indices])
-    optimizer = estimate_optimizer_seconds(config, cluster, weights, indices)
+    optimizer = estimate_optimizer_seconds(config, cluster, weights, indices, microbatches)
     exchanges = of_weights.select(of_weights.by_member)  # of whole tensors, which nothing hides
     optimizer += estimate_axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
@@ -218,9 +218,12 @@ def _make_step_time(computed: Mapping[str, float], bubble: float, data: float, o
 
 
 def estimate_optimizer_seconds(
-    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
+    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int], microbatches: int
 ) -> float:
-    """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients."""
+    """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients.
+
+    Of a measured device, those of adding up the gradients of micro-batches count, too.
+    """
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
@@ -228,5 +231,6 @@ def estimate_optimizer_seconds(
     if device.update_seconds is not None:
         per_tensor, per_byte = device.update_seconds
         n_tensors = sum(not set(weight.parts).isdisjoint(parts) for weight in weights)
-        return per_tensor * n_tensors + per_byte * moved
+        added = microbatches * device.gradient_seconds * state.gradients
+        return per_tensor * n_tensors + per_byte * moved + added
     return moved / (device.memory_bandwidth * device.memory_efficiency)

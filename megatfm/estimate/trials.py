@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -279,38 +279,61 @@ def tabulate_operators(times: TrialTimes) -> dict[str, list[list[float]]]:
 class Overheads:
     """Seconds of a step beside those of its kernels.
 
-    host_seconds: of Python and autograd, an operator. update_seconds: of the optimizer's update, a tensor and a byte
-    that it reads or writes.
+    host_seconds: of Python and autograd, an operator. gradient_seconds: a byte of gradients that a pass casts and adds
+    up. update_seconds: of the optimizer's update, a tensor and a byte that it reads or writes.
     """
 
     host_seconds: float
+    gradient_seconds: float
     update_seconds: tuple[float, float]
 
 
 def fit_overheads(times: TrialTimes, device: Device) -> Overheads:
     """Fit the times that trials take beyond the estimates of a measured device, by least squares of shares."""
-    per_operator, beyond, tensors, moved = [], [], [], []
+    operators, gradients, beyond, tensors, moved = [], [], [], [], []
     for trial in times.trials:
-        update, passes, n_operators = _estimate_by_roofline(trial.config, device)
-        per_operator.append(n_operators / trial.step)
-        beyond.append(1 - (passes + trial.update) / trial.step)
-        moved.append(update * device.memory_bandwidth * device.memory_efficiency / trial.update)
+        sizes = _estimate_without_overheads(trial.config, device)
+        operators.append(sizes.n_operators / trial.step)
+        gradients.append(sizes.gradient_bytes / trial.step)
+        beyond.append(1 - (sizes.passes + trial.update) / trial.step)
         tensors.append(len(describe(trial.config).shapes) / trial.update)
+        moved.append(sizes.update_bytes / trial.update)
     if device.kind == "cuda":  # the host works beside the device: a step takes at least its time
-        host = min(1 / share for share in per_operator)
+        host, per_gradient = min(1 / share for share in operators), 0.0
     else:
-        host = max(0.0, float(np.dot(per_operator, beyond) / np.dot(per_operator, per_operator)))
-    (per_tensor, per_byte), *_ = np.linalg.lstsq(np.stack([tensors, moved], 1), np.ones(len(moved)), rcond=None)
-    if per_tensor < 0 or per_byte < 0:
-        per_tensor, per_byte = 0.0, float(np.sum(moved) / np.dot(moved, moved))
-    return Overheads(host, (float(per_tensor), float(per_byte)))
+        host, per_gradient = _fit_positive([operators, gradients], beyond)
+    per_tensor, per_byte = _fit_positive([tensors, moved], [1.0] * len(moved))
+    return Overheads(host, per_gradient, (per_tensor, per_byte))
 
 
-def _estimate_by_roofline(config: Config, device: Device) -> tuple[float, float, float]:
-    """Return the seconds of the update and of the passes on a device without overheads, and the passes' operators."""
+def _fit_positive(columns: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
+    """Return factors of columns, none below 0, whose sum is the nearest to `sums` by least squares."""
+    table, used = np.stack(columns, 1), np.ones(len(columns), dtype=bool)
+    factors = np.zeros(len(columns))
+    while used.any():
+        factors[:] = 0.0
+        factors[used] = np.linalg.lstsq(table[:, used], np.asarray(sums), rcond=None)[0]
+        if (factors >= 0).all():
+            break
+        used[factors.argmin()] = False
+    return [max(0.0, float(factor)) for factor in factors]
+
+
+class _Sizes(NamedTuple):
+    """Seconds of a trial's passes without overheads, and the sizes by which these are fitted."""
+
+    passes: float
+    n_operators: float
+    gradient_bytes: float
+    update_bytes: float
+
+
+def _estimate_without_overheads(config: Config, device: Device) -> _Sizes:
     cluster = replace(load_cluster("cpu", 1), device=replace(device, host_seconds=0.0, update_seconds=None))
-    slow = replace(cluster, device=replace(cluster.device, host_seconds=1.0))
+    slow = replace(device, host_seconds=1.0, update_seconds=(0.0, 0.0), gradient_seconds=1.0)
     with open_estimator(config, cluster) as opened:
-        times = [e.estimate(e.base).time for e in (opened, opened.with_cluster(slow))]
-    passes = [time.step - time.optimizer - time.checkpoint - time.data for time in times]
-    return times[0].optimizer, passes[0], passes[1] - passes[0]
+        on_slow_device = opened.with_cluster(replace(cluster, device=slow))
+        times = [estimator.estimate(estimator.base).time for estimator in (opened, on_slow_device)]
+    passes, passes_of_host = (time.step - time.optimizer - time.checkpoint - time.data for time in times)
+    update_bytes = times[0].optimizer * device.memory_bandwidth * device.memory_efficiency
+    return _Sizes(passes, passes_of_host - passes, times[1].optimizer, update_bytes)

@@ -187,16 +187,23 @@ def len_operators(config: Config, device: Device) -> int:
 
 def test_overheads_are_those_of_the_steps() -> None:
     """Steps are made of known overheads: the fit finds them."""
-    host, per_tensor, per_byte = 3e-5, 2e-5, 4e-11
+    host, per_tensor, per_byte, per_gradient = 3e-5, 2e-5, 4e-11, 9e-11
     device = load_cluster("cpu", 1).device
     slow = replace(device, host_seconds=host, update_seconds=(per_tensor, per_byte))
     measured = []
     for words in ((), ("model.n_layers=3",), ("model.d_model=256", "model.ffn.d_ff=1024")):
         config = load_config("gpt2-124m", [*SMALL, *words])
         time = estimate(config, slow).time
-        measured.append(Trial(config, time.step - time.checkpoint - time.data, time.optimizer))
+        numel = describe(config).parameters
+        step = time.step - time.checkpoint - time.data + per_gradient * 4 * numel
+        measured.append(Trial(config, step, time.optimizer))
     overheads = fit_overheads(TrialTimes(trials=measured), device)
     assert overheads.host_seconds == pytest.approx(host, rel=1e-6)
+    assert overheads.gradient_seconds == pytest.approx(per_gradient, rel=1e-6)
+    again = replace(device, host_seconds=host, update_seconds=(per_tensor, per_byte), gradient_seconds=per_gradient)
+    for trial in measured:
+        time = estimate(trial.config, again).time
+        assert time.step - time.checkpoint - time.data == pytest.approx(trial.step, rel=1e-6)
     # A GPU's host works beside it: no step is shorter than the host's time.
     gpu = replace(device, kind="cuda", operators={}, moves=[], compiles=False)
     n_operators = [len_operators(trial.config, gpu) for trial in measured]
