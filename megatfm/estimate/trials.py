@@ -1,8 +1,8 @@
 """Trial steps of small copies of a model, and each of their operators measured alone.
 
 A step takes about as long as its operators, each measured alone with the step's shapes and layouts, and some
-microseconds an operator for Python and autograd. The operators give tables by size; what the steps take beyond their
-estimates gives the time of the host.
+microseconds an operator for Python and autograd. The operators give tables by size; the steps' time beyond their
+estimates gives that of the host, and of adding up gradients.
 """
 
 import itertools
