@@ -33,7 +33,7 @@ Step = Callable[[], object]
 Side = Callable[[], dict[str, float]]
 """A function that takes a step and returns its seconds by clock."""
 Run = Callable[[argparse.Namespace], int | None]
-"""What a part of a script runs with its arguments."""
+"""A part of a script, which runs with its arguments."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

@@ -160,13 +160,11 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
         raise UsageError(
             f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
         )
-    config = config.with_changes({"train.precision": precision, "train.device": device.type})
-    trials = list_trials(config, device.type)
+    trials = list_trials(config, device.type, precision)
     if not trials:
         fallback = f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}"
         print(fallback, file=notes)
-        overrides = [f"train.precision={precision}", f"train.device={device.type}"]
-        trials = list_trials(load_config(TRIAL_PRESET, overrides), device.type)
+        trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
     times = measure_trials(trials, Clock(device))
     write_table(measure_device(device, precision, times), args.calibrate)
     print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)

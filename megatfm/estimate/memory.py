@@ -27,7 +27,7 @@ class RankMemory:
     activations: int
     """Activations saved for backward passes."""
     workspace: int
-    """What is live in passes and reductions beside saved activations."""
+    """Live bytes of passes and reductions beside saved activations."""
     reserved: int
     """CUDA, its libraries and fragments."""
     by_phase: Mapping[str, int] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class Operator:
     writes: Mapping[int, int]
     """Storage → bytes that it writes."""
     dims: tuple[int, int, int, int] | None = None
-    """Of a matmul: (batch, m, n, k)."""
+    """Sizes of a matmul: (batch, m, n, k)."""
     itemsize: int = 2
     """Bytes of an element."""
     is_backward: bool = False
@@ -60,7 +60,7 @@ class Operator:
     sent_bytes: int = 0
     """Bytes that this rank sends in a ring collective."""
     fetched_tokens: int = 0
-    """Of local attention under context parallelism: the most tokens whose keys a rank sends; 0: keys go around."""
+    """Most tokens whose keys a rank sends for local attention under context parallelism; 0: keys go around."""
     is_eager: bool = False
     """Whether its module stays eager in compiled blocks."""
     variant: str = ""

@@ -116,7 +116,7 @@ class PartProfile:
     backward: Sequence[Operator]
     """Kernels of the backward pass."""
     saved: Sequence[SavedTensor]
-    """What the forward pass saves for the backward pass."""
+    """Tensors that the forward pass saves for the backward pass."""
     input_bytes: int
     """Bytes of the activations that it reads."""
     output_bytes: int

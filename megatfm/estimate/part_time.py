@@ -135,7 +135,7 @@ class PartTime:
     shared_forward: float = 0.0
     """Traffic over `tp`, `cp` and `ep` in the forward pass on the link of ZeRO's gathers, which wait for it."""
     shared_backward: float = 0.0
-    """The same in the backward pass."""
+    """Traffic on that link in the backward pass."""
     gathers_once: bool = False
     """Whether a step gathers weights once, in its first pass."""
 

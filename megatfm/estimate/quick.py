@@ -108,7 +108,7 @@ class RankSums:
     shared_forward: Numbers
     """Seconds of traffic in the forward pass, on the link of data parallelism."""
     shared_backward: Numbers
-    """The same in the backward pass."""
+    """Seconds of traffic on that link in the backward pass."""
     dense: Numbers
     """Elements of weights before ZeRO, without those of experts that ranks share."""
     experts: Numbers

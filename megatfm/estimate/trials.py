@@ -56,12 +56,16 @@ OF_UPDATES = ("_foreach_", "_fused_")
 """Prefixes of torch's kernels of lists of tensors."""
 
 
-def list_trials(config: Config, kind: str) -> list[Config]:
-    """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens."""
+def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
+    """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens.
+
+    kind: of the device, as torch names it.
+    """
+    device = {"train.device": kind, "train.precision": precision}
     trials: list[Config] = []
     widths = set[int]()
     for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
-        trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind])
+        trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind], device)
         if trial is None or trial in trials or (len(widths) == N_WIDTHS and divisor not in widths):
             continue
         description = describe(trial)
@@ -72,9 +76,11 @@ def list_trials(config: Config, kind: str) -> list[Config]:
     return trials
 
 
-def _make_trial(config: Config, divisor: int, rows: int, length: int, max_vocabulary: int) -> Config | None:
-    """Return a small copy of a config; None where its widths can't be divided so."""
-    model, changes = config.model, dict[str, Any]()
+def _make_trial(
+    config: Config, divisor: int, rows: int, length: int, max_vocabulary: int, device: Mapping[str, str]
+) -> Config | None:
+    """Return a small copy of a config; None where its widths can't be divided so. device: keys of the machine."""
+    model, changes = config.model, dict[str, Any](device)
     if divisor > 1:
         sizes = {"d_model": model.d_model, "ffn.d_ff": model.ffn.d_ff, "attention.n_heads": model.attention.n_heads}
         if any(size % divisor for size in sizes.values()):
@@ -90,6 +96,7 @@ def _make_trial(config: Config, divisor: int, rows: int, length: int, max_vocabu
         "train.global_batch": rows,
         "train.recompute": "none",
         "train.compile": False,
+        "train.cuda_graphs": False,
     }
     changes["model.n_layers"] = min(model.n_layers, layers)
     if model.n_encoder_layers:

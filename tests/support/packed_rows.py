@@ -41,7 +41,7 @@ def read_global_batches(
 
 
 def assert_same_fields(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    """The same fields, types and numbers."""
+    """Assert that rows have the same fields, types and numbers."""
     assert actual.keys() == expected.keys()
     for name, values in actual.items():
         assert values.dtype == expected[name].dtype, name

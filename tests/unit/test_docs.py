@@ -262,19 +262,19 @@ def test_an_error_answers_every_key_of_the_glossary_with_ours() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     terms = text.partition("## Terms of the config")[2].partition("### Words of the log")[0]
     keys = text.partition("### Keys")[2].partition("### What is otherwise")[0]
-    ours_by_name: dict[str, set[str]] = {}
+    our_keys_by_name: dict[str, set[str]] = {}
     for table, column in ((terms, 0), (keys, -1)):
         for line in table.splitlines():
             cells = line.strip("| ").split(" | ")
-            ours = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", cells.pop(column))) if len(cells) > 3 else set()
-            for word in re.findall(r"`(?:--)?([a-z0-9_-]+)[` ]", " ".join(cells)) if ours else ():
-                ours_by_name.setdefault(word.replace("-", "_"), set()).update(ours)
-    assert len(ours_by_name) > 150, "the tables were read"
+            our_keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", cells.pop(column))) if len(cells) > 3 else set()
+            for word in re.findall(r"`(?:--)?([a-z0-9_-]+)[` ]", " ".join(cells)) if our_keys else ():
+                our_keys_by_name.setdefault(word.replace("-", "_"), set()).update(our_keys)
+    assert len(our_keys_by_name) > 150, "the tables were read"
     assert not [name for name in FOREIGN_KEYS if name not in text.replace("-", "_")]
-    assert set().union(*ours_by_name.values()) >= set(FOREIGN_KEYS.values())
-    for name, ours in ours_by_name.items():
-        if name not in NAMES_OF_SEVERAL_THINGS and not any(key.rpartition(".")[2] == name for key in ours):
-            assert ours.intersection(find_keys(name)), (name, ours, find_keys(name))
+    assert set().union(*our_keys_by_name.values()) >= set(FOREIGN_KEYS.values())
+    for name, our_keys in our_keys_by_name.items():
+        if name not in NAMES_OF_SEVERAL_THINGS and not any(key.rpartition(".")[2] == name for key in our_keys):
+            assert our_keys.intersection(find_keys(name)), (name, our_keys, find_keys(name))
 
 
 def test_the_extras_are_those_of_the_package() -> None:

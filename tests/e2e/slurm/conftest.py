@@ -95,11 +95,11 @@ def uninterrupted(new_project: Callable[[str], Project]) -> Job:
 @pytest.fixture(scope="session")
 def start_ahead(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`start_ahead(request, "limited", …)`: starts those jobs that any test of the session asks for."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    collected_fixtures = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
 
     def start(test: pytest.FixtureRequest, *jobs: str) -> None:
         for job in jobs:
-            if job in wanted:
+            if job in collected_fixtures:
                 test.getfixturevalue(job)
 
     return start

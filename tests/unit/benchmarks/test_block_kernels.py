@@ -30,9 +30,9 @@ pytestmark = [
 def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str, ways: list[str]) -> None:
     """Kernels include dropout: Triton takes no constant of 64 bits beside an index of 32."""
     compiled = load_script("compiled_kernels").compile_preset(preset, dtype)
-    wanted = list(itertools.takewhile(lambda row: row[0] in ways, compiled))
-    assert list(dict.fromkeys(way for way, _, _ in wanted)) == ways
-    for _, kernel, resources in wanted:
+    checked_kernels = list(itertools.takewhile(lambda row: row[0] in ways, compiled))
+    assert list(dict.fromkeys(way for way, _, _ in checked_kernels)) == ways
+    for _, kernel, resources in checked_kernels:
         assert resources.registers <= 128, kernel.name
         assert resources.spilled == 0, kernel.name
 

@@ -61,8 +61,8 @@ def go_on(folder: Path, per_node: int = 1) -> int | None:
     if latest is None:
         return None
     expected = rows()
-    wanted = {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
-    path = fetch_missing_files(nodes, latest, wanted)
+    local_shards = {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
+    path = fetch_missing_files(nodes, latest, local_shards)
     assert load(path, expected) == {"step": latest.step}
     for name, tensor in rows(latest.step).items():
         same = (ShardedTensor.from_tensor(values).tensor for values in (expected[name], tensor))

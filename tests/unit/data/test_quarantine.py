@@ -90,8 +90,8 @@ def test_quarantined_documents_are_no_partners(memory_corpus: Any, causal_type: 
         needs_other_documents = True
 
         def build_example(self, chunk: Any, key: Any) -> Any:
-            others = chunk.other_documents
-            partners.append([others.tokens(i).tolist() for i in range(len(others.lengths))])
+            documents = chunk.other_documents
+            partners.append([documents.tokens(i).tolist() for i in range(len(documents.lengths))])
             return super().build_example(chunk, key)
 
     partners: list[Any] = []

@@ -50,9 +50,9 @@ def test_files_that_fuzzing_found_are_refused(tmp_path: Path, name: str) -> None
 
 def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     kinds = {"../out.txt": tarfile.SYMTYPE, "dev.txt": tarfile.CHRTYPE, "dir": tarfile.DIRTYPE}
-    others = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
+    special_members = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
     files = {"b.txt": b"good", "c.txt": b"\xff", "d.jpg": b"x", "e.json": b"{"}
-    members = [*others, *(make_member(name, data) for name, data in files.items())]
+    members = [*special_members, *(make_member(name, data) for name, data in files.items())]
     path = write_file(tmp_path / "in" / "a.tar", make_tar(*members))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
     assert [one.text for one in result if not isinstance(one, BadRecord)] == ["good"]

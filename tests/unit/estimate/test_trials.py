@@ -42,7 +42,7 @@ ON_CPU = ("train.device=cpu", "train.precision=fp32")
     ],
 )
 def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> None:
-    configs = list_trials(load_config(preset, ON_CPU), "cpu")
+    configs = list_trials(load_config(preset), "cpu", "fp32")
     assert len({config.model.d_model for config in configs}) >= min_widths
     assert len({(c.train.micro_batch, c.data.sequence_length) for c in configs}) > 1
     for config in configs:
@@ -54,7 +54,14 @@ def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> No
 
 
 def test_a_model_that_can_not_be_divided_has_no_trials() -> None:
-    assert list_trials(load_config("gpt2-xl", ON_CPU), "cpu") == [], "25 heads"
+    assert list_trials(load_config("gpt2-xl"), "cpu", "fp32") == [], "25 heads"
+
+
+def test_trials_run_on_a_machine_that_the_config_is_not_for() -> None:
+    config = load_config("gpt2-124m", ["train.device=cuda", "train.cuda_graphs=true", "train.precision=bf16"])
+    trials_here = list_trials(config, "cpu", "fp32")
+    assert trials_here
+    assert {(trial.train.device, trial.train.precision) for trial in trials_here} == {("cpu", "fp32")}
 
 
 def collect(function: Callable[[], object]) -> list[Operator]:

@@ -387,14 +387,14 @@ def test_texts_are_compressed_one_after_the_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evaluate, "_iter_texts", decode)
     corpus: Any = SimpleNamespace(folder="a", n_text_bytes=24_000)
     actual = measure_compressors(corpus, tokenizer=None)  # type: ignore[arg-type]
-    whole = b"".join(map(bytes, texts))
+    joined = b"".join(map(bytes, texts))
     one_shot = {"gzip -9": partial(gzip.compress, mtime=0), "xz -9": partial(lzma.compress, preset=9)}
     assert actual == {
         key: value
         for name, compress in one_shot.items()
         for key, value in (
             (f"{name}, per document", sum(len(compress(bytes(text))) for text in texts) / 3000),
-            (f"{name}, joined", len(compress(whole)) / 3000),
+            (f"{name}, joined", len(compress(joined)) / 3000),
         )
     }
 

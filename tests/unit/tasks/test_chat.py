@@ -83,8 +83,8 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: tuple[Tokenizer, Any, str], chat: int) -> None:
     tokenizer, hf_tokenizer, file = tokenizer_pair
     conversation = messages(*CHATS[chat])
-    wanted = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    expected = hf_tokenizer.apply_chat_template(conversation, **wanted)
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = hf_tokenizer.apply_chat_template(conversation, **options)
     ((example,), _) = encoder(tokenizer, file).encode([{"messages": conversation}])
     assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
