@@ -210,7 +210,8 @@ def _read(cls: type[Section], kind: str, key: str, section: Mapping[str, Any]) -
             missing_keys = ", ".join(".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing")
             example = "h100" if cls is Device else "dgx-h100"
             raise UsageError(f'{header} lacks {missing_keys}: give them, or extends = "{example}"') from None
-        raise UsageError(f"{header} {path} = {first['input']!r}: {first['msg']}") from None
+        advice = "; measure the machine anew: --calibrate FILE" * (key == NODE)
+        raise UsageError(f"{header} {path} = {first['input']!r}: {first['msg']}{advice}") from None
 
 
 def _load_tables(hardware: Path | None) -> dict[str, dict[str, Any]]:

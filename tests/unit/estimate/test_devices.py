@@ -68,6 +68,13 @@ def test_a_wrong_file_is_refused_by_key_and_reason(tmp_path: Path, text: str, me
         load(tmp_path, text)
 
 
+def test_a_table_of_an_earlier_calibration_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text('[device.here]\nextends = "cpu"\noperators = { gelu = 1.5 }\n')
+    with pytest.raises(UsageError, match=r"operators\.gelu = 1\.5: .*measure the machine anew: --calibrate FILE"):
+        load_cluster("here", 1, hardware=path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
