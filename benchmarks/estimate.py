@@ -37,12 +37,12 @@ import torch
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
-from megatfm.estimate.calibrate import DTYPES, Clock, list_matmul_shapes, make_matmul, measure_device, write_table
+from megatfm.estimate.calibrate import DTYPES, list_matmul_shapes, make_matmul, measure_device, write_table
+from megatfm.estimate.clock import Clock
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
 from megatfm.estimate.roofline import interpolate_rate
 from megatfm.estimate.search import search
-from megatfm.estimate.trials import measure_trials
 
 # ------------------------------------------------------------------------------------------------ calibrate
 
@@ -70,7 +70,7 @@ def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
 def measure_products(precision: str, rounds: int, count: int) -> None:
     device, known, held_out = torch.device("cpu"), list_matmul_shapes("cpu"), draw_shapes(count, 3)
     functions = [make_matmul(shape, DTYPES[precision], device) for shape in (*known, *held_out)]
-    seconds = Clock(device).measure_fastest(functions, rounds)
+    seconds = Clock(device).measure(functions, rounds)
     table = [[*shape, t] for shape, t in zip(known, seconds, strict=False)]
     measured = zip(held_out, seconds[len(known) :], strict=True)
     errors = [2 * prod(shape) / interpolate_rate(table, *shape) / elapsed - 1 for shape, elapsed in measured]
@@ -97,10 +97,10 @@ def make_step(preset: str, precision: str, shape: tuple[int, int, int, int, int]
 def measure_steps(preset: str, precision: str) -> None:
     """Print measured and estimated seconds of held-out steps: trials of other shapes give the table."""
     device, configs = torch.device("cpu"), [make_step(preset, precision, shape) for shape in STEPS]
-    times = measure_trials(configs[0::2], Clock(device), configs[1::2])
+    table, times = measure_device(Clock(device), precision, configs[0::2], configs[1::2])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
-        write_table(measure_device(device, precision, times), path)
+        write_table(table, path)
         cluster = load_cluster(NODE, 1, hardware=path)
     errors = []
     for shape, trial in zip(STEPS[1::2], times.held_out, strict=True):

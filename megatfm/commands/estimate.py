@@ -145,9 +145,10 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
     import torch
 
-    from megatfm.estimate.calibrate import DTYPES, Clock, measure_device, write_table
+    from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
+    from megatfm.estimate.clock import Clock
     from megatfm.estimate.devices import NODE
-    from megatfm.estimate.trials import list_trials, measure_trials
+    from megatfm.estimate.trials import list_trials
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
@@ -165,8 +166,8 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
         fallback = f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}"
         print(fallback, file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
-    times = measure_trials(trials, Clock(device))
-    write_table(measure_device(device, precision, times), args.calibrate)
+    table, _ = measure_device(Clock(device), precision, trials)
+    write_table(table, args.calibrate)
     print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)
     args.hardware, args.device = args.calibrate, NODE
 

@@ -1,7 +1,6 @@
 """Measures the machine at hand: matmuls by shape, memory by bytes, elementwise operators, attention, and the link.
 
-Measurements take turns over several rounds, and the fastest of each counts, so that other load on the machine disturbs
-all alike. On a CPU, time is that of this process's threads.
+All measurements take turns (`clock`). On a CPU, time is that of this process's threads.
 """
 
 import itertools
@@ -16,9 +15,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
+from megatfm.config import Config
 from megatfm.errors import UsageError
+from megatfm.estimate.clock import Clock
 from megatfm.estimate.devices import CALIBRATED_PRECISIONS, GIB, NODE, Device
-from megatfm.estimate.trials import TrialTimes, fit_overheads, tabulate_attention, tabulate_matmuls, tabulate_operators
+from megatfm.estimate.kernels import BACKWARD_MATMULS
+from megatfm.estimate.trials import (
+    TrialTimes,
+    fit_overheads,
+    measure_trials,
+    tabulate_attention,
+    tabulate_matmuls,
+    tabulate_operators,
+)
 from megatfm.tracking.hardware import describe_processor
 
 DTYPES = dict(zip(CALIBRATED_PRECISIONS, (torch.bfloat16, torch.float32), strict=True))
@@ -34,32 +43,35 @@ MOVED_BYTES: Mapping[str, Sequence[int]] = {
 """Bytes that an addition in place reads and writes."""
 LAYOUTS = ("nt", "nn", "tn")
 """Layouts of matmuls: a linear layer's outputs, its inputs' gradients, and its weights' gradients."""
-ROUNDS, MAX_ROUNDS, AGREEMENT = 5, 25, 0.02
-MIN_SECONDS = 2e-3
-"""Shortest measurement; short operators are repeated in it."""
+EXCHANGES = 6
+"""Exchanges of each size over a link, of which the fastest counts."""
 
 
-def measure_device(device: torch.device, precision: str, times: TrialTimes) -> dict[str, Any]:
-    """Measure this machine and return tables as in `devices.toml`: a device and a node, both called "here".
+def measure_device(
+    clock: Clock, precision: str, trials: Sequence[Config], held_out: Sequence[Config] = ()
+) -> tuple[dict[str, Any], TrialTimes]:
+    """Measure this machine and return tables as in `devices.toml` (a device and a node, both called "here"), and steps.
 
-    times: of small steps and their operators (`measure_trials`).
+    trials: configs of small steps (`list_trials`); held_out: of steps that are measured and give nothing to the tables.
     """
-    clock = Clock(device)
-    kind, dtype = device.type, DTYPES[precision]
+    device, kind, dtype = clock.device, clock.device.type, DTYPES[precision]
+    shapes, sizes = list_matmul_shapes(kind), MOVED_BYTES[kind]
+    matmuls = [make_matmul(shape, dtype, device, layout) for layout in LAYOUTS for shape in shapes]
+    moves = [_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes]
+    attention_flops, *attend = _make_attention(dtype, device)
+    measurements = [*map(clock.make_cold_measurement, matmuls), *map(clock.make_measurement, (*moves, *attend))]
+    times, seconds = measure_trials(trials, clock, held_out, measurements)
+    forward_seconds, both_seconds = seconds[-2:]
+    forward = attention_flops / forward_seconds
+    backward = BACKWARD_MATMULS * attention_flops / max(both_seconds - forward_seconds, 1e-9)
+    move_seconds = seconds[len(matmuls) : -2]
     products = tabulate_matmuls(times)
-    shapes, functions = list_matmul_shapes(kind), []
-    for layout in LAYOUTS:
-        functions += [make_matmul(shape, dtype, device, layout) for shape in shapes]
-    matmuls = clock.measure_fastest(functions)
     for index, layout in enumerate(LAYOUTS):
-        seconds = matmuls[index * len(shapes) : (index + 1) * len(shapes)]
+        measured = seconds[index * len(shapes) : (index + 1) * len(shapes)]
         table_name = precision if layout == "nt" else f"{precision} {layout}"
-        products.setdefault(table_name, []).extend([*shape, t] for shape, t in zip(shapes, seconds, strict=True))
+        products.setdefault(table_name, []).extend([*shape, t] for shape, t in zip(shapes, measured, strict=True))
     rows = products[precision]
-    sizes = MOVED_BYTES[kind]
-    moves = clock.measure_fastest([_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes])
-    rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
-    forward, backward = _measure_attention_rates(clock, dtype, device)
+    rate = max(n_bytes / t for n_bytes, t in zip(sizes, move_seconds, strict=True) if n_bytes > 2**20)
     peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in rows))
     name = (
         torch.cuda.get_device_name(device)
@@ -79,12 +91,12 @@ def measure_device(device: torch.device, precision: str, times: TrialTimes) -> d
         "attention_efficiency": forward / peak,
         "attention_backward": backward / forward,
         "memory_efficiency": 1.0,
-        "launch_seconds": min(moves),
+        "launch_seconds": min(move_seconds),
         "host_seconds": 8e-6 if kind == "cuda" else 0.0,
         "reserved_gib": 2.5 if kind == "cuda" else 0.5,
         "compiles": kind == "cuda",
         "products": products,
-        "moves": [list(pair) for pair in zip(sizes, moves, strict=True)],
+        "moves": [list(pair) for pair in zip(sizes, move_seconds, strict=True)],
         "operators": tabulate_operators(times),
         "attention": tabulate_attention(times),
         "source": f"measured by megatfm estimate --calibrate, torch {torch.__version__}",
@@ -100,50 +112,13 @@ def measure_device(device: torch.device, precision: str, times: TrialTimes) -> d
         "disk_bandwidth": 1e9,
         "source": "link measured between processes of this machine; disk assumed",
     }
-    return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}
+    return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}, times
 
 
 def list_matmul_shapes(kind: str) -> list[tuple[int, int, int]]:
     """Return the shapes (m, n, k) of the matmuls that are measured."""
     triples = itertools.product(MATMUL_SIZES[kind], repeat=3)
     return [(m, n, k) for m, n, k in triples if 2 * m * n * k < MAX_SECONDS[kind] * EXPECTED_FLOPS[kind]]
-
-
-class Clock:
-    """Stopwatch of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def read_seconds(self) -> float:
-        """Return the device's time in seconds: on a CPU that of this process's threads."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return time.perf_counter()
-        return time.process_time() / torch.get_num_threads()
-
-    def measure_fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
-        """Return the seconds of one call of each function, the least of several rounds in which they take turns.
-
-        After `rounds` rounds those go on whose three least times differ by more than `AGREEMENT`: on a machine with
-        neighbours, a single one may have been measured beside them.
-        """
-        n_repeats = []
-        for function in functions:
-            function()
-            start = self.read_seconds()
-            function()
-            n_repeats.append(max(1, round(MIN_SECONDS / max(self.read_seconds() - start, 1e-7))))
-        times: list[list[float]] = [[] for _ in functions]
-        for round_number in range(MAX_ROUNDS):
-            for function, repeats, measured in zip(functions, n_repeats, times, strict=True):
-                if round_number >= rounds and sorted(measured)[2] <= (1 + AGREEMENT) * min(measured):
-                    continue
-                start = self.read_seconds()
-                for _ in range(repeats):
-                    function()
-                measured.append((self.read_seconds() - start) / repeats)
-        return [min(measured) for measured in times]
 
 
 def make_matmul(
@@ -167,12 +142,13 @@ def _make_in_place_addition(n_bytes: int, dtype: torch.dtype, device: torch.devi
     return lambda: values.add_(1.0)
 
 
-def _measure_attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention's two passes; masked pairs do not count."""
+def _make_attention(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[float, Callable[[], object], Callable[[], object]]:
+    """Return the FLOPs of a causal attention's forward pass (masked pairs do not count), that pass, and both passes."""
     length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
     size = (1, heads, length, width)
     q, k, v = (torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    flops = 2 * 2 * heads * width * length * (length + 1) / 2
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -180,8 +156,7 @@ def _measure_attention_rates(clock: Clock, dtype: torch.dtype, device: torch.dev
     def forward_backward() -> None:
         forward().sum().backward()
 
-    forward_seconds, seconds = clock.measure_fastest([forward, forward_backward])
-    return flops / forward_seconds, 2.5 * flops / max(seconds - forward_seconds, 1e-9)
+    return 2 * 2 * heads * width * length * (length + 1) / 2, forward, forward_backward
 
 
 def measure_link(kind: str) -> dict[str, Any]:
@@ -222,7 +197,7 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
         shard = torch.ones(numel, device=device)
         gathered = [torch.empty_like(shard) for _ in range(ranks)]
         least = float("inf")
-        for _ in range(ROUNDS + 1):
+        for _ in range(EXCHANGES):
             start = time.perf_counter()
             dist.all_gather(gathered, shard)
             if backend == "nccl":

@@ -213,16 +213,24 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def describe_layouts(inputs: Sequence[Tensor]) -> str:
-    """Return the layouts of a matmul's operands, as BLAS names them: n for rows in memory order, t for columns."""
-    return "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in inputs if x.dim() >= 2)[-2:]
+    """Return the layouts of a matmul's operands, as BLAS names them: n for rows in memory order, t for columns.
+
+    Of a batch, "strided" says that other matrices lie between the rows of one, as heads do between those of a head.
+    """
+    operands = [x for x in inputs if x.dim() >= 2][-2:]
+    letters = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in operands)
+    rows = [x if letter == "n" else x.mT for x, letter in zip(operands, letters, strict=True) if x.dim() == 3]
+    return f"{letters} strided" if any(x.stride(-2) > x.shape[-1] for x in rows) else letters
 
 
 def describe_variant(name: str, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the name of an operator with what its time depends on beside bytes: words among its arguments, integers,
-    and inputs that are not contiguous where it copies."""
+    """Return the name of an operator with what its time depends on beside bytes: words among its arguments, types other
+    than float32, and inputs that are not contiguous where it copies."""
     words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-    if inputs and not inputs[0].is_floating_point():
-        words.append(str(inputs[0].dtype).removeprefix("torch."))
+    arrays = [x for x in inputs if x.dim()] or list(inputs)
+    dtypes = list(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in arrays))
+    if dtypes != ["float32"]:
+        words += dtypes
     if name in REDUCTIONS:
         words += [str(value) for value in args if isinstance(value, list)]
     if name in COPIES and any(not x.is_contiguous() for x in inputs):

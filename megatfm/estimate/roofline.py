@@ -78,21 +78,27 @@ def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
     rows = device.operators.get(operator.variant) or device.operators.get(operator.name) or device.moves
     if not rows:
         return max(operator.moved_bytes / rate, device.launch_seconds)
-    return _interpolate_seconds(rows, operator.moved_bytes, 1 / rate)
+    return _interpolate_seconds(rows, operator.moved_bytes, device.launch_seconds, 1 / rate)
 
 
-def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, beyond: float) -> float:
-    """Interpolate measured (size, seconds), in logarithms. beyond: seconds of each unit above the largest size.
+def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: float, beyond: float) -> float:
+    """Interpolate measured (size, seconds), in logarithms. Rows of one size count by their mean.
 
-    Rows of one size count by their mean.
+    least: seconds of an empty operator, to which a line leads from the smallest size; beyond: least seconds of a unit
+    above the largest size, whose rate counts if it is slower.
     """
     by_size: dict[float, list[float]] = {}
     for measured_size, seconds in rows:
         by_size.setdefault(measured_size, []).append(seconds)
     sizes = sorted(by_size)
     means = [np.log(np.mean(by_size[measured_size])) for measured_size in sizes]
-    within = np.interp(math.log(max(size, 1)), np.log(sizes), means)
-    return float(math.exp(within) + max(0.0, size - sizes[-1]) * beyond)
+    if size < sizes[0]:
+        smallest = math.exp(means[0])
+        return float(smallest - max(0.0, smallest - least) * (1 - size / sizes[0]))
+    if size > sizes[-1]:
+        largest = math.exp(means[-1])
+        return float(largest + (size - sizes[-1]) * max(beyond, largest / sizes[-1]))
+    return float(math.exp(np.interp(math.log(size), np.log(sizes), means)))
 
 
 def name_matmuls(operator: Operator, fp8: bool = False) -> str:
@@ -128,8 +134,9 @@ def estimate_matmul_seconds(device: Device, operator: Operator, fp8: bool = Fals
     assert operator.dims is not None
     batch, m, n, k = operator.dims
     precision = _get_precision(operator.itemsize, fp8)
-    measured = device.products.get(name_matmuls(operator, fp8)) or device.products.get(precision)
-    if measured:
+    table_name = name_matmuls(operator, fp8)
+    names = (table_name, table_name.removesuffix(" strided"), precision)
+    if measured := next((device.products[name] for name in names if device.products.get(name)), None):
         return batch * 2 * m * n * k / interpolate_rate(measured, m, n, k)
     peak = device.peak(precision) * device.matmul_efficiency
     computed = math.inf
@@ -163,7 +170,7 @@ def _estimate_split_k_seconds(device: Device, wave: float, numel: int, max_slice
 def estimate_attention_seconds(device: Device, operator: Operator) -> float:
     """Estimate the seconds of a fused attention kernel."""
     if rows := device.attention.get("backward" if operator.is_backward else "forward"):
-        return _interpolate_seconds(rows, operator.flops, max(seconds / flops for flops, seconds in rows))
+        return _interpolate_seconds(rows, operator.flops, device.launch_seconds, max(t / flops for flops, t in rows))
     share = device.attention_backward if operator.is_backward else 1.0
     peak = device.peak(_get_precision(operator.itemsize, False)) * device.attention_efficiency * share
     memory_bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)

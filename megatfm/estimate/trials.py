@@ -1,59 +1,54 @@
-"""Trial steps of small copies of a model, and each of their operators measured alone.
+"""Trial steps of small copies of a model, and each operator measured within them.
 
-A step takes about as long as its operators, each measured alone with the step's shapes and layouts, and some
-microseconds an operator for Python and autograd. The operators give tables by size; the steps' time beyond their
-estimates gives that of the host, and of adding up gradients.
+A step takes about as long as its operators and some microseconds an operator for Python and autograd. The operators
+give tables by size; the steps' time beyond their estimates gives that of the host, and of adding up gradients.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.data.loader import without_documents
 from megatfm.describe import describe
+from megatfm.estimate.clock import Clock, Measurement, OperatorTimer, launches_kernel, measure_in_turns
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.kernels import BACKWARD_MATMULS
-from megatfm.estimate.operators import COLLECTIVES, Operator, OperatorRecorder
+from megatfm.estimate.operators import Operator, OperatorRecorder
 from megatfm.estimate.roofline import name_matmuls
-from megatfm.ops.kernel_free import KERNEL_FREE
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.profiling import keep_freed_memory
 from megatfm.verify.shrink import draw_batch, objective_for
 
-if TYPE_CHECKING:
-    from megatfm.estimate.calibrate import Clock
-
-MAX_FLOPS: Mapping[str, float] = {"cpu": 2e10, "cuda": 1e14}
+MAX_FLOPS: Mapping[str, float] = {"cpu": 4e10, "cuda": 1e14}
 """FLOPs of the largest trial step, which takes about half a second."""
 MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
 """Parameters of the largest trial: all trials are in memory at once."""
 MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
 """Tokens of the largest vocabulary of a trial."""
-WIDTH_DIVISORS = (1, 2, 4, 8, 16, 32, 64)
+WIDTH_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Divisors of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
-N_WIDTHS = 3
+N_WIDTHS = 4
 ROWS: Mapping[str, Sequence[tuple[int, int]]] = {
-    "cpu": ((1, 128), (2, 128), (1, 384)),
+    "cpu": ((1, 128), (2, 192), (1, 320), (2, 512)),
     "cuda": ((1, 1024), (2, 1024), (1, 4096)),
 }
 """Rows and tokens of a row of trials."""
 FUSED_ATTENTION = "_scaled_dot_product_"
 """Prefix of torch's kernels of fused attention."""
-OF_UPDATES = ("_foreach_", "_fused_")
-"""Prefixes of torch's kernels of lists of tensors."""
 
 
 def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
@@ -129,38 +124,45 @@ class TrialTimes:
     held_out: list[Trial] = field(default_factory=list)
 
 
-def measure_trials(configs: Sequence[Config], clock: "Clock", held_out: Sequence[Config] = ()) -> TrialTimes:
-    """Measure steps of configs, and each operator that they run, in turns. held_out: configs of steps alone."""
+def measure_trials(
+    configs: Sequence[Config],
+    clock: Clock,
+    held_out: Sequence[Config] = (),
+    others: Sequence[Measurement] = (),
+) -> tuple[TrialTimes, list[float]]:
+    """Measure steps of configs and each of their operators, in turns. held_out: configs of steps alone.
+
+    others: measurements that take turns with these, and whose seconds are returned, too.
+    """
     keep_freed_memory(clock.device)
-    calls: dict[Hashable, _Call] = {}
-    steps: list[Callable[[], object]] = []
-    signatures_of_updates: list[list[Hashable]] = []
+    measurements: list[Measurement] = []
+    recorded: list[tuple[list[Call], list[Call]]] = []
     with _single_process_group(clock.device):
         for index, config in enumerate((*configs, *held_out)):
             passes, update = _make_step(config, clock.device)
-            steps.append(partial(_run_both, passes, update))
-            for _ in range(2):  # the first steps allocate
-                steps[-1]()
-            if index >= len(configs):
-                continue
-            with CallCollector(calls).record():
-                passes()
-            collector = CallCollector(calls)
-            with collector.record():
-                update()
-            signatures_of_updates.append(collector.signatures)
-        with torch.no_grad():
-            seconds = clock.measure_fastest([*steps, *(call.run for call in calls.values())])
-    seconds_by_call = dict(zip(calls, seconds[len(steps) :], strict=True))
-    updates = [sum(seconds_by_call[signature] for signature in update) for update in signatures_of_updates]
-    operators = [(call.operator, seconds_by_call[key]) for key, call in calls.items()]
-    trials = [Trial(*measured) for measured in zip(configs, seconds, updates, strict=False)]
-    held_out_seconds = seconds[len(configs) : len(steps)]
-    return TrialTimes(operators, trials, list(map(Trial, held_out, held_out_seconds)))
+            step = partial(_run_both, passes, update)
+            step()  # the first steps allocate
+            if index < len(configs):
+                recorded.append((record_calls(passes), record_calls(update)))
+            measurements.append(partial(_time_step, clock, step, with_operators=index < len(configs)))
+        seconds = measure_in_turns([*measurements, *others])
+    times = TrialTimes()
+    by_call: dict[Call, list[float]] = defaultdict(list)
+    for config, (passes_calls, update_calls), measured_step in zip(configs, recorded, seconds, strict=False):
+        step_seconds, *operator_seconds = measured_step
+        for call, measured in zip((*passes_calls, *update_calls), operator_seconds, strict=True):
+            by_call[call].append(measured)
+        times.trials.append(Trial(config, step_seconds, sum(operator_seconds[len(passes_calls) :])))
+    times.operators += [(call.operator, float(np.mean(measured))) for call, measured in by_call.items()]
+    times.held_out += [Trial(config, *step) for config, step in zip(held_out, seconds[len(configs) :], strict=False)]
+    return times, list(itertools.chain(*seconds[len(measurements) :]))
 
 
 def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Build an engine, and return functions that run its passes and its optimizer's update."""
+    """Build an engine, and return functions that run its passes and its optimizer's update.
+
+    At a learning rate of 0 weights stay, and so do the operators: gradients are clipped in each step or in none.
+    """
     engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, config.train.precision)
     objective = objective_for(config)
     fields = without_documents(draw_batch(config, "one"))
@@ -170,7 +172,7 @@ def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], objec
         with torch.enable_grad():
             engine.forward_backward([batch], objective)
 
-    return run_passes, partial(engine.step, config.optimizer.lr, config.optimizer.max_grad_norm)
+    return run_passes, partial(engine.step, 0.0, config.optimizer.max_grad_norm)
 
 
 def _run_both(passes: Callable[[], object], update: Callable[[], object]) -> None:
@@ -188,49 +190,54 @@ def _single_process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass
-class _Call:
-    """An operator with copies of its arguments."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    operator: Operator
-
-    def run(self) -> object:
-        return self.function(*self.args, **self.kwargs)
+def _time_step(clock: Clock, step: Callable[[], object], with_operators: bool) -> list[float]:
+    """Return the seconds of a step, and of the operators of another one."""
+    seconds = [clock.time_call(step)]
+    return [*seconds, *time_operators(clock, step)] if with_operators else seconds
 
 
-class CallCollector(OperatorRecorder):
-    """Records operators, and the first call of each with its shapes, layouts and flags.
+def time_operators(clock: Clock, function: Callable[[], object]) -> list[float]:
+    """Return the seconds of each operator that a function runs."""
+    with OperatorTimer(clock) as timer:
+        function()
+    return timer.seconds
 
-    calls: signature → call, to which new ones are added; signatures: of all calls in order.
-    """
 
-    def __init__(self, calls: dict[Hashable, _Call]) -> None:
+@dataclass(frozen=True)
+class Call:
+    """An operator and its signature: the bytes that it moves, and its arguments' shapes, layouts and flags."""
+
+    signature: Hashable
+    operator: Operator = field(compare=False)
+
+
+def record_calls(function: Callable[[], object]) -> list[Call]:
+    """Return the operators that a function runs and that `OperatorTimer` measures, in order."""
+    recorder = _CallRecorder()
+    with recorder.record():
+        function()
+    return recorder.calls
+
+
+class _CallRecorder(OperatorRecorder):
+    """Records operators with their arguments."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._calls = calls
-        self.signatures: list[Hashable] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        signature = str(func), *map(_describe_argument, tree_leaves((args, kwargs)))
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("prim", *COLLECTIVES) or name in KERNEL_FREE:
+        if not launches_kernel(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self.signatures.append(signature)
-        if signature in self._calls:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        copies: tuple[Any, Any] = args, kwargs
-        if not name.startswith(OF_UPDATES):  # others may write into tensors that serve as indices
-            copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), copies)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         operator = self.recording.operators[-1]
-        if name.startswith(FUSED_ATTENTION):
+        signature = str(func), operator.moved_bytes, *map(_describe_argument, tree_leaves((args, kwargs)))
+        if operator.name.startswith(FUSED_ATTENTION):
             operator = _count_attention(operator, args, kwargs)
-        self._calls[signature] = _Call(func, copies[0], copies[1], operator)
+        self.calls.append(Call(signature, operator))
         return output
 
 
