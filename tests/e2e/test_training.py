@@ -13,6 +13,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.launchers.status import get_run_status
 from megatfm.train.run import train
 from tests.support.training_runs import (
     assert_bitwise_equal,
@@ -316,3 +317,6 @@ def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path)
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "resume.allow=seed" in log
     assert "Traceback" not in log
+    events = [json.loads(line)["event"] for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert events == ["started", "finished", "refused"]
+    assert get_run_status(tmp_path / "run").state.name == "DONE"

@@ -60,6 +60,25 @@ def test_a_refused_run_has_the_config_that_was_replaced(folder: Path, code: int,
     assert (run / "from.toml").read_text() == expected
 
 
+REFUSED_AFTER_A_STEP = """
+import json, sys
+with open("runs/quickstart/events.jsonl", "a") as file:
+    file.write(json.dumps({"event": "resumed"}) + "\\n" + json.dumps({"event": "failed"}) + "\\n")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(("program", "state"), [("import sys; sys.exit(2)", "DONE"), (REFUSED_AFTER_A_STEP, "FAILED")])
+def test_a_refused_start_leaves_the_state_of_a_finished_run(folder: Path, program: str, state: str) -> None:
+    assert run_launch("--nproc", "1") == 0
+    run = folder / "runs" / "quickstart"
+    records = {name: (run / name).read_bytes() for name in ("launch.json", "restarts.json")}
+    (folder / "fake_rank.py").write_text(program)
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == 2
+    assert get_run_status(run).state.name == state
+    assert (records == {name: (run / name).read_bytes() for name in records}) == (state == "DONE")
+
+
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
     status = json.loads(capfd.readouterr().out)

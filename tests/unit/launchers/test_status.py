@@ -179,6 +179,26 @@ def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: MakeRun) -> N
     assert not list(run.glob(".now*"))
 
 
+@pytest.mark.parametrize(("events", "state"), [
+    (["started", "finished"], "DONE"),
+    (["started", "finished early"], "DONE"),
+    (["resumed", "finished", "slow", "refused", "refused"], "DONE"),
+    (["resumed", "stopped", "refused"], "STOPPED"),
+    (["started", "failed", "refused"], "ENDED"),
+    (["finished", "resumed"], "ENDED"),
+])  # fmt: skip
+def test_the_state_of_a_run_is_that_of_its_last_start_that_was_not_refused(
+    make: MakeRun, events: list[str], state: str
+) -> None:
+    run, launched = make(), make("launched", launcher="local", host=socket.gethostname())
+    for folder in (run, launched):
+        lines = [json.dumps({"event": event, "detail": f"{n}"}) for n, event in enumerate(events)]
+        (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert get_run_status(run).state.name == state
+    assert get_run_status(run).event == f"{events[-1]}: {len(events) - 1}", "the last event is shown"
+    assert get_run_status(launched).state.name == state.replace("ENDED", "FAILED")
+
+
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "launch.json"])
 def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: MakeRun, name: str) -> None:
     run = make()

@@ -132,7 +132,14 @@ def test_a_failure_of_all_ranks_is_blamed_on_none(detector: HangDetector) -> Non
     for rank in range(4):
         detector.record_failure(rank, "run: another process is training", 1.0)
     diagnosis = diagnose(detector, 1.0)
-    assert (diagnosis.ranks, diagnosis.text) == ([], "run: another process is training")
+    assert (diagnosis.ranks, diagnosis.text, diagnosis.refused) == ([], "run: another process is training", False)
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]], ids=["one rank", "all"])
+def test_an_invalid_request_is_a_refusal_and_no_failure(detector: HangDetector, ranks: list[int]) -> None:
+    for rank in ranks:
+        detector.record_failure(rank, "train.seed changed", 1.0, refused=True)
+    assert diagnose(detector, 3.0).refused
 
 
 def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: HangDetector) -> None:
