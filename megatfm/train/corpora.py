@@ -16,7 +16,7 @@ from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, round_to_multiple
 from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.engines.interface import RowSources
@@ -177,18 +177,19 @@ def make_batch_schedule(config: Config) -> BatchSchedule:
     sequence parallelism.
     """
     data, train, stages = config.data, config.train, []
-    for stage in data.rampup:
+    for number, stage in enumerate(data.rampup):
         batch = stage.global_batch or train.global_batch
         length = stage.sequence_length or data.sequence_length
         if batch % train.micro_batch:
             raise UsageError(
-                f"data.rampup: global_batch = {batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch}: choose one that is"
+                f"data.rampup[{number}].global_batch = {batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch}: the nearest that is one is {round_to_multiple(batch, train.micro_batch)}"
             )
         if config.parallel.sequence_parallel and length % config.parallel.tp:
             raise UsageError(
-                f"data.rampup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
-                "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
+                f"data.rampup[{number}].sequence_length = {length} does not divide into parallel.tp = "
+                f"{config.parallel.tp} shards of the sequence: choose a multiple of it, or "
+                "parallel.sequence_parallel=false"
             )
         stages.append(BatchStage(stage.steps, batch, data.sequence_length // length))
     return BatchSchedule(train.global_batch, tuple(stages))

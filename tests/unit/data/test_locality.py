@@ -243,7 +243,9 @@ def test_whole_sequences_are_not_cut(memory_corpus: Any, causal_type: Any) -> No
 
 
 def test_a_batch_of_a_stage_that_does_not_divide_is_named(rows: PackedDataset) -> None:
-    with pytest.raises(UsageError, match="global batch 4 is not a multiple of"):
+    with pytest.raises(
+        UsageError, match=r"data\.rampup: global_batch = 4 is not a multiple of train\.micro_batch = 4 × 2 data ranks"
+    ):
         DataLoader(rows, global_batch=WARMUP, micro_batch=4, data_ranks=2)
 
 

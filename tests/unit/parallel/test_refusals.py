@@ -116,7 +116,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     (GPT, ["parallel.dp_shard=0"], None, r"dp_shard = 0: choose (-1) \(all ranks that are left\)",
      ["parallel.dp_shard=1"]),
     (GPT, ["parallel.dp_shard=3"], None,
-     r"global batch 8 is not a multiple of micro-batches of 2 × 3 data ranks: the nearest that is one is (\d+)$",
+     r"train\.global_batch = 8 is not a multiple of train\.micro_batch = 2 × 3 data ranks: the nearest .* is (\d+)$",
      ["train.global_batch={0}"]),
     (GPT, ["train.micro_batch=3"], None,
      r"train\.global_batch = 8 is not a multiple of .* the nearest that is one is (9)$", ["train.global_batch={0}"]),
