@@ -28,7 +28,7 @@ from megatfm.checkpoint import (
     save,
 )
 from megatfm.checkpoint.directory import find_latest_intact
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.checkpoint_schemas import METADATA, edit_metadata, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
@@ -170,7 +170,7 @@ def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.L
 
 def test_links_in_a_checkpoint_folder_are_refused_at_start(path: Path, tmp_path: Path) -> None:
     path.with_name("step-00000008").symlink_to(path)
-    with pytest.raises(MegatfmError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
+    with pytest.raises(UsageError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
         find_latest_intact(path.parent)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(MegatfmError, match=r"link is a symbolic link to no folder"):

@@ -217,6 +217,15 @@ def test_impossible_launches_start_nothing(folder: Path, words: list[str], reaso
     assert not (folder / "runs").exists()
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_refused_before_anything_starts(folder: Path) -> None:
+    checkpoints = folder / "runs" / "quickstart" / "checkpoints"
+    (checkpoints / "step-00000002").mkdir(parents=True)
+    (checkpoints / "step-00000004").symlink_to(folder / "elsewhere")
+    with pytest.raises(UsageError, match="step-00000004 is a symbolic link: put the checkpoint itself there"):
+        run_launch("--nproc", "1")
+    assert sorted(path.name for path in checkpoints.parent.iterdir()) == ["checkpoints"]
+
+
 REFUSED = """
 import os, sys
 if os.environ.get("MEGATFM_NEW_RUN") != os.path.abspath("runs/quickstart"):
