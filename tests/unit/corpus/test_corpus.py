@@ -355,6 +355,29 @@ def test_exports_write_both_files_or_none(exported_from: Path, tmp_path: Path, m
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.idx", "mine")]
 
 
+@pytest.mark.parametrize("interrupt", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("name", ["new/folders/tars", "new/a.jsonl", "new/a.bin", "new/a.parquet"])
+def test_an_export_that_fails_midway_leaves_no_folder(
+    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, interrupt: BaseException
+) -> None:
+    def fail(self: Path, target: Path) -> Path:
+        raise interrupt
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises((MegatfmError, KeyboardInterrupt)):
+        export_corpus(exported_from, tmp_path / name, CODEC)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_of_tars_leaves_does_not_stop_the_next(exported_from: Path, tmp_path: Path) -> None:
+    (tmp_path / ".tars.partial").mkdir()
+    (tmp_path / ".tars.partial" / "shard-00099.tar").write_text("of a killed one")
+    export_corpus(exported_from, tmp_path / "tars", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tars"]
+    assert not (tmp_path / "tars" / "shard-00099.tar").exists()
+    check_corpus(tmp_path / "tars")
+
+
 @pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
 def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
     assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
