@@ -59,9 +59,10 @@ ROW_LENGTHS = (2048, 8192, 32_768, 131_072, 1_048_576)
 
 
 def write_documents(folder: Path, middle: int, spread: float, tokens: int) -> None:
-    """Write a corpus of documents of random ids with log-normal lengths."""
+    """Write a corpus of documents, at least one, of random ids with log-normal lengths."""
     draw = np.random.default_rng(0)
-    lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, 3 * tokens // middle)).astype(np.int64)
+    count = max(1, 3 * tokens // middle)
+    lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, count)).astype(np.int64)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     with ShardWriter(folder, tokenizer_hash="t", token_dtype="uint16") as writer:
         for number, length in enumerate(lengths.tolist()):

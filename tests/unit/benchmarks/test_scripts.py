@@ -38,7 +38,7 @@ SMALL = (
     "moe.py speed --rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
     "packing.py memory --documents 1000",
     "packing.py objectives --documents 640 --rows 64 --out FOLDER",
-    "packing.py padding --tokens 200000 --longest 2048",
+    "packing.py padding --tokens 20000 --longest 2048",
     "parallel.py traffic --rows 2048 --ranks 2 3 --draws 1",
     "prep.py recall --rounds 1 --out FOLDER",
     "prep.py speed --megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
