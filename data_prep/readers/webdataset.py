@@ -148,7 +148,7 @@ def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | BadR
     if member.data is None:
         return None
     try:
-        text = member.data.decode("utf-8")
+        text = member.data.decode("utf-8-sig")
         if member.extension in _TEXTS:
             return Record(key, text)
         content = parse_json(text)
