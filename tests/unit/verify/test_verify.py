@@ -1,6 +1,7 @@
 """`megatfm verify` says yes to right layouts, and no, by name, to planted faults."""
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import tomli_w
 
 from megatfm.commands.verify import add_verify_arguments, verify_command
+from megatfm.config import load_config
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import rank_processes
 from megatfm.verify.traffic import CollectiveTraffic
@@ -220,6 +223,34 @@ def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant,
     layout = ["parallel.tp=2", "train.recompute=full", "model.embedding.tied=false"]
     assert run_command(tmp_path, plant("needless_sum"), *layout) == 1
     assert "rank 0, all_reduce over tp: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tuned", "expected"), [
+    (None, {"reduce_bucket_size": 2**20}),
+    ({}, {"reduce_bucket_size": 2**20}),
+    ({"reduce_bucket_size": 10**9, "overlap_comm": False}, {"reduce_bucket_size": 2**20, "overlap_comm": False}),
+    ({"reduce_bucket_size": "auto"}, {"reduce_bucket_size": 2**20}),
+    ({"reduce_bucket_size": 1000}, {"reduce_bucket_size": 1000}),
+])  # fmt: skip
+def test_deepspeed_is_verified_with_small_buckets(
+    tmp_path: Path, tuned: dict[str, object] | None, expected: dict[str, object]
+) -> None:
+    words = ["parallel.engine=deepspeed", "optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=2"]
+    if tuned is not None:
+        (tmp_path / "mine.json").write_text(json.dumps({"wall_clock_breakdown": True, "zero_optimization": tuned}))
+        words.append(f"deepspeed.json_file={tmp_path}/mine.json")
+    config = rank_processes.limit_buckets(load_config("quickstart", words), tmp_path)
+    values = make_deepspeed_json(config, "fp32")
+    assert values["zero_optimization"].items() >= expected.items()
+    assert values.get("wall_clock_breakdown", False) == (tuned is not None)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"zero_optimization": 7}'])
+def test_a_damaged_json_of_deepspeed_is_left_to_the_engine_to_refuse(tmp_path: Path, content: str) -> None:
+    (tmp_path / "mine.json").write_text(content)
+    words = ["parallel.engine=deepspeed", "optimizer.name=adamw", f"deepspeed.json_file={tmp_path}/mine.json"]
+    config = load_config("quickstart", words)
+    assert rank_processes.limit_buckets(config, tmp_path) == config
 
 
 @pytest.mark.parametrize(
