@@ -422,7 +422,7 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
     tables = [
         [" ".join(line.split()) for line in table.splitlines()] for table in tabulate_stats(tmp_path).split("\n\n")
     ]
-    heading, percentiles, by_length, by_source, *by_field, ids = tables
+    heading, percentiles, by_length, by_source, *by_field, by_id = tables
     assert heading == ["4 documents, 26 tokens, 100 bytes of text"]
     assert percentiles[1:] == [
         *(f"{percent} % {length}" for percent, length in
@@ -441,7 +441,7 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
         "stars": ["2.5 1 5 50", "2 1 4 40"],
         "ok": ["True 1 17 10"],
     }
-    assert ids == ["3 ids occur", "id piece times", "7 9", "9 9", "8 8"]
+    assert by_id == ["3 ids occur", "id piece times", "7 9", "9 9", "8 8"]
 
 
 def test_long_tables_say_how_many_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
