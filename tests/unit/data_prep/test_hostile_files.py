@@ -52,16 +52,18 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     kinds = {"../out.txt": tarfile.SYMTYPE, "dev.txt": tarfile.CHRTYPE, "dir": tarfile.DIRTYPE}
     special_members = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
     files = {"b.txt": b"good", "c.txt": b"\xff", "d.jpg": b"x", "e.json": b"{"}
-    members = [*special_members, *(make_member(name, data) for name, data in files.items())]
+    twice = [("f.txt", b"one"), ("f.TXT", b"two"), ("g.txt", b"good"), ("g.jpg", b""), ("g.jpg", b"")]
+    members = [*special_members, *(make_member(name, data) for name, data in (*files.items(), *twice))]
     path = write_file(tmp_path / "in" / "a.tar", make_tar(*members))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
-    assert [one.text for one in result if not isinstance(one, BadRecord)] == ["good"]
+    assert [one.text for one in result if not isinstance(one, BadRecord)] == ["good", "good"]
     assert {one.key: one.reason for one in result if isinstance(one, BadRecord)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
         "c": "has a member that is not valid UTF-8: c.txt, at byte 0",
         "d": "has no .txt and no .json with a field 'text'",
         "e": "has a member that is not JSON: e.json",
+        "f": "has a .txt twice",
     }
 
 
