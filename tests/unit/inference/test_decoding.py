@@ -1,6 +1,7 @@
 """Prompts of different lengths together, with and without cache, under every kind of position."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.inference.beam_search import beam_search
+from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import DecodingState, Prompts, generate
 from megatfm.layers.attention.patterns import PATTERNS as SHIPPED
 from megatfm.layers.initialisation import initialise_buffers
@@ -152,6 +153,28 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
         single.logits()
         single.append(torch.tensor([7 + row]))
         torch.testing.assert_close(logits[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_prompt_whose_likeliest_tokens_all_end_it_does_not_stop_the_others(beams: int) -> None:
+    model, prompts = build_case("rope", "decoder")
+    rows = list(prompts.tokens[:2])
+    likeliest = DecodingState(model, Prompts(rows), NEW).logits().sort(descending=True).indices
+    stops = [token for token in likeliest[0, :6].tolist() if token not in likeliest[1, : 2 * beams]][: 2 * beams]
+    assert len(stops) == 2 * beams
+
+    def search(prompts: list[Tensor]) -> list[tuple[list[int], float]]:
+        results = beam_search(model, Prompts(prompts), beams=beams, max_tokens=NEW, stop_token=stops)
+        return [(result.tokens.tolist(), pytest.approx(result.score)) for result in results]
+
+    assert search(rows) == [*search(rows[:1]), *search(rows[1:])]
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, 1e4, -1e4])
+def test_a_length_penalty_beyond_all_numbers_is_refused(alpha: float) -> None:
+    with pytest.raises(UsageError, match=r"length penalty = .*: choose a number from -10 to 10, e\.g\. 0\.6"):
+        gnmt_penalty(alpha)
+    assert 0 < gnmt_penalty(-10)(10**6) < gnmt_penalty(10)(10**6) < math.inf
 
 
 def test_one_beam_is_greedy() -> None:
