@@ -34,7 +34,7 @@ def are_finite(logits: Values) -> bool:
     return bool((logits < np.inf).all())
 
 
-def check_logits(logits: Values) -> None:
+def refuse_broken_logits(logits: Values) -> None:
     """Raise MegatfmError for logits from which nothing can be predicted."""
     if not are_finite(logits):
         raise MegatfmError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
-from megatfm.tasks.metrics import are_finite, calibration_error, check_logits, list_metrics, span_f1
+from megatfm.tasks.metrics import are_finite, calibration_error, list_metrics, refuse_broken_logits, span_f1
 from megatfm.tasks.span_predictions import SpanPredictions
 
 PredictionBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
@@ -73,7 +73,7 @@ class Predictions:
 
         Raises MegatfmError if the logits are not finite.
         """
-        check_logits(self.logits)
+        refuse_broken_logits(self.logits)
         labels, form = self.task.labels, self.task.form
         if form == "multiple_choice" and not labels:
             labels = [str(choice) for choice in range(self.logits.shape[1])]

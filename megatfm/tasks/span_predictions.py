@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.objectives.supervised import ANNOTATION
-from megatfm.tasks.metrics import are_finite, check_logits
+from megatfm.tasks.metrics import are_finite, refuse_broken_logits
 from megatfm.tasks.text_metrics import exact_match, find_best_threshold, token_f1
 
 SHOWN_ANSWERS = 5
@@ -139,7 +139,7 @@ class SpanPredictions:
 
         Raises MegatfmError if the logits are not finite.
         """
-        check_logits(self.logits)
+        refuse_broken_logits(self.logits)
         for question in self.questions:
             best = question.candidates[: 1 + SHOWN_ANSWERS]
             scores = np.array([candidate.score for candidate in best], np.float64)
