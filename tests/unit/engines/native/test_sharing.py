@@ -17,7 +17,7 @@ from megatfm.engines.interface import MemoryNeeds
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.fully_sharded import reduce_gradients
 from megatfm.engines.native.replicated import assign_buckets
-from megatfm.engines.native.zero import count_max_block_inputs
+from megatfm.engines.pipeline import count_max_block_inputs
 from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
 from megatfm.parallel.mesh import build_mesh
