@@ -283,6 +283,7 @@ def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
     """Draw a batch whose rows are one document each."""
     batch, generator = family_batch(config), torch.Generator().manual_seed(number)
     rows, length = batch["tokens"].shape
+    assert config.vocab_size
     drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
     places = {"positions": torch.arange(length).repeat(rows, 1), "documents": torch.zeros_like(drawn[:, 1:])}
     return {**batch, **places, "tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}

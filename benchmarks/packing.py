@@ -131,10 +131,12 @@ class Partners:
 
 def make_objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
-    heads = {"extra_heads.sentence.classes": 2, "extra_heads.boundary.name": "boundary", "embedding.n_segments": 2}
-    parts = {"encoder": heads, "electra": {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}}
-    sizes = {"d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
-    model = ModelConfig.from_dotted(family=family, **sizes, **parts.get(family, {}))
+    sizes: dict[str, Any] = {"d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
+    if family == "encoder":
+        sizes |= {"extra_heads.sentence.classes": 2, "extra_heads.boundary.name": "boundary", "embedding.n_segments": 2}
+    elif family == "electra":
+        sizes["generator"] = {"d_model": 8, "n_heads": 1, "d_ff": 8}
+    model = ModelConfig.from_dotted(family=family, **sizes)
     return build_objective(Config.model_validate(values).objective, model, SPECIAL, rows)
 
 

@@ -42,7 +42,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config import GQAAttentionConfig, ModelConfig, ParallelConfig
+from megatfm.config.ffn import DenseFFNConfig
 from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import shard_parameters
 from megatfm.engines.native.zero import DataParallel, ZeroOptions
@@ -89,7 +90,7 @@ class Blocks(nn.Module):
         self.decoder.layers = model.get_submodule("decoder.layers")
 
     def forward(self, x_BTD: Tensor, layout: SequenceMetadata) -> Tensor:
-        for depth, block in enumerate(self.decoder.layers.values()):
+        for depth, block in enumerate(self.get_submodule("decoder.layers").children()):
             x_BTD = block(x_BTD, layout.at_layer(depth, 0.0), None, None, None)
         return x_BTD
 
@@ -132,8 +133,8 @@ def time_collectives() -> Iterator[list[float]]:
 
 
 def make_model_config(width: int, layers: int, parts: int) -> ModelConfig:
-    attention = {"n_heads": width // HEAD // parts, "head_dim": HEAD}
-    ffn = {"d_ff": 8 * width // 3 // 16 * 16 // parts}
+    attention = GQAAttentionConfig(n_heads=width // HEAD // parts, head_dim=HEAD)
+    ffn = DenseFFNConfig(d_ff=8 * width // 3 // 16 * 16 // parts)
     return ModelConfig(vocab_size=64, d_model=width, n_layers=layers, attention=attention, ffn=ffn)
 
 
