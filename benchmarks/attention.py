@@ -20,8 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -309,8 +307,7 @@ def measure_memory(args: argparse.Namespace) -> Iterator[tuple[list[str], int]]:
     for name in filter(args.wanted, (*make_cases(MASKED), LINFORMER, *LAYERS)):
         for length in args.lengths:
             if "mask" not in name or length <= MASKED:
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # holds no other case's memory
-                    yield ["memory", name, str(length)], pool.submit(measure_peak_memory, name, length).result()
+                yield ["memory", name, str(length)], common.call_in_new_process(measure_peak_memory, name, length)
 
 
 BY_LENGTH = {"speed": measure_speed, "packed": measure_packed, "linformer": measure_linformer, "peers": measure_peers}

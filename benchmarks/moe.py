@@ -36,7 +36,6 @@ import common
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.compile import compile_all
@@ -143,21 +142,7 @@ def time_step(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Te
 
 
 def measure_saved_bytes(candidate: Candidate, tokens: Tensor) -> int:
-    """Return the bytes saved for the backward pass, each storage once, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in candidate.model.parameters()}
-    stored: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(tensor)
-        if storage.data_ptr() not in weights:
-            stored[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        candidate.loss(tokens)
-    return sum(stored.values())
+    return common.measure_saved_bytes(lambda: candidate.loss(tokens), candidate.model.parameters())[0]
 
 
 def compute_imbalance(candidate: Candidate) -> float:

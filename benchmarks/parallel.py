@@ -25,7 +25,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,7 +36,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,26 +175,12 @@ def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
     return blocks
 
 
-def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each storage once."""
-    storages = [t.untyped_storage() for t in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def measure_saved_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
     """Return the bytes held between a forward and a backward pass, without weights."""
-    weights = {t.untyped_storage().data_ptr() for t in list_local_tensors(blocks, data)}
-    stored: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        stored.append(tensor.detach())
-        return tensor
-
+    layout = SequenceMetadata(torch.arange(tokens)[None], None)
+    x_BTD = torch.randn(1, held, width, requires_grad=True)
     data.start_microbatch(is_last=True)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layout = SequenceMetadata(torch.arange(tokens)[None], None)
-        result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
-    size = count_storage_bytes(t for t in stored if t.untyped_storage().data_ptr() not in weights)
+    size, result = common.measure_saved_bytes(lambda: blocks(x_BTD, layout), list_local_tensors(blocks, data))
     result.sum().backward()
     data.reduce()
     return size
@@ -210,7 +195,7 @@ def list_local_tensors(blocks: nn.Module, data: DataParallel) -> list[Tensor]:
 def count_state_bytes(blocks: nn.Module, data: DataParallel) -> int:
     """Return the bytes of weights, gradients and Adam's two moments after a backward pass."""
     moments = 2 * sum(t.nbytes for t in data.local.values())
-    return count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
+    return common.count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
 
 
 def count_moved_bytes(run: Callable[[], None]) -> int:

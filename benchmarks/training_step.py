@@ -224,13 +224,6 @@ def run_gpt2(args: argparse.Namespace) -> None:
 
 TARGETS = {"vit-s16": 7_500, "swin-t": 4_500}
 """Preset → images a second of ours that are expected of an H100, in bfloat16 with compiled blocks."""
-MISSING = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-"""Operators of torchvision's wheel that a CPU torch doesn't load."""
-LIBRARY = torch.library.Library("torchvision", "DEF")
-"""Kept alive, since it owns the operators."""
 TIMM_NAMES = {
     "swin-t": "swin_tiny_patch4_window7_224", "swinv2-t": "swinv2_tiny_window8_256", "mvitv2-t": "mvitv2_tiny",
 }  # fmt: skip
@@ -291,8 +284,7 @@ def build_timm_model(config: Config) -> nn.Module:
 
 
 def make_image_step(job: argparse.Namespace) -> common.Step:
-    for schema in MISSING:  # transformers, too, imports torchvision where it is there
-        LIBRARY.define(schema)
+    common.declare_torchvision_operators()  # transformers, too, imports torchvision where it is there
     config = load_config(job.preset)
     size = config.data.images.size
     pixels = torch.randint(256, (job.rows, 3, size, size)).to(torch.uint8)
