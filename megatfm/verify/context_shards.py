@@ -87,7 +87,8 @@ class ContextShards:
 class RankCall:
     """Call of a module in a micro-batch on one context-parallel rank.
 
-    ledger: bytes that this rank sends. recorded: the call in the plain forward pass."""
+    ledger: bytes that this rank sends. recorded: the call in the plain forward pass.
+    """
 
     shards: ContextShards
     ledger: ExpectedTraffic
@@ -97,22 +98,27 @@ class RankCall:
 
     @property
     def config(self) -> Config:
+        """Config of the run."""
         return self.shards.config
 
     @property
     def path(self) -> str:
+        """Path of the module."""
         return self.recorded.path
 
     @property
     def inputs(self) -> tuple[Shape | None, ...]:
+        """Shapes of the arguments; None for those that are no tensors."""
         return self.recorded.inputs
 
     @property
     def has_gradient(self) -> bool:
+        """Whether the output requires a gradient."""
         return self.recorded.has_gradient
 
     @cached_property
     def module(self) -> Any:
+        """Module that is called."""
         return self.shards.model.get_submodule(self.path)
 
     @property

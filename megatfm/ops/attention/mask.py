@@ -132,16 +132,16 @@ class UnstructuredMask:
         raise NotImplementedError
 
     def find_translation_invariant_blocks(self, size: int) -> None:
-        return None
+        """Return None: there are none."""
 
     def document_spans(self) -> None:
-        return None
+        """Return None: the mask is not known by documents."""
 
     def bands(self, *, fused: bool) -> None:
-        return None
+        """Return None: the mask has no such form."""
 
     def shard_bands(self) -> None:
-        return None
+        """Return None: the mask has no such form."""
 
 
 @dataclass(frozen=True)
