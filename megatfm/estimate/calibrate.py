@@ -47,20 +47,13 @@ def measure_device(device: torch.device, precision: str, times: TrialTimes) -> d
     clock = Clock(device)
     kind, dtype = device.type, DTYPES[precision]
     products = tabulate_matmuls(times)
-    shapes, functions = list_matmul_shapes(kind), []
-    for layout in LAYOUTS:
-        functions += [make_matmul(shape, dtype, device, layout) for shape in shapes]
-    matmuls = clock.measure_fastest(functions)
-    for index, layout in enumerate(LAYOUTS):
-        seconds = matmuls[index * len(shapes) : (index + 1) * len(shapes)]
-        table_name = precision if layout == "nt" else f"{precision} {layout}"
-        products.setdefault(table_name, []).extend([*shape, t] for shape, t in zip(shapes, seconds, strict=True))
-    rows = products[precision]
+    for table_name, rows in _measure_matmuls(clock, precision, device).items():
+        products.setdefault(table_name, []).extend(rows)
     sizes = MOVED_BYTES[kind]
     moves = clock.measure_fastest([_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes])
     rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
     forward, backward = _measure_attention_rates(clock, dtype, device)
-    peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in rows))
+    peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in products[precision]))
     name = (
         torch.cuda.get_device_name(device)
         if kind == "cuda"
@@ -101,6 +94,17 @@ def measure_device(device: torch.device, precision: str, times: TrialTimes) -> d
         "source": "link measured between processes of this machine; disk assumed",
     }
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}
+
+
+def _measure_matmuls(clock: "Clock", precision: str, device: torch.device) -> dict[str, list[list[float]]]:
+    """Return rows m, n, k, seconds by table: that of the precision, and one for each further layout."""
+    shapes = list_matmul_shapes(device.type)
+    pairs = [(layout, shape) for layout in LAYOUTS for shape in shapes]
+    seconds = clock.measure_fastest([make_matmul(shape, DTYPES[precision], device, layout) for layout, shape in pairs])
+    rows_by_table: dict[str, list[list[float]]] = {}
+    for (layout, shape), t in zip(pairs, seconds, strict=True):
+        rows_by_table.setdefault(precision if layout == "nt" else f"{precision} {layout}", []).append([*shape, t])
+    return rows_by_table
 
 
 def list_matmul_shapes(kind: str) -> list[tuple[int, int, int]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 @contextmanager
 def fill_memory_with_nan() -> Iterator[None]:
     """Have torch.empty give NaN: a kernel that reads what was not written, be it to multiply it by zero, is red."""
+    deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = True

@@ -20,13 +20,11 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.page import (
-    MEMORY_PARTS,
     WIDTH,
     ScalePoint,
     compute_scaling_lines,
     draw_memory,
     draw_timeline,
-    list_memory_parts,
     write_estimate_page,
 )
 from megatfm.estimate.roofline import (
@@ -93,10 +91,11 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
             write_estimate_page(opened, estimate, tmp_path / "page.html")
     memory, timeline = draw_memory(estimate), draw_timeline(estimate)
     assert timeline is not None
-    assert len(memory.boxes) == 4 * len(MEMORY_PARTS)
+    n_parts = 7
+    assert len(memory.boxes) == 4 * n_parts
     for rank, rank_memory in zip(range(4), estimate.memory, strict=True):
-        widths = [box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]]
-        assert sum(list_memory_parts(rank_memory).values()) == rank_memory.total
+        widths = [box.width for box in memory.boxes[rank * n_parts : (rank + 1) * n_parts]]
+        assert sum(rank_memory.parts.values()) == rank_memory.total
         assert memory.limit is not None
         share = rank_memory.total / estimate.cluster.device.memory_bytes
         assert sum(widths) == pytest.approx(memory.limit * share)

@@ -18,7 +18,7 @@ from megatfm.config import Config, load_config
 from megatfm.parallel.context_parallel import compute_token_indices, make_zigzag_predicate
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
-from megatfm.verify.expected_context import ContextShards
+from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_keys import assign_tokens
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.module_cuts import CLASS_STYLES, STYLE_CUTS
@@ -27,7 +27,7 @@ from megatfm.verify.shrink import shrink
 FOLDER = Path(expected.__file__).parent
 FILES = [
     *sorted(FOLDER.glob("expected*.py")),
-    *(FOLDER / f"{name}.py" for name in ("axes", "module_calls", "module_cuts", "traffic")),
+    *(FOLDER / f"{name}.py" for name in ("axes", "context_shards", "module_calls", "module_cuts", "traffic")),
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
@@ -112,5 +112,5 @@ def test_rows_are_folded_where_the_ranks_fold_them() -> None:
         model = build_model(config)
         tokens = np.zeros((4, 64), np.int64)
         batch = {"positions": tokens, "encoder_positions": tokens}
-        rank_0 = ContextShards(config, model, batch)._positions_by_rank[""][0]
+        rank_0 = ContextShards(config, model, batch).positions_by_rank[""][0]
         assert make_zigzag_predicate(model)(64) == (rank_0[-1] == 63)
