@@ -125,6 +125,14 @@ def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
     assert max(map(len, numbers)) > 1
 
 
+def test_the_log_says_how_many_texts_lose_their_end(tmp_path: Path) -> None:
+    """A row holds 40 tokens: the begin token, four patches an image, and words."""
+    texts = {5: [IMG] + [9] * 60, 6: [IMG] * 3 + [9] * 27, 11: [IMG] * 3 + [9] * 28}
+    (note,) = (note for note in rows_of(write(tmp_path, changes=texts), objective()).warnings if "truncated" in note)
+    assert note.startswith(f"{tmp_path}: 2 of 40 texts are truncated at data.target_length = 40,")
+    assert not any("truncated" in note for note in rows_of(write(tmp_path / "whole"), objective()).warnings)
+
+
 batches = partial(read_global_batches, global_batch=BATCH)
 
 
