@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm import tokenizers
+from megatfm import cli, tokenizers
 from megatfm.config import Config, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.webdataset_images import LabelRule, index_images
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
+from megatfm.inference import evaluate as inference
 from megatfm.inference.evaluate import _make_absolute
 from megatfm.layers.initialisation import draw
 from megatfm.models import Decoder, build
@@ -290,6 +291,21 @@ def index_classes(folder: Path, *names: str) -> str:
     (folder / "0.tar").write_bytes(pack_tar(dict(sorted(files.items()))))
     index_images(folder, LabelRule.parse("txt"))
     return str(folder)
+
+
+def test_a_loss_that_is_no_likelihood_has_no_empty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos: dict[str, Any] = {"loss": 4.5}
+    results = {"step": 3, "objective": "image_to_text", "sets": {"photos": photos}}
+    monkeypatch.setattr(inference, "evaluate_run", lambda *_, **__: (results, {}))
+    for has_likelihood in (False, True):
+        photos |= {"bits_per_byte": 1.25, "bytes": 10} if has_likelihood else {}
+        arguments = cli.build_parser().parse_args(["evaluate", "runs/captioner"])
+        assert arguments.run(arguments) == 0
+        table = capsys.readouterr().out
+        assert "4.5000" in table
+        assert ("bits per byte" in table) == ("1.250" in table) == has_likelihood
 
 
 @pytest.mark.parametrize("experts", ["", "model.ffn={name='moe', d_ff=8, n_experts=2, top_k=1}"])

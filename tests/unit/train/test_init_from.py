@@ -159,6 +159,8 @@ def test_the_log_says_how_many_steps_the_epochs_are(tmp_path: Path) -> None:
     sizes = f"7 examples in {n_rows} rows of 32 tokens, 3 epochs"
     assert notes[-1] == f"{sizes}: {n_steps} steps of 2 rows (train.global_batch)"
     assert n_steps == round(3 * n_rows / 2)
+    _, notes = resolve_task(load_config("bert-base", [*words, "task.epochs=1", "train.global_batch=4"]))
+    assert notes[-1].endswith(" rows of 32 tokens, 1 epoch: 1 step of 4 rows (train.global_batch)")
 
 
 def test_answers_have_no_auxiliary_loss(tmp_path: Path) -> None:
