@@ -246,7 +246,7 @@ class _Planner:
                 reason = "its documents don't fill such rows, whole"
             keys = ["data.sequence_length", "data.target_length"][: len(self.row_lengths)]
             advice = f"choose shorter rows ({', '.join(keys)}), or prepare more text"
-            if self.objective.needs_files:
+            if getattr(self.objective, "reads_images", False):
                 reason, advice = "its images don't fill such rows", f"choose other lengths ({', '.join(keys)})"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
