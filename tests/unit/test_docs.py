@@ -194,6 +194,15 @@ def test_every_registered_part_is_in_the_reference() -> None:
             sections = [variant for section in sections for variant in list_sections(section, part)]
 
 
+def test_the_page_on_mixtures_lists_their_presets() -> None:
+    page = (ROOT / "docs/guide/moe.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`([\w.-]+)`", page.partition("\nPresets: ")[2].partition("[The glossary]")[0])
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "megatfm/presets").glob("*.toml")}
+    mixtures = {name for name, text in files.items() if re.search(r'(?m)^name = "moe"$', text)}
+    mixtures |= {name for name, text in files.items() if set(re.findall(r'^extends = "(.*)"', text, re.M)) & mixtures}
+    assert sorted(listed) == sorted(mixtures)
+
+
 INTERNAL_REGISTRIES = {"ARCHITECTURES", "STYLES"}
 """Registries without a key of the config: formats of Hugging Face, and styles of a plan."""
 
