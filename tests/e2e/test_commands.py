@@ -173,6 +173,7 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "is not a multiple of"),
     (["report", "nowhere"], 2, "nowhere"),
     (["evaluate", "nowhere"], 2, "nowhere"),
+    (["finetune", "nowhere.toml", "--from", "nowhere", "--export", "/etc"], 2, "/etc: exists already"),
     (["data", "check", "nowhere"], 2, "nowhere"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, words, code, message):

@@ -187,10 +187,42 @@ def test_every_registered_part_is_in_the_reference() -> None:
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
             assert f"| `{name}` |" in rows, (key, name)
-        section: Any = Config
+        sections: list[Any] = [Config]
         for part in key.removesuffix(".NAME").split("."):
-            assert part in section.model_fields, key
-            section = next(iter(list_sections(section, part)), None)
+            sections = [section for section in sections if part in section.model_fields]
+            assert sections, key
+            sections = [variant for section in sections for variant in list_sections(section, part)]
+
+
+def test_the_page_on_mixtures_lists_their_presets() -> None:
+    page = (ROOT / "docs/guide/moe.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`([\w.-]+)`", page.partition("\nPresets: ")[2].partition("[The glossary]")[0])
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "megatfm/presets").glob("*.toml")}
+    mixtures = {name for name, text in files.items() if re.search(r'(?m)^name = "moe"$', text)}
+    mixtures |= {name for name, text in files.items() if set(re.findall(r'^extends = "(.*)"', text, re.M)) & mixtures}
+    assert sorted(listed) == sorted(mixtures)
+
+
+INTERNAL_REGISTRIES = {"ARCHITECTURES", "STYLES"}
+"""Registries without a key of the config: formats of Hugging Face, and styles of a plan."""
+
+
+def test_every_registry_is_among_those_that_a_plugin_can_use() -> None:
+    """The table names each with its module, beside the key that the parts of the reference have."""
+    page = (ROOT / "docs/extend/layers.md").read_text(encoding="utf-8")
+    table = page.partition("## What a plugin can add")[2].partition("\n\nA component")[0]
+    rows = re.findall(r"^\| `([\w.]+)`[^|]* \| `([\w.]+)\.([A-Z]+)` \|", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `")
+    by_key = {key: getattr(importlib.import_module(module), name) for key, module, name in rows}
+    parts = load_module(ROOT / "docs/gen_parts.py").PARTS
+    assert {key.removesuffix(".name"): registry for key, registry in parts.items()}.items() <= {
+        key.removesuffix(".name"): registry for key, registry in by_key.items()
+    }.items()
+    defined = re.compile(r"^([A-Z]+)(?:: Registry\b.*)? = (?:Registry|EngineRegistry)\b", re.MULTILINE)
+    files = [path for room in ("megatfm", "data_prep") for path in (ROOT / room).rglob("*.py")]
+    registries = {name for path in files for name in defined.findall(path.read_text(encoding="utf-8"))}
+    assert len(registries) > 15
+    assert registries == {name for _, _, name in rows} | INTERNAL_REGISTRIES
 
 
 NOT_KEYS = {"model.module", "model.layers.61", "tokenizer.model", "data.corpus"}

@@ -102,6 +102,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
     Console(file=sink, width=200).print(repeated.to_table())
     for page in ((tmp_path / "out" / "report.html").read_text(), sink.getvalue()):
         assert "30" in page
+        assert " 0 B" not in page, "images have no bytes of text"
         assert "token" not in re.sub(r"<dt>tokenizer[^<]*|no tokenizer|sentencepiece|>tokenizers<", "", page)
 
     # The same whatever the parts, and readable by others.

@@ -1,15 +1,18 @@
 """Initial weights: any box is a slice of the whole, for ever the same; encoders start as in their authors' code."""
 
 import math
+import re
 import threading
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from megatfm import rng
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers import initialisation as initial_module
 from megatfm.layers.initialisation import (
     MIN_ELEMENTS_FOR_THREADS,
@@ -22,6 +25,7 @@ from megatfm.layers.initialisation import (
     draw,
     initialise,
 )
+from megatfm.layers.norm import NORMS
 from megatfm.models import build
 
 SMALL = {
@@ -206,3 +210,24 @@ def test_threads_draw_the_same_bits_as_one_thread(initial: InitDistribution, mon
     assert torch.equal(draw(initial, 7, NAME, shape, offsets, sizes, threads=2), alone)
     assert len(drew) == 2
     assert threading.get_ident() not in drew
+
+
+@pytest.mark.parametrize("tensor", ["weight", "shift"])
+def test_a_part_without_initial_values_is_refused(monkeypatch: pytest.MonkeyPatch, tensor: str) -> None:
+    """Its memory would stay as it was: other values on every rank, or zeros that stop all gradients."""
+
+    class Shifted(nn.Module):
+        def __init__(self, d_model: int, eps: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(d_model))
+            self.register_buffer("shift", torch.zeros(d_model), persistent=False)
+            self.initial = {name: Constant(1.0) for name in ("weight", "shift") if name != tensor}
+
+    monkeypatch.setitem(NORMS._parts, "shifted", Shifted)
+    config = ModelConfig.from_dotted(
+        {"vocab_size": 8, "d_model": 4, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 4, "norm.name": "shifted"}
+    )
+    place = f"decoder.layers.0.attn_residual.norm.{tensor}"
+    expected = f"{place}: has no initial values: set self.initial = {{'{tensor}': …}} in Shifted, with a distribution"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        build(config)
