@@ -25,7 +25,8 @@ from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.images import encode_noise
-from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes, write_file
 from tests.support.prep_tasks import hold_first_task, run_task, stop_before_commit
 from tests.support.webdatasets import make_member, make_tar, pack_tar
 
@@ -123,15 +124,15 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     lay(tmp_path / "in", samples())
     small = config(tmp_path, task_bytes=1024)
     full = file_hashes(data_prep.run(small).out)
-    moments = count_moments(tmp_path, small)
+    moments = count_moments(small)
     rng = random.Random(0)
     # The last moments are those of the commits.
-    lasts = [*rng.sample(range(moments), 1), *range(moments - 2, moments)]
-    second_kills = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
-    statuses = run_killed_at(tmp_path, small, [*((f"{last}", last) for last in lasts), *second_kills])
-    assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
-    for out in ("again", *map(str, lasts)):
-        assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == full
+    for number, last in enumerate([*rng.sample(range(moments), 2), moments - 2, moments - 1]):
+        killed = config(tmp_path, f"{number}", task_bytes=1024)
+        assert run_killed_at(killed, last) == KILLED
+        if number == 0:
+            run_killed_at(killed, last // 2)  # while it goes on
+        assert file_hashes(data_prep.run(killed).out) == full
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
