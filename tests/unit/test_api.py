@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = """
 import asyncio, io, os, signal, socket, sys, threading, warnings
 
@@ -123,13 +119,6 @@ def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
-
-
-@pytest.mark.parametrize("code", ["import megatfm", "import megatfm; megatfm.load_config; megatfm.Config"])
-def test_importing_and_configs_need_no_torch(code: str) -> None:
-    code += "; import sys; sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_every_offer_is_explained() -> None:
