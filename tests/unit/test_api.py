@@ -4,16 +4,18 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import megatfm
-from megatfm import cli
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
+from megatfm.corpus.corpus import Corpus
 from megatfm.errors import UsageError
 from megatfm.inference import evaluate
+from tests.support.command_line import run_command
 from tests.support.forked_commands import ForkedCommand
 from tests.support.small_runs import corpus, file, run, texts
 
@@ -90,14 +92,17 @@ def test_evaluation_is_what_the_command_leaves(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
     monkeypatch.chdir(corpus)
+    monkeypatch.setattr(evaluate, "measure_compressors", lambda corpus, _: {"of tokens": float(corpus.n_tokens)})
     url = f"file://{corpus}/validation"
     actual = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
     assert set(actual) == {"held-out", "again", "more", "web"}
     assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
-    with pytest.raises(SystemExit, match=r"^0$"):
-        cli.main(["evaluate", str(run), "--validation", f"web={url}"])
-    assert "web" in capsys.readouterr().out
-    assert actual["more"]["compressors"]["gzip -9, per document"] > 1
+    assert actual["more"]["compressors"] == {"of tokens": float(Corpus.open("validation").n_tokens)}
+    requested, stored = list[Any](), json.loads((run / "evaluation.json").read_text())
+    monkeypatch.setattr(evaluate, "evaluate_run", lambda _, sets, *__, **___: requested.append(sets) or (stored, {}))
+    assert run_command("evaluate", str(run), "--validation", f"web={url}") == 0
+    assert requested == [{"web": url}]
+    assert f"{actual['web']['loss']:.4f}" in capsys.readouterr().out
 
 
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
+from tests.support.command_line import run_command
 from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 
 
@@ -28,9 +28,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_compare_prints_differences(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
-    assert exit_info.value.code == 0
+    assert run_command("compare", *map(str, runs), "--out", str(tmp_path / "c.html")) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert lines["optimizer.lr"] == ["0.003", "0.001"]
     assert lines["steps"] == ["200", "100"]
@@ -111,8 +109,7 @@ def test_mfu_relative_to_different_peaks_is_left_out(
     peaks = "synthetic: 0.1 TFLOP/s; slower: 0.2 TFLOP/s"
     words = f"MFU is left out, since it is relative to different peaks: {peaks}"
     assert notes == [words]
-    with pytest.raises(SystemExit):
-        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
+    assert run_command("compare", *map(str, runs), "--out", str(tmp_path / "c.html")) == 0
     assert words in capsys.readouterr().out
     assert words in Page(tmp_path / "c.html").text
 

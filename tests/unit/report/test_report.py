@@ -9,10 +9,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.page import make_resume_command
+from tests.support.command_line import run_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
@@ -190,9 +190,7 @@ def test_events_are_marked_at_their_steps(run: Path) -> None:
 def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: Path) -> None:
     slower_run = tmp_path / "runs" / "slower"
     write_reported_run(tmp_path / "b", 100).rename(slower_run)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["report", str(run), "--with", str(slower_run)])
-    assert exit_info.value.code == 0
+    assert run_command("report", str(run), "--with", str(slower_run)) == 0
     page = Page(run / "report.html")
     lines = page.lines("other")
     assert [line["name"] for line in lines] == ["slower", "slower, stdlib", "slower, stdlib", *["slower"] * 3]
