@@ -21,7 +21,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
 from tests.support.images import encode_noise
-from tests.support.packed_rows import assert_same_fields, read_global_batches
+from tests.support.packed_rows import read_global_batches
 from tests.support.webdatasets import make_member, make_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
@@ -137,28 +137,16 @@ def test_classes_from_json_or_text(rule: str, tmp_path: Path) -> None:
     assert other.fingerprint != manifest.fingerprint, "the same files with other classes are another corpus"
 
 
-def rows(folder: Path) -> PackedDataset:
-    images = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, "transforms": ["random_resized_crop"]})
-    objective = build_objective(ImageClassificationObjective(), MODEL, None, (5,), images)
-    return PackedDataset(Corpus.open(folder), objective, sequence_length=5, seed=3)
-
-
-def read_sixty_rows(folder: Path, ranks: int, position: int = 0) -> dict[str, np.ndarray]:
-    """The rows from a position on that all ranks read together."""
-    steps = read_global_batches(rows(folder), ranks, (60 - position) // 30, position, global_batch=30)
-    return {name: np.concatenate([step[name] for step in steps]) for name in ("patches", "labels")}
-
-
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_the_order_is_the_same_on_any_ranks_and_after_a_resume(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_of_indexed_shards_has_each_image_once(ranks: int, tmp_path: Path) -> None:
     timm(tmp_path / "theirs")
     index_images(tmp_path / "theirs", LabelRule())
-    expected = read_sixty_rows(tmp_path / "theirs", 1)
-    assert len(expected["labels"]) == 60
-    assert sorted(expected["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
-    for position in (0, 30):
-        actual = read_sixty_rows(tmp_path / "theirs", ranks, position)
-        assert_same_fields(actual, {name: values[position:] for name, values in expected.items()})
+    images = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, "transforms": ["random_resized_crop"]})
+    objective = build_objective(ImageClassificationObjective(), MODEL, None, (5,), images)
+    rows = PackedDataset(Corpus.open(tmp_path / "theirs"), objective, sequence_length=5, seed=3)
+    (batch,) = read_global_batches(rows, ranks, steps=1, global_batch=30)
+    assert sorted(batch["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
+    assert batch["patches"].shape == (30, 5, 48)
 
 
 IMAGE, CLASS = picture(0), b"1"
