@@ -114,7 +114,7 @@ def test_a_chart_has_a_line_for_each(run: Path, records: list[dict[str, Any]], c
 
 
 def test_samples_of_evaluations_and_of_generate_are_merged(run: Path) -> None:
-    """They are grouped by prompt, in the order of steps."""
+    """Samples are grouped by prompt, in the order of steps."""
     texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "b", "text": ""}, {"prompt": "a", "text": "<b>"}]}
     texts[20].append("torn")  # type: ignore[arg-type]
     replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
