@@ -8,10 +8,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
@@ -38,14 +39,7 @@ class SlurmLauncher:
         characters that sbatch can't handle. Raises UsageError for such a path.
         """
         name = TEMPLATES[job.kind]
-        template = Environment(
-            loader=FunctionLoader(_read_template),
-            undefined=StrictUndefined,
-            finalize=lambda value: shlex.quote(str(value)),
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        ).get_template(name)
+        template = _load_template(name)
         uses_torchrun = self.site.start == "torchrun" and job.kind == "train"
         tasks = 1 if uses_torchrun else job.resources.nproc_per_node
         cpus = self.site.cpus_per_task
@@ -180,6 +174,18 @@ def _make_chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> 
     if not jobs:
         return ""
     return ",".join([*(name for name in dependencies if "?" not in name), f"afterany:{jobs[-1]}"])
+
+
+@cache
+def _load_template(name: str) -> Template:
+    return Environment(
+        loader=FunctionLoader(_read_template),
+        undefined=StrictUndefined,
+        finalize=lambda value: shlex.quote(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).get_template(name)
 
 
 def _read_template(name: str) -> str:

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import megatfm
-from megatfm.cli import main
 from megatfm.commands import finetuning, training
 from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import Config, list_presets, load_config
@@ -22,7 +21,7 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import CaptionedImage, draw_contact_sheet
 from megatfm.errors import LockedError, UsageError
 from megatfm.train import corpora
-from tests.support.hf_folders import run_command
+from tests.support.command_line import run_command
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.trained_runs import tokenizer_model
 
@@ -293,17 +292,11 @@ def test_images_that_cannot_be_drawn_are_one_line(
 # ------------------------------------------------------------------------------------------- megatfm estimate
 
 
-CONFIG = ("gpt2-124m",)
-
-
-def run_estimate(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["estimate", *arguments])
-    return int(stop.value.code or 0)
+GPT2 = ("estimate", "gpt2-124m")
 
 
 def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_estimate(*CONFIG, "--gpus", "8") == 0
+    assert run_command(*GPT2, "--gpus", "8") == 0
     text = capsys.readouterr().out
     assert "124,439,808 parameters, on 8 × NVIDIA H100" in text
     assert "fits:" in text
@@ -312,14 +305,14 @@ def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_estimate_suggests_changes_for_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("train.micro_batch=16", "parallel.zero=0")
-    assert run_estimate("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", *overrides) == 1
+    assert run_command("estimate", "gpt2-xl", "--gpus", "4", "--device", "a100-40gb", *overrides) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: every rank needs" in text
     assert "fits with" in text
 
 
 def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_estimate(*CONFIG, "--gpus", "2", "--json") == 0
+    assert run_command(*GPT2, "--gpus", "2", "--json") == 0
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["step_seconds"] == pytest.approx(sum(parsed["causes"].values()))
     assert parsed["memory"][0]["total"] > 2**30
@@ -337,17 +330,17 @@ def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options_of_estimate_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_estimate(*CONFIG, *arguments) == 2
+    assert run_command(*GPT2, *arguments) == 2
     assert text in capsys.readouterr().err
 
 
 def test_estimate_reads_a_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text('[device.mine]\nextends = "h100"\nname = "My GPU"\nmemory_gib = 4.0\n', encoding="utf-8")
-    assert run_estimate(*CONFIG, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
+    assert run_command(*GPT2, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
     assert "My GPU" in capsys.readouterr().out
     path.write_text('[device.mine]\nname = "My GPU"\n', encoding="utf-8")
-    assert run_estimate(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
+    assert run_command(*GPT2, "--hardware", str(path), "--device", "mine") == 2
     assert "[device.mine] lacks memory_gib" in capsys.readouterr().err
 
 
@@ -429,6 +422,7 @@ def test_presets_are_described_in_whole_sentences(
     assert run_command("config", "presets") == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(list_presets())
+    assert all(len(line.split()) > 3 and line.endswith(".") for line in lines), lines
     assert not [line for line in lines if line.count("(") != line.count(")")]
     monkeypatch.setenv("COLUMNS", "60")
     assert run_command("config", "presets") == 0
