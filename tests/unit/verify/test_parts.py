@@ -226,37 +226,28 @@ def test_patterns_shrink_with_the_row(name: str) -> None:
     assert any(pattern.simplify(small.data.sequence_length).builtin_mask is None for pattern in patterns)
 
 
-SIZES = {
-    "quickstart data.sequence_length=4096 "
-    'model.attention.pattern={name="window",width=128,dilation=3,initial_tokens=4}': {
-        "width": 8,
-        "dilation": 2,
-        "initial_tokens": 2,
-    },
-    'quickstart model.attention.pattern={name="chunked",size=512} data.sequence_length=1024': {"size": 21},
-    'quickstart model.attention.pattern={name="window",width=4096} data.sequence_length=4096': {"width": 64},
-    'bert-base model.attention.pattern={name="window",width=1024}': {"width": 128},
-    'quickstart model.attention.pattern={name="chunked",size=8192} data.sequence_length=4096': {"size": 128},
-    "bigbird-base data.sequence_length=512": {"block_size": 8},
-    'quickstart model.attention.pattern={name="strided",stride=128}': {"stride": 8},
-    'quickstart model.attention.pattern={name="fixed",stride=128,n_summary_tokens=8}': {
-        "stride": 8,
-        "n_summary_tokens": 2,
-    },
-    'quickstart model.attention.pattern={name="bigbird",block_size=64,n_global_tokens=64} data.sequence_length=4096': {
-        "block_size": 4,
-        "n_global_tokens": 8,
-    },
-    'bert-base model.attention.pattern={name="longformer",width=512,global_tokens=[0,7,500]}': {
-        "global_tokens": (0, 7, 32)
-    },
-}
+LONG = "data.sequence_length=4096"
+SIZES: dict[tuple[str, ...], dict[str, object]] = {
+    ("quickstart", LONG, 'model.attention.pattern={name="window",width=128,dilation=3,initial_tokens=4}'):
+        {"width": 8, "dilation": 2, "initial_tokens": 2},
+    ("quickstart", LONG, 'model.attention.pattern={name="window",width=4096}'): {"width": 64},
+    ("quickstart", LONG, 'model.attention.pattern={name="chunked",size=8192}'): {"size": 128},
+    ("quickstart", "data.sequence_length=1024", 'model.attention.pattern={name="chunked",size=512}'): {"size": 21},
+    ("quickstart", LONG, 'model.attention.pattern={name="bigbird",block_size=64,n_global_tokens=64}'):
+        {"block_size": 4, "n_global_tokens": 8},
+    ("quickstart", 'model.attention.pattern={name="strided",stride=128}'): {"stride": 8},
+    ("quickstart", 'model.attention.pattern={name="fixed",stride=128,n_summary_tokens=8}'):
+        {"stride": 8, "n_summary_tokens": 2},
+    ("bert-base", 'model.attention.pattern={name="window",width=1024}'): {"width": 128},
+    ("bigbird-base", "data.sequence_length=512"): {"block_size": 8},
+    ("bert-base", 'model.attention.pattern={name="longformer",width=512,global_tokens=[0,7,500]}'):
+        {"global_tokens": (0, 7, 32)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", SIZES)
-def test_sizes_of_patterns(words: str) -> None:
-    name, *overrides = words.split(" ")
-    small, _ = shrink(load_config(name, overrides))
+@pytest.mark.parametrize("words", SIZES, ids=" ".join)
+def test_sizes_of_patterns(words: tuple[str, ...]) -> None:
+    small, _ = shrink(load_config(words[0], list(words[1:])))
     pattern = small.model.attention.pattern
     assert {key: getattr(pattern, key) for key in SIZES[words]} == SIZES[words]
 
