@@ -19,7 +19,6 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
 from megatfm.train.profiling import StepProfile, explain_out_of_memory, should_record_allocations
@@ -143,11 +142,6 @@ def test_a_container_and_a_job_limit_memory_and_their_page_cache_is_free(
     write_group(tmp_path / root / "other", *files, ("800", 800))
     assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == [750, 800], "of a job"
     assert startup_checks.list_cgroup_free_bytes(tmp_path, "") == [800]
-
-
-def test_the_product_is_timed() -> None:
-    assert 0 < utilization.time_matmul(torch.float32, torch.device("cpu")) < 5
-    assert startup_checks.SLOW_FACTOR > 1
 
 
 def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
