@@ -74,15 +74,17 @@ def verify_preset(
 # --------------------------------------------------------------------------------------------------- cut rows
 
 
-SELECTIVE = ["parallel.cp=4", "parallel.dp_shard=1", "train.recompute=selective"]
+FOUR_PARTS = ["parallel.cp=4", "parallel.dp_shard=1"]
+SELECTIVE = [*FOUR_PARTS, "train.recompute=selective"]
 RING = ["parallel.cp=5", "parallel.dp_shard=1", "parallel.cp_method=ring"]
 
 
 @pytest.mark.parametrize(("preset", "overrides", "documents"), [
-    ("bigbird-base", SELECTIVE, "short"),
-    ("longformer-base", SELECTIVE, "short"),
+    ("bigbird-base", FOUR_PARTS, "short"),
+    ("longformer-base", FOUR_PARTS, "short"),
+    *(pytest.param(preset, SELECTIVE, "short", marks=EXTENDED) for preset in ("bigbird-base", "longformer-base")),
     ("t-dmca", SELECTIVE, "short"),
-    ("spanbert-base", ["parallel.cp=4", "parallel.dp_shard=1"], "short"),
+    ("spanbert-base", FOUR_PARTS, "short"),
     pytest.param("bert-base", RING, "short", marks=EXTENDED),
     ("llama3-8b", RING, "short"),
     # Experts on all ranks of two axes, a batch that predicts nothing, averaged weights.
