@@ -38,13 +38,13 @@ def optimizer_tensors(engine: NativeEngine) -> list[Tensor]:
 
 def gather_whole(engine: NativeEngine, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors by the names of parameters, of which each rank of two axes has its blocks."""
-    whole = {name: block.new_zeros(engine.layout[name].shape) for name, block in blocks.items()}
+    tensors = {name: block.new_zeros(engine.layout[name].shape) for name, block in blocks.items()}
     local = {name: (engine.regions[name], block) for name, block in blocks.items()}
     for rank in engine.mesh.gather_objects(local, ("dp_shard", "tp")):
         for name, ((offsets, sizes), block) in rank.items():
-            assert block.dtype == whole[name].dtype
-            whole[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = block
-    return whole
+            assert block.dtype == tensors[name].dtype
+            tensors[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = block
+    return tensors
 
 
 class WeighingObjective:

@@ -74,8 +74,8 @@ def differences_after_load(engine: NativeEngine, path: Path, expected: dict[str,
     for name, part in engine.state_dict().items():
         shard = checkpoint.ShardedTensor.from_tensor(part)
         if not name.startswith(SCALE):
-            whole = cut(expected[name], (shard.offsets, tuple(shard.tensor.shape)))
-            if whole.dtype != shard.tensor.dtype or not torch.equal(whole, shard.tensor):
+            block = cut(expected[name], (shard.offsets, tuple(shard.tensor.shape)))
+            if block.dtype != shard.tensor.dtype or not torch.equal(block, shard.tensor):
                 wrong.append(name)
     return wrong
 
