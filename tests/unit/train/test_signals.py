@@ -339,7 +339,7 @@ def flip_on_rank_3(part: str) -> str:
 
 @pytest.mark.parametrize(("part", "ranks"), [(".experts.", [1, 3]), (".attn.", [3])], ids=["experts", "attention"])
 def test_experts_are_compared_with_copies_of_theirs(workers: Workers, part: str, ranks: list[int]) -> None:
-    """Of two that differ, neither is known to be the right one."""
+    """Neither of two copies that differ is known to be the right one."""
     message = workers.run(flip_on_rank_3, 4, part)[0]
     assert [rank for rank in range(4) if f"rank {rank} on " in message] == ranks
     assert part in message

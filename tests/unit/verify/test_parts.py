@@ -130,7 +130,7 @@ def test_the_worst_replica_counts_and_so_do_nan_and_an_element_that_no_rank_hold
 
 
 def count_collectives() -> list[CollectiveTraffic]:
-    """Of float32 between two ranks: all-reduces of 5 and 4 elements, the others of 6 rows of 2."""
+    """Float32 between two ranks: all-reduces have 5 and 4 elements, other collectives 6 rows of 2."""
     world, ops, rows = dist.group.WORLD, torch.ops._c10d_functional, torch.ones(6, 2)
     with TrafficCounter({world.group_name: "everybody"}) as traffic:
         dist.all_reduce(torch.ones(5))
@@ -144,7 +144,7 @@ def count_collectives() -> list[CollectiveTraffic]:
 
 
 def count_coalesced() -> list[CollectiveTraffic]:
-    """Of 12 and 8 elements that go together."""
+    """Tensors of 12 and 8 elements go together."""
     world, ops = dist.group.WORLD, torch.ops._c10d_functional
     rows, more = torch.ones(6, 2), torch.ones(2, 4)
     with TrafficCounter({world.group_name: "everybody"}) as traffic:
