@@ -57,26 +57,26 @@ def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Cap
     assert result["seconds_left"] == 120.0
 
 
-@pytest.mark.parametrize(("codes", "record", "state"), [
-    ((1, 0), "", "DONE: job 7: of a test"),
-    ((1, 76), "", "NO PROGRESS: job 7: of a test"),
-    ((75,), "", "STOPPED: job 7: of a test"),
-    ((2,), "", "FAILED: job 7: of a test"),
-    ((75,), "JobId=7 JobState=CANCELLED ExitCode=0:15", "CANCELLED: job 7: exit code 0:15"),
-    ((), "JobId=7 JobState=NODE_FAIL ExitCode=1:0", "NODE_FAIL: job 7: exit code 1:0"),
-    ((None,), "", "GONE: job 7: SLURM has forgotten it"),
+@pytest.mark.parametrize(("codes", "answers", "state"), [
+    ((1, 0), {}, "DONE: job 7: of a test"),
+    ((1, 76), {}, "NO PROGRESS: job 7: of a test"),
+    ((75,), {}, "STOPPED: job 7: of a test"),
+    ((2,), {}, "FAILED: job 7: of a test"),
+    ((75,), {"scontrol-show": "JobId=7 JobState=CANCELLED ExitCode=0:15\n"}, "CANCELLED: job 7: exit code 0:15"),
+    ((), {"scontrol-show": "JobId=7 JobState=NODE_FAIL ExitCode=1:0\n"}, "NODE_FAIL: job 7: exit code 1:0"),
+    ((), {"sacct": "OUT_OF_MEMORY|0:125\n"}, "OUT_OF_MEMORY: job 7: exit code 0:125"),
+    ((None,), {}, "GONE: job 7: SLURM has forgotten it"),
 ])  # fmt: skip
 def test_after_the_job_has_left_the_queue(
-    make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
+    make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], answers: dict[str, str], state: str
 ) -> None:
-    """squeue knows it no more; scontrol may, for some minutes; then the run's own record tells."""
+    """squeue knows it no more; scontrol may, for some minutes, and sacct; then the run's own record tells."""
     run = make(launcher="slurm", jobs=["7"])
     write_attempts(run, *codes)
-    fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
-    if record:
-        fake_slurm.answer("scontrol-show", f"{record}\n")
-    else:
-        fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
+    for command in {"squeue", "scontrol-show"} - answers.keys():
+        fake_slurm.fail(command, "slurm_load_jobs error: Invalid job id specified\n")
+    for command, answer in answers.items():
+        fake_slurm.answer(command, answer)
     result = get_run_status(run)
     assert f"{result.state.name}: {result.state.reason}" == state
     assert result.state.is_over
@@ -131,15 +131,6 @@ def test_status_shows_array_progress(make: MakeRun, fake_slurm: FakeSlurm, capsy
     (run / "launch.json").write_text(json.dumps(launch_record))
     (run.with_name("made") / "prep.json").touch()
     assert (get_run_status(run).state.name, get_run_status(run).work) == ("DONE", "the corpus is finished")
-
-
-def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm) -> None:
-    run = make(launcher="slurm", jobs=["7"])
-    for command in ("squeue", "scontrol-show"):
-        fake_slurm.fail(command, "Invalid job id specified\n")
-    fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    state = get_run_status(run).state
-    assert (state.name, state.reason) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
 
 
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:

@@ -95,18 +95,9 @@ def test_stages_exchange_what_later_ones_read(make: Callable[..., nn.Module]) ->
     pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, pp_split_points=[
         "encoder.layers.1", "decoder.layers.2", "head",
     ])  # fmt: skip
-    assert [list(stage.inputs) for stage in pipeline.stages] == [
-        [],
-        ["encoder_hidden"],
-        ["encoder_hidden", "hidden"],
-        ["hidden"],
-    ]
-    assert [list(stage.outputs) for stage in pipeline.stages] == [
-        ["encoder_hidden"],
-        ["encoder_hidden", "hidden"],
-        ["hidden"],
-        [],
-    ]
+    inputs, outputs = zip(*((list(stage.inputs), list(stage.outputs)) for stage in pipeline.stages), strict=True)
+    assert inputs == ([], ["encoder_hidden"], ["encoder_hidden", "hidden"], ["hidden"])
+    assert outputs == (*inputs[1:], [])
     assert pipeline.parameter_ranks["encoder.embedding.tokens.weight"] == (0, 1)
     assert pipeline.parameter_ranks["decoder.position.weight"] == (0, 1)
     assert pipeline.parameter_ranks["decoder.layers.5.ffn.w_up.weight"] == (0,)

@@ -193,14 +193,11 @@ def test_layouts_that_do_not_fit_are_refused_with_ones_that_do(
     )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "processes"),
-    [
-        (["parallel.tp=2", "parallel.pp=2"], 6),
-        (["parallel.tp=2", "parallel.dp_shard=-1"], 3),
-        (["parallel.pp=2", "parallel.dp_replicate=2"], 2),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "processes"), [
+    (["parallel.tp=2", "parallel.pp=2"], 6),
+    (["parallel.tp=2", "parallel.dp_shard=-1"], 3),
+    (["parallel.pp=2", "parallel.dp_replicate=2"], 2),
+])  # fmt: skip
 def test_processes_that_are_not_the_product_of_the_axes(overrides: list[str], processes: int) -> None:
     output = refusal(GPT, overrides, processes)
     match = re.search(
