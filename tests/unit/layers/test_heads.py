@@ -17,6 +17,7 @@ from megatfm.layers.preference import PREFERENCE_TERMS, Preference
 from megatfm.models import build
 from megatfm.verify.verify import verify
 from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder
+from tests.support.tensors import move_parameters
 
 T = 12
 SMALL = {
@@ -31,12 +32,7 @@ def drawn(high: int, *shape: int, seed: int) -> Tensor:
 
 
 def build_encoder(**options: object) -> torch.nn.Module:
-    """Float64, no parameter where it starts."""
-    model = build(ModelConfig.from_dotted(**(SMALL | options))).double()
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
+    return move_parameters(build(ModelConfig.from_dotted(**(SMALL | options))), 0.5)
 
 
 def same_with_gradients(model: torch.nn.Module, actual: Tensor, expected: Tensor, touched: str) -> None:
@@ -163,11 +159,10 @@ def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(built(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "frozen"),
-    [({"tp": 2, "dp_shard": 1}, ["encoder.norm.*"]), ({"dp_shard": 2}, ["encoder.*"])],
-    ids=["tp2", "zero3, frozen features"],
-)
+@pytest.mark.parametrize(("parallel", "frozen"), [
+    ({"tp": 2, "dp_shard": 1}, ["encoder.norm.*"]),
+    ({"dp_shard": 2}, ["encoder.*"]),
+], ids=["tp2", "zero3, frozen features"])  # fmt: skip
 def test_layouts_compute_the_same(parallel: dict[str, Any], frozen: list[str]) -> None:
     assert not verify(layers_config(parallel, frozen)).wrong
 

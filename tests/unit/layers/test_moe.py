@@ -53,14 +53,11 @@ def olmoe() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    options = {
-        **SIZES, "n_routed_experts": E, "n_shared_experts": shared, "n_group": groups, "topk_group": groups // 2 or 1,
-        "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
-    }  # fmt: skip
-    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     router = {
         "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
     }  # fmt: skip
+    options = {**SIZES, "n_routed_experts": E, "n_shared_experts": shared, **router}
+    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     return reference, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
 
 
@@ -117,10 +114,8 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     reference = modeling_switch_transformers.SwitchTransformersSparseMLP(arguments).to(dtype)
     if dtype == torch.float64:
         reference.router.dtype = dtype
-    actual = build_moe(
-        dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu",
-        router={"name": "switch", **ROUTER_LOSSES},
-    )  # fmt: skip
+    router = {"name": "switch", **ROUTER_LOSSES}
+    actual = build_moe(dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu", router=router)
     reference.router.classifier.weight.data.copy_(actual.router.weight.data)
     for e in range(E):
         expert = reference.experts[f"expert_{e}"]
@@ -157,11 +152,8 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         torch.testing.assert_close(of_four, reference, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
-        expected = {
-            "balance": reference * B * T / top_k,
-            "sequence_balance": torch.stack(rows).sum() / top_k,
-            "router_z": z * B * T,
-        }
+        expected = {"balance": reference * B * T / top_k, "router_z": z * B * T}
+        expected["sequence_balance"] = torch.stack(rows).sum() / top_k
     if top_k == 1:
         probabilities = logits.softmax(-1)
         switch = modeling_switch_transformers.load_balancing_loss_func(probabilities, probabilities.argmax(-1))
@@ -169,11 +161,11 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     assert losses.keys() == expected.keys()
     for name, term in expected.items():
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
-        aux_gradients = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
-        hf_gradients = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
-        for value, expected_value in zip(aux_gradients, hf_gradients, strict=True):
-            assert expected_value.norm() > 0
-            torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6)
+        aux_gradients, hf_gradients = (
+            torch.autograd.grad(loss, [x, actual.router.weight], retain_graph=True) for loss in (losses[name], term)
+        )
+        assert all(gradient.norm() > 0 for gradient in hf_gradients)
+        torch.testing.assert_close(aux_gradients, hf_gradients, rtol=1e-5, atol=1e-6)
 
 
 def by_hand(module: MoE, x: Tensor, real: Tensor, is_taken: Tensor) -> Tensor:
@@ -309,23 +301,20 @@ def test_a_balanced_start() -> None:
     assert torch.autograd.grad(loss, module.router.weight)[0].norm() < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("keys", "output"),
-    [
-        ({"drop_policy": "position"}, "drop_policy = 'position' has no meaning where experts take all tokens"),
-        ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
-        ({"capacity_factor": 0.0}, "greater than 0"),
-        ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
-        ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
-        ({"router": {"name": "deepseek_v3", "n_group": 3}}, "the nearest that does is 2"),
-        ({"router": {"name": "deepseek_v3", "topk_group": 2}}, "choose 1 or less"),
-        ({"router": {"name": "deepseek_v3", "n_group": 4}}, "choose router.topk_group = 2 or more"),
-        ({"capacity_factor": 1.0, "expert_capacity": 4}, "say the same thing twice"),
-        ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
-    ],
-)
-def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], output: str) -> None:
-    with pytest.raises(ValidationError, match=output):
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"drop_policy": "position"}, "drop_policy = 'position' has no meaning where experts take all tokens"),
+    ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
+    ({"capacity_factor": 0.0}, "greater than 0"),
+    ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
+    ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
+    ({"router": {"name": "deepseek_v3", "n_group": 3}}, "the nearest that does is 2"),
+    ({"router": {"name": "deepseek_v3", "topk_group": 2}}, "choose 1 or less"),
+    ({"router": {"name": "deepseek_v3", "n_group": 4}}, "choose router.topk_group = 2 or more"),
+    ({"capacity_factor": 1.0, "expert_capacity": 4}, "say the same thing twice"),
+    ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
+])  # fmt: skip
+def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         moe_config(**keys)
 
 
