@@ -1,4 +1,4 @@
-"""Small parts against their formulas: activations and norms, rotary positions, dropout and stochastic depth."""
+"""Small parts against their formulas: activations, rotary positions, dropout and stochastic depth."""
 
 import math
 
@@ -14,6 +14,7 @@ from megatfm.config import ModelConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout, DropPath
+from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.position import LearnedPositions
 from megatfm.layers.rope import compute_frequencies, compute_rotary_table, compute_scaled_frequencies, rotate
@@ -21,6 +22,13 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
 from tests.support.tensors import draw, move_parameters
+
+
+def test_swiglu_equals_its_formula() -> None:
+    gate, activation = draw(3, 5), ACTIVATIONS.get("swiglu")
+    assert activation.gated
+    torch.testing.assert_close(activation.function(gate), gate / (1 + (-gate).exp()), rtol=1e-12, atol=1e-15)
+
 
 # ------------------------------------------------------------------------------------------- rotary positions
 
