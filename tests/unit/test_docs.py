@@ -1,8 +1,7 @@
 """Pages are true: commands parse, configs load, links lead somewhere, and the examples run."""
 
-import ast
+import argparse
 import importlib
-import importlib.util
 import pkgutil
 import re
 import shlex
@@ -20,7 +19,7 @@ from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
-from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module, parse_folders
+from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
@@ -54,10 +53,15 @@ def inline_commands() -> list[Any]:
     return actual
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    """The command line, built when a test first needs it."""
+    return importlib.import_module("megatfm.cli").build_parser()
+
+
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
 def test_commands_parse(line: str) -> None:
-    cli = importlib.import_module("megatfm.cli")
-    arguments = cli.build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    arguments = parser().parse_args(shlex.split(line, comments=True)[1:])
     if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
         named = getattr(arguments, "config", "")
@@ -157,7 +161,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(parser())
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
@@ -319,12 +323,9 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
 
 @cache
 def defined_names() -> set[str]:
-    """Every class, function and alias of a type in the package, by its own name."""
-    actual: set[str] = set()
-    for tree in parse_folders("megatfm").values():
-        actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    return actual
+    """Every class and alias of a type in the package, by its own name."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "megatfm").rglob("*.py")]
+    return {name for source in sources for name in re.findall(r"(?m)^(?:class )?([A-Z]\w+)(?:[:(]| = )", source)}
 
 
 def glossary_terms(text: str) -> list[str]:
