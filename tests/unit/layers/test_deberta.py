@@ -1,7 +1,5 @@
-"""Disentangled attention and windows of maps against their papers' sums, written out pair by pair."""
+"""Buckets and refusals of disentangled attention; windows of maps against their definition, pair by pair."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.deberta import assign_log_buckets
-from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.windows_2d import Windows2d
 from megatfm.layers.attention.windowed import WindowedAttention
 from megatfm.layers.initialisation import make_initialiser
@@ -24,63 +20,12 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.support.tensors import assert_same_gradients, draw, move_parameters
 
-K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
-    family="encoder", vocab_size=23, d_model=D, n_layers=2, attention={"name": "deberta", "n_heads": N},
-    ffn={"d_ff": 20, "activation": "gelu"}, norm={"name": "layer_norm", "placement": "post"},
-    position={"name": "deberta", "max_distance": K},
+    family="encoder", vocab_size=23, d_model=12, n_layers=2, attention={"name": "deberta", "n_heads": 2},
+    ffn={"d_ff": 20}, position={"name": "deberta", "max_distance": 3},
 )  # fmt: skip
-
-
-BUCKETS, FARTHEST = 4, 7
-SHARED = CONFIG.with_changes(
-    {
-        "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": BUCKETS,
-        "position.max_distance": FARTHEST,
-    }
-)  # fmt: skip
-
-
-def delta(i: int, j: int) -> int:
-    """He et al. 2021, equation 3."""
-    if i - j <= -K:
-        return 0
-    return 2 * K - 1 if i - j >= K else i - j + K
-
-
-def by_pairs(
-    attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documents: list[int], delta: Callable[[int, int], int]
-) -> Tensor:
-    """He et al. 2021, equation 4, for one row and head by head; only tokens of one document see one another.
-
-    But the position in position-to-content is δ(i, j), as in the released code, where the paper has δ(j, i).
-    """
-    h = D // N
-    q, k, v = (projection(x_TD) for projection in (attention.wq, attention.wk, attention.wv))
-    shared = not hasattr(attention, "wq_position")
-    q_r = (attention.wq if shared else attention.wq_position)(table_RD)
-    k_r = (attention.wk if shared else attention.wk_position)(table_RD)
-    out = []
-    for head in range(N):
-        part = slice(head * h, (head + 1) * h)
-        rows = []
-        for i in range(T):
-            keys = [j for j in range(T) if documents[j] == documents[i]]
-            scores = torch.stack(
-                [
-                    q[i, part] @ k[j, part] + q[i, part] @ k_r[delta(i, j), part] + k[j, part] @ q_r[delta(i, j), part]
-                    for j in keys
-                ]
-            ) / math.sqrt(3 * h)
-            rows.append(scores.softmax(0) @ v[keys][:, part])
-        out.append(torch.stack(rows))
-    return attention.wo(torch.cat(out, dim=-1))
-
-
-def bucket(i: int, j: int) -> int:
-    """The row that transformers' DeBERTa v2 reads for query i and key j."""
-    distance = torch.tensor(i - j)
-    return int(make_log_bucket_position(distance, BUCKETS, FARTHEST).clamp(-BUCKETS, BUCKETS - 1)) + BUCKETS
+BUCKETS = {"name": "deberta_v2", "buckets": 4, "max_distance": 7}
+SHARED = CONFIG.with_changes({"attention.name": "deberta_v2", "position": BUCKETS})
 
 
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
@@ -90,49 +35,6 @@ def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     assert torch.equal(actual, reference.long())
     assert actual.dtype == torch.int64
     assert actual[distances.abs() < farthest].abs().max() < n
-
-
-@pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
-def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
-    attention = move_parameters(ATTENTIONS.get(config.attention.name)(config, make_initialiser(config), Full()), 0.6)
-    x = draw(2, T, D).requires_grad_()
-    table = draw(2 * (K if config is CONFIG else BUCKETS), D, seed=1).requires_grad_()
-    documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
-    sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
-    actual = attention(x, sequence, table)
-    expected = torch.stack(
-        [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
-    )
-    inputs = [x, table, *attention.parameters()]
-    assert_same_gradients(actual, expected, inputs, rtol=1e-12, atol=1e-12)
-    gradients = torch.autograd.grad(expected.square().sum(), inputs)
-    assert all(gradient.norm() > 1e-3 or gradient.shape == (D,) for gradient in gradients)
-
-
-def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
-    model = move_parameters(build(CONFIG), 0.6)
-    tables = [name for name, p in model.named_parameters() if tuple(p.shape) == (2 * K, D)]
-    assert len(tables) == 1
-    tokens = torch.randint(0, 23, (2, T), generator=torch.Generator().manual_seed(4))
-    gradients = []
-    for recomputed in ("01", "0", "1"):
-        model.zero_grad()
-        for name, block in model.encoder.layers.items():
-            for part in ("wq_position", "wk_position"):
-                getattr(block.attn, part).requires_grad_(name in recomputed)
-        hooks = [
-            block.attn.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:]))
-            for name, block in model.encoder.layers.items()
-            if name not in recomputed
-        ]
-        model(tokens).hidden.square().sum().backward()
-        gradients.append(model.get_parameter(tables[0]).grad.clone())
-        for hook in hooks:
-            hook.remove()
-    gradient, first, second = gradients
-    assert first.norm() > 1e-3
-    assert second.norm() > 1e-3
-    torch.testing.assert_close(gradient, first + second, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("config", "change"), [

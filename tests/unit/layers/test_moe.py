@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
-from transformers.models.olmoe import modeling_olmoe
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, load_config
@@ -25,72 +23,36 @@ from megatfm.layers.sequence import SequenceMetadata
 from tests.support.models import F_, ROUTER_LOSSES, B, D, E, T, build_moe, moe_config, moe_inputs, moe_sequence
 from tests.support.reference_gradients import TOLERANCE, cast_to_float64, dtype_fixture
 
-MODULES = (
-    modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
-)  # fmt: skip
-SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
-
-
+MODULES = (modeling_deepseek_v3, modeling_mixtral, modeling_switch_transformers)
 dtype = dtype_fixture(*MODULES)
 
 
-def mixtral() -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
-    reference = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
-    return reference, {"router": {"name": "top_k", **ROUTER_LOSSES}}
-
-
-def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
-    reference = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
-
-
-def olmoe() -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "intermediate_size": F_, "num_experts": E}
-    reference = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
-
-
-def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    router = {
-        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
-    }  # fmt: skip
-    options = {**SIZES, "n_routed_experts": E, "n_shared_experts": shared, **router}
-    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
-    return reference, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
-
-
-LAYERS = {
-    "mixtral": mixtral,
-    "qwen3": lambda: qwen3(True),
-    "qwen3, not normalised": lambda: qwen3(False),
-    "olmoe": olmoe,
-    "deepseek-v3": lambda: deepseek_v3(True, 4),
-    "deepseek-v3, two groups, not normalised": lambda: deepseek_v3(False, 2),
-    "deepseek-v3, one group": lambda: deepseek_v3(True, 1),
-}
-
-
-def to_hf_names(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hf_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
         "experts.gate_up_proj": torch.cat([tensors["experts.w_gate"], tensors["experts.w_up"]], 1),
         "experts.down_proj": tensors["experts.w_down"],
     }
-    for part in ("gate", "up", "down") if actual.shared else ():
-        named[f"shared_experts.{part}_proj.weight"] = tensors[f"shared.w_{part}.weight"]
-    return named
+    shared = {
+        f"shared_experts.{part}_proj.weight": tensors[f"shared.w_{part}.weight"] for part in ("gate", "up", "down")
+    }
+    return named | shared
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
-    hf_layer, options = LAYERS[layer]()
-    hf_layer, actual = hf_layer.to(dtype), build_moe(dtype, **options)
-    if isinstance(hf_layer, modeling_deepseek_v3.DeepseekV3MoE):
-        hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
-    for name, tensor in to_hf_names(actual, dict(actual.named_parameters())).items():
+@pytest.mark.parametrize(("normalise", "groups"), [(False, 2), (True, 1)])
+def test_groups_of_deepseek_v3_are_transformers(normalise: bool, groups: int, dtype: torch.dtype) -> None:
+    """Outputs and gradients; the other routers and numbers of groups are in tests/parity/test_decoders.py."""
+    router = {
+        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    config = transformers.DeepseekV3Config(
+        hidden_size=D, moe_intermediate_size=F_, num_experts_per_tok=3, n_routed_experts=E, n_shared_experts=2, **router
+    )
+    hf_layer = modeling_deepseek_v3.DeepseekV3MoE(config).to(dtype)
+    actual = build_moe(dtype, n_shared_experts=2, router={"name": "deepseek_v3", **router, **ROUTER_LOSSES})
+    hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
+    for name, tensor in to_hf_names(dict(actual.named_parameters())).items():
         hf_layer.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
     y, expected = actual(x, moe_sequence()).y, hf_layer(other)
@@ -98,43 +60,13 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     y.backward(direction)
     expected.backward(direction)
-    gradients = to_hf_names(actual, {name: p.grad for name, p in actual.named_parameters()})
+    gradients = to_hf_names({name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
     reference = {name: p.grad for name, p in hf_layer.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         assert gradient.norm() > 0
         assert (gradients[name] - gradient).norm() <= TOLERANCE[dtype] * gradient.norm(), name
-
-
-@pytest.mark.parametrize("capacity", [T, 2, 1])
-def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
-    options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
-    arguments = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
-    reference = modeling_switch_transformers.SwitchTransformersSparseMLP(arguments).to(dtype)
-    if dtype == torch.float64:
-        reference.router.dtype = dtype
-    router = {"name": "switch", **ROUTER_LOSSES}
-    actual = build_moe(dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu", router=router)
-    reference.router.classifier.weight.data.copy_(actual.router.weight.data)
-    for e in range(E):
-        expert = reference.experts[f"expert_{e}"]
-        expert.wi.weight.data.copy_(actual.experts.w_up.data[e])
-        expert.wo.weight.data.copy_(actual.experts.w_down.data[e])
-    x, other = moe_inputs(dtype), moe_inputs(dtype)
-    result, expected = actual(x, moe_sequence()), reference(other)
-    assert (result.y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
-    assert (int(result.counts["dropped"]) > 0) == (capacity < T)
-    result.y.square().sum().backward()
-    expected.square().sum().backward()
-    pairs = [(x.grad, other.grad), (actual.router.weight.grad, reference.router.classifier.weight.grad)]
-    for e in range(E):
-        of_theirs = reference.experts[f"expert_{e}"]
-        for grad, layer in ((actual.experts.w_up.grad, of_theirs.wi), (actual.experts.w_down.grad, of_theirs.wo)):
-            hf_gradient = layer.weight.grad
-            pairs.append((grad[e], torch.zeros_like(grad[e]) if hf_gradient is None else hf_gradient))
-    for ours_, hf_gradients in pairs:
-        assert (ours_ - hf_gradients).norm() <= TOLERANCE[dtype] * max(float(hf_gradients.norm()), 1e-3)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

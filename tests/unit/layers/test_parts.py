@@ -1,9 +1,10 @@
-"""Small parts against their formulas: activations, rotary positions, dropout and stochastic depth."""
+"""Small parts against their formulas: activations, embeddings, rotary positions, dropout, stochastic depth."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -14,6 +15,7 @@ from megatfm.config import ModelConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout, DropPath
+from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.position import LearnedPositions
@@ -28,6 +30,49 @@ def test_swiglu_equals_its_formula() -> None:
     gate, activation = draw(3, 5), ACTIVATIONS.get("swiglu")
     assert activation.gated
     torch.testing.assert_close(activation.function(gate), gate / (1 + (-gate).exp()), rtol=1e-12, atol=1e-15)
+
+
+# ------------------------------------------------------------------------------------------------- embeddings
+
+
+SMALL = {
+    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 1, "attention.n_heads": 3, "ffn.d_ff": 20,
+    "norm.name": "layer_norm", "norm.eps": 1e-3, "position.name": "learned", "position.max_positions": 9,
+    "embedding.dim": 5, "embedding.norm": True,
+}  # fmt: skip
+IDS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
+SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_factorised_with_all_that_there_is(offset: int) -> None:
+    """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
+    options = {"embedding.n_segments": 3, "embedding.scale": 1.5, "position.offset": offset}
+    embedding = move_parameters(InputEmbedding(ModelConfig.from_dotted(**SMALL, **options), "encoder"), 1.0)
+    sequence = SequenceMetadata(torch.arange(7).expand(2, 7))
+    named = dict(embedding.named_parameters())
+    assert {name: tuple(p.shape) for name, p in named.items()} == {
+        "tokens.weight": (23, 5), "positions.weight": (9 + offset, 5), "segments.weight": (3, 5),
+        "norm.weight": (5,), "norm.bias": (5,), "projection.weight": (12, 5), "projection.bias": (12,),
+    }  # fmt: skip
+    x = 1.5 * named["tokens.weight"][IDS] + named["positions.weight"][torch.arange(7) + offset]
+    x = F.layer_norm(x + named["segments.weight"][SEGMENTS], (5,), named["norm.weight"], named["norm.bias"], 1e-3)
+    expected = x @ named["projection.weight"].T + named["projection.bias"]
+    torch.testing.assert_close(embedding(IDS, sequence, SEGMENTS), expected, rtol=1e-12, atol=1e-12)
+    zero = embedding(IDS, sequence, torch.zeros_like(SEGMENTS))
+    assert torch.equal(embedding(IDS, sequence), zero), "without segments, all are in the first"
+
+
+def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
+    embedding = move_parameters(InputEmbedding(ModelConfig.from_dotted(**SMALL, dropout=0.5), "encoder"), 1.0)
+    sequence = SequenceMetadata(torch.arange(7).expand(2, 7), rng_keys=torch.tensor([5, 6]))
+    inputs_of_projection: list[Tensor] = []
+    embedding.projection.register_forward_pre_hook(lambda _, inputs: inputs_of_projection.append(inputs[0]))
+    embedding(IDS, sequence)
+    embedding.eval()(IDS, sequence)
+    dropped, full = inputs_of_projection
+    assert 0.2 < float((dropped == 0).double().mean()) < 0.8
+    torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * full), rtol=1e-12, atol=0)
 
 
 # ------------------------------------------------------------------------------------------- rotary positions
