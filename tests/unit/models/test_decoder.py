@@ -1,4 +1,4 @@
-"""Properties of a decoder: causal, blind across documents, the same with a cache; and muP's promise."""
+"""A decoder's padding, cache, positions and first weights; and muP's promise."""
 
 import math
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.initialisation import Constant, Normal, compute_mup_lr_scales, initialise
 from megatfm.models import Decoder, build
+from tests.support.tensors import move_parameters
 
-LENGTHS = (5, 1, 6)
-T = sum(LENGTHS) + 2
+T = 14
 CONFIG = ModelConfig(
     vocab_size=31, d_model=16, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 24},
     embedding={"tied": False}, init={"std": 0.1},
@@ -25,34 +25,16 @@ CONFIG = ModelConfig(
 
 @pytest.fixture
 def model() -> Decoder:
-    """Float64, every parameter moved away from where it starts."""
-    model = build(CONFIG).double()
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        noise = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data.copy_(noise + (parameter.dim() == 1))
-    return model
+    return move_parameters(build(CONFIG), 0.4)
 
 
-def tokens(rows: int = 2) -> Tensor:
-    return torch.randint(0, 31, (rows, T), generator=torch.Generator().manual_seed(1))
+def tokens() -> Tensor:
+    return torch.randint(0, 31, (2, T), generator=torch.Generator().manual_seed(1))
 
 
-def packed() -> dict[str, Tensor]:
-    """One row of three documents and two tokens of padding."""
-    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((2,), -1)])
-    positions = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.zeros(2, dtype=torch.int64)])
-    return {"documents": documents[None], "positions": positions[None]}
-
-
-def test_padding_is_finite_and_moves_nothing(model: Decoder) -> None:
-    row, where = tokens(1), packed()
-    before = model(row, **where).logits
-    assert before.isfinite().all()
-    row[:, -2:] = (row[:, -2:] + 1) % 31
-    assert torch.equal(model(row, **where).logits[:, :-2], before[:, :-2])
-    only_padding = {"documents": torch.full((1, T), -1), "positions": torch.zeros(1, T, dtype=torch.int64)}
-    assert model(row, **only_padding).logits.isfinite().all()
+def test_a_row_of_padding_is_finite(model: Decoder) -> None:
+    padding = {"documents": torch.full((2, T), -1), "positions": torch.zeros(2, T, dtype=torch.int64)}
+    assert model(tokens(), **padding).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("chunks", [[T], [1] * T, [4, 1, 6, T - 11], [T - 1, 1]], ids=str)
@@ -127,7 +109,7 @@ def changes(width: int, mup: bool, kind: str) -> dict[str, float]:
     values |= {"ffn.d_ff": 2 * width, "embedding.tied": False, "init.name": "normal", "init.std": 0.1}
     values |= {"mup.base_width": BASE, **KINDS[kind](width)}
     config = ModelConfig.from_dotted({key: value for key, value in values.items() if mup or not key.startswith("mup.")})
-    model = build(config).double()
+    model = build(config)
     initialise(model, 1)
     scales = compute_mup_lr_scales(model, config)
     groups = [{"params": [p], "lr": 0.01 * scales.get(name, 1.0)} for name, p in model.named_parameters()]
