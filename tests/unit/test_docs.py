@@ -1,5 +1,6 @@
 """Pages are true: commands parse, configs load, links lead somewhere, and the examples run."""
 
+import argparse
 import importlib
 import importlib.util
 import pkgutil
@@ -53,10 +54,15 @@ def inline_commands() -> list[Any]:
     return actual
 
 
+@cache
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, built once."""
+    return importlib.import_module("megatfm.cli").build_parser()
+
+
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
 def test_commands_parse(line: str) -> None:
-    cli = importlib.import_module("megatfm.cli")
-    arguments = cli.build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    arguments = build_parser().parse_args(shlex.split(line, comments=True)[1:])
     if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
         named = getattr(arguments, "config", "")
@@ -156,7 +162,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(build_parser())
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)

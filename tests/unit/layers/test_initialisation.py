@@ -14,17 +14,7 @@ from megatfm import rng
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers import initialisation as initial_module
-from megatfm.layers.initialisation import (
-    MIN_ELEMENTS_FOR_THREADS,
-    ROW_BLOCK,
-    Constant,
-    InitDistribution,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-    draw,
-    initialise,
-)
+from megatfm.layers.initialisation import Constant, InitDistribution, Normal, TruncatedNormal, Uniform, draw, initialise
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
 
@@ -35,10 +25,7 @@ SMALL = {
     "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True,
 }  # fmt: skip
 SENTENCE = {"extra_heads.sentence.classes": 2}
-ELECTRA = {
-    "family": "electra", "embedding.dim": 64,
-    "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96},
-}  # fmt: skip
+ELECTRA = {"family": "electra", "embedding.dim": 64, "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96}}
 
 
 def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
@@ -98,7 +85,7 @@ def draw_full_tensor(shape: tuple[int, ...], seed: int = 7, name: str = NAME, st
 
 def test_draws_keep_their_golden_values() -> None:
     """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
-    assert ROW_BLOCK == 128
+    assert initial_module.ROW_BLOCK == 128
     drawn = draw_full_tensor((300, 4))
     assert drawn.dtype == torch.float32
     np.testing.assert_array_equal(drawn[[0, 127, 128, 299]].numpy(), np.array(GOLDEN_ROWS, np.float32))
@@ -138,14 +125,10 @@ def test_rows_drawn_in_pieces_have_the_same_bits(
 ) -> None:
     """Numbers of odd count, so that generators have half a draw left between pieces."""
     monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", piece)
-    shape = (ROW_BLOCK + 5, 3, 7)
+    shape = (initial_module.ROW_BLOCK + 5, 3, 7)
     full = np.concatenate([at_once(initial, rows, shape[1:], block) for block, rows in enumerate((128, 5))])
-    for offsets, sizes in (
-        ((0, 0, 0), shape),
-        ((17, 0, 0), (1, 3, 7)),
-        ((120, 1, 2), (13, 2, 4)),
-        ((132, 0, 6), (1, 3, 1)),
-    ):
+    boxes = ((0, 0, 0), shape), ((17, 0, 0), (1, 3, 7)), ((120, 1, 2), (13, 2, 4)), ((132, 0, 6), (1, 3, 1))
+    for offsets, sizes in boxes:
         cut = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         assert np.array_equal(draw(initial, 7, NAME, shape, offsets, sizes).numpy(), full[cut])
 
@@ -165,13 +148,9 @@ def test_more_rows_leave_the_others_as_they_are() -> None:
 
 
 def test_seed_and_name_decide() -> None:
-    drawn = [
-        draw_full_tensor((4, 4)),
-        draw_full_tensor((4, 4), seed=8),
-        draw_full_tensor((4, 4), name="layers.1.attn.wq.weight"),
-    ]
+    drawn = [draw_full_tensor((4, 4), **key) for key in ({}, {"seed": 8}, {"name": "layers.1.attn.wq.weight"})]
     assert not any(torch.equal(a, b) for a in drawn for b in drawn if a is not b)
-    blocks = draw_full_tensor((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
+    blocks = draw_full_tensor((3 * initial_module.ROW_BLOCK, 2)).split(initial_module.ROW_BLOCK)
     assert not any(torch.equal(a, b) for a in blocks for b in blocks if a is not b)
 
 
@@ -193,8 +172,8 @@ def test_constants_and_empty_boxes() -> None:
 
 @pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
 def test_threads_draw_the_same_bits_as_one_thread(initial: InitDistribution, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
-    assert math.prod(sizes) >= MIN_ELEMENTS_FOR_THREADS
+    shape, offsets, sizes = (6 * initial_module.ROW_BLOCK + 7, 501), (100, 1), (4 * initial_module.ROW_BLOCK + 90, 499)
+    assert math.prod(sizes) >= initial_module.MIN_ELEMENTS_FOR_THREADS
     alone = draw(initial, 7, NAME, shape, offsets, sizes)
     drew: set[int] = set()
     together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time

@@ -18,9 +18,9 @@ from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
 from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [
+    (torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5),
+])  # fmt: skip
 def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     torch.manual_seed(0)
     shapes = [(), (0,), (3, 7), (CHUNK_ELEMENTS,), (CHUNK_ELEMENTS + 1,), (5, CHUNK_ELEMENTS // 2)]
@@ -119,10 +119,8 @@ def compute_grouped(x: Tensor, weight: Tensor) -> Tensor:
 
 # function: products forward, and for each gradient; a loss computes its gradients in the forward pass
 CASES: dict[Callable[..., Tensor], tuple[int, int]] = {
-    compute_loss: (2, 2),
-    compute_grouped: (2, 2),
-    fp8_linear: (1, 1),
-}
+    compute_loss: (2, 2), compute_grouped: (2, 2), fp8_linear: (1, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -146,8 +144,7 @@ def test_backward_has_only_the_products_it_needs(
         assert (tensor.grad is not None) == (training and needs_gradient)
     if training and of_x and of_weight:
         expected = torch.autograd.grad(function(x, parameter).float().sum(), (x, parameter))
-        assert torch.equal(expected[0], x.grad)  # type: ignore[arg-type]
-        assert torch.equal(expected[1], parameter.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(expected, (x.grad, parameter.grad), rtol=0, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------- 8-bit floats
@@ -214,10 +211,7 @@ def compute_output_and_gradients(multiply: Callable[..., Tensor], dtype: torch.d
     )
     result = multiply(x, weight, bias)
     result.backward(y.detach())
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert bias.grad is not None
-    return [result.detach().double(), x.grad.double(), weight.grad.double(), bias.grad.double()]
+    return [result.detach().double(), *(tensor.grad.double() for tensor in (x, weight, bias))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -243,9 +237,7 @@ def test_fp8_of_no_tokens_is_empty_and_has_zero_gradients(rowwise: bool) -> None
     result = fp8_linear(x, weight, rowwise=rowwise)
     assert result.shape == (2, 0, N)
     result.sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == x.shape
-    assert weight.grad is not None
     assert (weight.grad == 0).all()
 
 
