@@ -254,7 +254,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
 
     def config(name: str) -> Config:
         local = [f"checkpoint.local_dir={tmp_path / name}-nodes/node-$RANK", "checkpoint.local_every=3"]
-        return make_config("parallel.dp_shard=2", "evaluate.every=0", *local, run=name)
+        return make_config("parallel.dp_shard=2", "train.steps=12", "evaluate.every=0", *local, run=name)
 
     assert workers.run(run_training, 2, config("whole")) == [EXIT_OK, EXIT_OK]
     full = tmp_path / "whole"

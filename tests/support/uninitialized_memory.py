@@ -1,6 +1,6 @@
 """Memory that nobody wrote is NaN, tensors where torch never puts them, and calls that make the host wait."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,19 @@ def assert_aligned_inputs() -> Iterator[MisalignedInputs]:
         yield kernels
     assert kernels.seen
     assert not kernels.wrong, sorted(kernels.wrong)
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Context that counts operators of torch: these, or all that are no views."""
+
+    def __init__(self, operators: Collection[Any] | None = None) -> None:
+        super().__init__()
+        self.operators = operators
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view if self.operators is None else func in self.operators
+        return func(*args, **(kwargs or {}))
 
 
 BLOCKING_OPERATORS = (

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig
 from megatfm.ops import keyed_random
@@ -16,6 +14,7 @@ from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
 from megatfm.ops.grouped_mm import windowed_linear
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
 from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
+from tests.support.uninitialized_memory import OperatorCounter
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [
@@ -99,16 +98,6 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}
 
 
-class ProductCounter(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in PRODUCTS
-        return func(*args, **(kwargs or {}))
-
-
 def compute_loss(x: Tensor, weight: Tensor) -> Tensor:
     return cross_entropy(x, weight, torch.arange(len(x)) % len(weight), chunk=16)
 
@@ -135,7 +124,7 @@ def test_backward_has_only_the_products_it_needs(
     x.requires_grad_(of_x)
     parameter = nn.Parameter(weight, requires_grad=of_weight)
     forward, products_per_gradient = CASES[function]
-    with ProductCounter() as products, nullcontext() if training else torch.no_grad():
+    with OperatorCounter(PRODUCTS) as products, nullcontext() if training else torch.no_grad():
         result = function(x, parameter).float().sum()
         if training and (of_x or of_weight):
             result.backward()
