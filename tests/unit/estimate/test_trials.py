@@ -113,6 +113,14 @@ def test_equal_calls_are_measured_once_and_other_shapes_again() -> None:
     assert sorted(op.moved_bytes for op in operators) == [2 * 96, 2 * 96, 2 * 120]
 
 
+def test_a_product_added_in_place_is_a_matmul() -> None:
+    """As a head's gradient is added up over chunks of the logits: G += gᵀ x."""
+    total, gradient, x = torch.zeros(3, 4), torch.randn(6, 3), torch.randn(6, 4)
+    (operator,) = (op for op in collect(lambda: total.addmm_(gradient.T, x)) if op.kind == "matmul")
+    assert (name_matmuls(operator), operator.dims) == ("fp32 tn", (1, 3, 4, 6))
+    assert operator.flops == 2 * 3 * 4 * 6
+
+
 def test_attention_counts_the_visible_pairs() -> None:
     rows, heads, length, width = 2, 3, 16, 8
     q, k, v = (torch.randn(rows, heads, length, width, requires_grad=True) for _ in range(3))
@@ -157,6 +165,13 @@ def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequen
     assert sum(missing.values()) < 0.02 * needed.total(), missing
     assert [trial.config for trial in times.trials] == [config]
     assert times.trials[0].update > 0
+
+
+def test_a_part_makes_no_gradients_of_its_outputs() -> None:
+    """They come from the part behind it."""
+    with open_estimator(load_config("gpt2-124m", SMALL), load_cluster("cpu", 1)) as opened:
+        backward = [op.name for part in opened.profile(opened.base).parts for op in part.backward]
+    assert not [name for name in backward if name.startswith("ones")]
 
 
 def replace_measurement(clock: Clock) -> Clock:
