@@ -53,7 +53,7 @@ def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
         try:
             trial = config.with_changes(_make_changes(config, divisor, rows, length, MAX_VOCABULARY[kind]) | device)
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             continue
         widths = {earlier.model.d_model for earlier in trials}
         if trial in trials or (len(widths) == N_WIDTHS and trial.model.d_model not in widths):

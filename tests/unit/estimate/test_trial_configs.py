@@ -1,16 +1,19 @@
 """Small copies of models for a calibration: their sizes, and the operators that they run."""
 
+from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatfm.commands.estimate import _calibrate
 from megatfm.config import Config, MLAAttentionConfig, ParallelConfig, load_config
 from megatfm.config.ffn import MoEConfig
 from megatfm.config.sources import list_presets
 from megatfm.describe import describe
 from megatfm.errors import UsageError
-from megatfm.estimate import trial_configs
+from megatfm.estimate import calibrate, trial_configs, trials
 from megatfm.estimate.calibrate import Clock
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
@@ -115,12 +118,30 @@ def test_second_towers_and_decoders_are_divided() -> None:
     assert (mae.d_model, mae.n_heads, mae.d_ff, mae.n_layers) == (128, 4, 512, 2), "of 16 heads of 32 channels"
 
 
+LARGE_IMAGES = (
+    "data.images.transforms=[]", "data.images.size=1024", "data.sequence_length=65537", "model.embedding.patch_size=4",
+)  # fmt: skip
+
+
 def test_a_model_without_small_copies_says_why() -> None:
-    large = ("data.images.transforms=[]", "data.images.size=1024", "data.sequence_length=65537")
-    with pytest.raises(
-        UsageError, match=r"no small copy of vit-b16 can be made: of width 8, .* a step takes 8e\+11 FLOPs"
-    ):
-        list_on_cpu("vit-b16", *large, "model.embedding.patch_size=4")
+    reason = (
+        r"^no small copy of vit-b16 can be made: of width 8, it has 12,736 parameters, and a step takes 8e\+11 FLOPs$"
+    )
+    with pytest.raises(UsageError, match=reason):
+        list_on_cpu("vit-b16", *LARGE_IMAGES)
+
+
+def test_another_model_is_measured_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Config] = []
+    monkeypatch.setattr(trials, "measure_trials", lambda configs, clock: measured.extend(configs))
+    monkeypatch.setattr(calibrate, "measure_device", lambda device, precision, times: {})
+    monkeypatch.setattr(calibrate, "write_table", lambda table, path: None)
+    config = load_config("vit-b16", [*LARGE_IMAGES, "train.precision=fp32"])
+    _calibrate(Namespace(hardware=None, json=False, calibrate=Path("here.toml"), config="vit-b16"), config)
+    assert {trial.name for trial in measured} == {"llama3-8b"}
+    assert "FLOPs; operators are measured in trials of llama3-8b\n" in capsys.readouterr().out
 
 
 UNMEASURED = {
