@@ -8,11 +8,10 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError

@@ -5,7 +5,6 @@ microseconds an operator for Python and autograd. The operators give tables by s
 estimates gives that of the host, and of adding up gradients.
 """
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,17 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config
 from megatfm.data.loader import without_documents
 from megatfm.describe import describe
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.kernels import BACKWARD_MATMULS
-from megatfm.estimate.operators import COLLECTIVES, Operator, OperatorRecorder
+from megatfm.estimate.operators import COLLECTIVES, Operator, OperatorRecorder, describe_variant
 from megatfm.estimate.roofline import name_matmuls
 from megatfm.ops.kernel_free import KERNEL_FREE
 from megatfm.parallel.mesh import build_mesh
@@ -36,79 +34,10 @@ from megatfm.verify.shrink import draw_batch, objective_for
 if TYPE_CHECKING:
     from megatfm.estimate.calibrate import Clock
 
-MAX_FLOPS: Mapping[str, float] = {"cpu": 2e10, "cuda": 1e14}
-"""FLOPs of the largest trial step, which takes about half a second."""
-MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
-"""Parameters of the largest trial: all trials are in memory at once."""
-MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
-"""Tokens of the largest vocabulary of a trial."""
-WIDTH_DIVISORS = (1, 2, 4, 8, 16, 32, 64)
-"""Divisors of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
-N_WIDTHS = 3
-ROWS: Mapping[str, Sequence[tuple[int, int]]] = {
-    "cpu": ((1, 128), (2, 128), (1, 384)),
-    "cuda": ((1, 1024), (2, 1024), (1, 4096)),
-}
-"""Rows and tokens of a row of trials."""
 FUSED_ATTENTION = "_scaled_dot_product_"
 """Prefix of torch's kernels of fused attention."""
 OF_UPDATES = ("_foreach_", "_fused_")
 """Prefixes of torch's kernels of lists of tensors."""
-
-
-def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
-    """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens.
-
-    kind: of the device, as torch names it.
-    """
-    device = {"train.device": kind, "train.precision": precision}
-    trials: list[Config] = []
-    widths = set[int]()
-    for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
-        trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind], device)
-        if trial is None or trial in trials or (len(widths) == N_WIDTHS and divisor not in widths):
-            continue
-        description = describe(trial)
-        flops = 6 * description.active * rows * description.tokens_per_row
-        if flops <= MAX_FLOPS[kind] and description.parameters <= MAX_PARAMETERS[kind]:
-            widths.add(divisor)
-            trials.append(trial)
-    return trials
-
-
-def _make_trial(
-    config: Config, divisor: int, rows: int, length: int, max_vocabulary: int, device: Mapping[str, str]
-) -> Config | None:
-    """Return a small copy of a config; None where its widths can't be divided so. device: keys of the machine."""
-    model, changes = config.model, dict[str, Any](device)
-    if divisor > 1:
-        sizes = {"d_model": model.d_model, "ffn.d_ff": model.ffn.d_ff, "attention.n_heads": model.attention.n_heads}
-        if any(size % divisor for size in sizes.values()):
-            return None
-        changes |= {f"model.{key}": size // divisor for key, size in sizes.items()}
-        if model.attention.kv_heads != model.attention.n_heads:
-            changes["model.attention.n_kv_heads"] = max(1, model.attention.kv_heads // divisor)
-    first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    layers = max(2, 1 + (model.distinct_layers or 0), *first_depths)
-    changes["parallel"] = ParallelConfig(zero=0, dp_shard=1)
-    changes |= {
-        "train.micro_batch": rows,
-        "train.global_batch": rows,
-        "train.recompute": "none",
-        "train.compile": False,
-        "train.cuda_graphs": False,
-    }
-    changes["model.n_layers"] = min(model.n_layers, layers)
-    if model.n_encoder_layers:
-        changes["model.n_encoder_layers"] = min(model.n_encoder_layers, layers)
-    if model.vocab_size:
-        changes["model.vocab_size"] = min(model.vocab_size, max_vocabulary)
-    if config.reads_text:
-        changes["data.sequence_length"] = min(length, config.data.sequence_length)
-    try:
-        return config.with_changes(changes)
-    except ValidationError:
-        return None
 
 
 @dataclass
@@ -216,8 +145,10 @@ class CallCollector(OperatorRecorder):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        signature = str(func), *map(_describe_argument, tree_leaves((args, kwargs)))
         namespace, _, name = func._schema.name.partition("::")
+        leaves = tree_leaves((args, kwargs))
+        variant = describe_variant(name, [x for x in leaves if isinstance(x, Tensor)], args, kwargs)
+        signature = str(func), variant, *map(_describe_argument, leaves)
         if namespace in ("prim", *COLLECTIVES) or name in KERNEL_FREE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.signatures.append(signature)

@@ -15,7 +15,7 @@ import torch
 from megatfm.cli import main
 from megatfm.config import load_config
 from megatfm.errors import UsageError
-from megatfm.estimate import calibrate, trials
+from megatfm.estimate import calibrate, trial_configs
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
@@ -189,7 +189,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.vocab_size=128")
     trial = load_config("gpt2-124m", [*sizes, "data.sequence_length=32", "train.micro_batch=1", "train.global_batch=1"])
     settings = {"train.device": "cpu", "train.precision": "fp32", "train.compile": False}
-    monkeypatch.setattr(trials, "list_trials", lambda config, kind, precision: [trial.with_changes(settings)])
+    monkeypatch.setattr(trial_configs, "list_trials", lambda config, kind, precision: [trial.with_changes(settings)])
 
 
 def run(*words: str) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatfm.config import Config, load_config
 from megatfm.describe import describe
-from megatfm.estimate import trials
 from megatfm.estimate.calibrate import Clock
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
@@ -22,46 +21,13 @@ from megatfm.estimate.trials import (
     Trial,
     TrialTimes,
     fit_overheads,
-    list_trials,
     measure_trials,
     tabulate_attention,
     tabulate_matmuls,
     tabulate_operators,
 )
-from megatfm.parallel.mesh import compute_axis_sizes
 
 ON_CPU = ("train.device=cpu", "train.precision=fp32")
-
-
-@pytest.mark.parametrize(
-    ("preset", "min_widths"),
-    [
-        ("vit-b16", 2),
-        pytest.param("llama3-8b", 3, marks=pytest.mark.extended),
-        pytest.param("t5-base", 2, marks=pytest.mark.extended),
-    ],
-)
-def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> None:
-    configs = list_trials(load_config(preset), "cpu", "fp32")
-    assert len({config.model.d_model for config in configs}) >= min_widths
-    assert len({(c.train.micro_batch, c.data.sequence_length) for c in configs}) > 1
-    for config in configs:
-        sizes = compute_axis_sizes(config.parallel, 1)
-        assert set(sizes.values()) == {1}
-        tokens = describe(config).tokens_per_row * config.train.micro_batch
-        assert 6 * describe(config).active * tokens <= trials.MAX_FLOPS["cpu"]
-        assert describe(config).parameters <= trials.MAX_PARAMETERS["cpu"]
-
-
-def test_a_model_that_can_not_be_divided_has_no_trials() -> None:
-    assert list_trials(load_config("gpt2-xl"), "cpu", "fp32") == [], "25 heads"
-
-
-def test_trials_run_on_a_machine_that_the_config_is_not_for() -> None:
-    config = load_config("gpt2-124m", ["train.device=cuda", "train.cuda_graphs=true", "train.precision=bf16"])
-    trials_here = list_trials(config, "cpu", "fp32")
-    assert trials_here
-    assert {(trial.train.device, trial.train.precision) for trial in trials_here} == {("cpu", "fp32")}
 
 
 def collect(function: Callable[[], object]) -> list[Operator]:
@@ -113,6 +79,20 @@ def test_equal_calls_are_measured_once_and_other_shapes_again() -> None:
     assert sorted(op.moved_bytes for op in operators) == [2 * 96, 2 * 96, 2 * 120]
 
 
+def test_sums_over_other_dimensions_are_measured_apart() -> None:
+    x = torch.randn(6, 4)
+    tables = tabulate_operators(TrialTimes([(op, 1.0) for op in collect(lambda: (x.sum(0), x.sum(1), x.sum(0)))]))
+    assert tables == {"sum([0])": [[4 * (24 + 4), 1.0]], "sum([1])": [[4 * (24 + 6), 1.0]]}
+
+
+def test_a_product_added_in_place_is_a_matmul() -> None:
+    """As a head's gradient is added up over chunks of the logits: G += gᵀ x."""
+    total, gradient, x = torch.zeros(3, 4), torch.randn(6, 3), torch.randn(6, 4)
+    (operator,) = (op for op in collect(lambda: total.addmm_(gradient.T, x)) if op.kind == "matmul")
+    assert (name_matmuls(operator), operator.dims) == ("fp32 tn", (1, 3, 4, 6))
+    assert operator.flops == 2 * 3 * 4 * 6
+
+
 def test_attention_counts_the_visible_pairs() -> None:
     rows, heads, length, width = 2, 3, 16, 8
     q, k, v = (torch.randn(rows, heads, length, width, requires_grad=True) for _ in range(3))
@@ -157,6 +137,13 @@ def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequen
     assert sum(missing.values()) < 0.02 * needed.total(), missing
     assert [trial.config for trial in times.trials] == [config]
     assert times.trials[0].update > 0
+
+
+def test_a_part_makes_no_gradients_of_its_outputs() -> None:
+    """They come from the part behind it."""
+    with open_estimator(load_config("gpt2-124m", SMALL), load_cluster("cpu", 1)) as opened:
+        backward = [op.name for part in opened.profile(opened.base).parts for op in part.backward]
+    assert not [name for name in backward if name.startswith("ones")]
 
 
 def replace_measurement(clock: Clock) -> Clock:
