@@ -20,8 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +118,7 @@ def make_layer(length: int, **changes: object) -> nn.Module:
 def make_linformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
     """Return Linformer attention of heads, and inputs: heads and the projections along the sequence."""
     options = {"attention.name": "linformer", "attention.max_length": length, "attention.projected_length": RANK}
-    attn = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
+    attn: Any = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
     inputs = [*draw_inputs(length, dtype), *sketches]
     return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), inputs
@@ -295,19 +293,13 @@ def measure_peak_memory(name: str, length: int) -> int:
     """Return the peak memory of a case beside its inputs, in bytes (VmHWM, reset before)."""
     torch.set_num_threads(1)
     if name in make_cases(length):
-        case, tensors = make_cases(length)[name], draw_inputs(length, torch.float32)
+        run_case = functools.partial(time_passes, make_cases(length)[name], draw_inputs(length, torch.float32))
     else:
-        case, tensors = {LINFORMER: make_linformer, **LAYERS}[name](length, torch.float32)
+        run_case = functools.partial(time_passes, *{LINFORMER: make_linformer, **LAYERS}[name](length, torch.float32))
     common.reset_peak_memory()
     before = common.read_memory("VmRSS")
-    time_passes(case, tensors)
+    run_case()
     return common.read_memory("VmHWM") - before
-
-
-def run_in_new_process(function: Callable[[str, int], int], *arguments: object) -> int:
-    """Run a function in a new process, which holds no memory of another case."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def measure_memory(args: argparse.Namespace) -> Iterator[tuple[list[str], int]]:
@@ -315,7 +307,7 @@ def measure_memory(args: argparse.Namespace) -> Iterator[tuple[list[str], int]]:
     for name in filter(args.wanted, (*make_cases(MASKED), LINFORMER, *LAYERS)):
         for length in args.lengths:
             if "mask" not in name or length <= MASKED:
-                yield ["memory", name, str(length)], run_in_new_process(measure_peak_memory, name, length)
+                yield ["memory", name, str(length)], common.call_in_new_process(measure_peak_memory, name, length)
 
 
 BY_LENGTH = {"speed": measure_speed, "packed": measure_packed, "linformer": measure_linformer, "peers": measure_peers}

@@ -5,6 +5,7 @@ where seconds are not.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -15,9 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.library import Library
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for what scripts share with tests
@@ -181,11 +188,45 @@ def describe_system() -> str:
     return f"{platform.platform()}, {os.cpu_count()} cores"
 
 
+@functools.cache  # which keeps the library: it owns the operators
+def declare_torchvision_operators() -> "Library":
+    """Declare operators that torchvision's import asks for, and that a wheel for another device than torch's lacks."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
 def get_device_name(device: str) -> str:
     """Return the name of the GPU that torch uses; "a CPU" elsewhere."""
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+
+
+def count_storage_bytes(tensors: "Iterable[Tensor]") -> int:
+    """Return the bytes of tensors, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure_saved_bytes(run: Callable[[], Value], weights: "Iterable[Tensor]") -> tuple[int, Value]:
+    """Return the bytes that a forward pass keeps for its backward pass, without weights, and its result."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    saved: list[Tensor] = []
+
+    def pack(tensor: "Tensor") -> "Tensor":
+        saved.append(tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    activations = (tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in weight_storages)
+    return count_storage_bytes(activations), result
 
 
 def read_memory(key: str, file: str = "status") -> int:
@@ -267,6 +308,12 @@ def summarize(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
         for clock, values in ratios.items()
         for suffix, choose in (("", statistics.median), ("_lowest", min), ("_highest", max))
     }
+
+
+def call_in_new_process(function: Callable[..., Value], *arguments: Any) -> Value:
+    """Call a module's function in a fresh Python, which holds no memory or cache of another case."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 class SideProcess:

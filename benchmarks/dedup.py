@@ -20,7 +20,6 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,12 +48,7 @@ Case = tuple[str, float, int]
 @common.argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
 @common.argument("--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one")
 @common.argument("--out", type=common.make_output_folder, help="folder for DATE-dedup.json")
-@common.argument("--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS)
 def main(args: argparse.Namespace) -> None:
-    if args.one:
-        kind, folder, size, memory = args.one
-        print(json.dumps(measure_here(kind, Path(folder), float(size), int(memory))))
-        return
     kinds = (("lines", LARGE), ("lines", SMALL), ("duckdb", SMALL), ("near", LARGE), ("near", SMALL))
     cases = [(kind, size, memory) for size in args.gigabytes for kind, memory in kinds]
     cases += [(kind, args.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
@@ -67,9 +61,7 @@ def main(args: argparse.Namespace) -> None:
 def measure(kind: str, size: float, memory: int, parent: Path | None) -> Figures:
     """Measure in a separate process."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
-        again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
-        done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
-    figures: Figures = json.loads(done.stdout)
+        figures = common.call_in_new_process(measure_here, kind, Path(folder), size, memory)
     print(kind, size, memory, figures, file=sys.stderr)
     return figures
 

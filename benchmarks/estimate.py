@@ -5,8 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/estimate.py search > benchmarks/results/DATE-estimate-search.md
 
 calibrate: how well a calibrated table tells times of products and of whole steps whose shapes are not in it, on this
-machine. Those of the table and held-out ones are measured in turns, in CPU seconds, the least of each. Steps are the
-engine's, passes and update: half of the shapes are trials, whose operators give the table; the others are estimated.
+machine. Those of the table and held-out ones are measured in turns, in CPU seconds. Steps are the engine's, passes and
+update. The table is that of `megatfm estimate PRESET --calibrate`.
 
 published: row by row with the error of each. PTD-P: Narayanan et al. 2021 (arXiv 2104.04473), table 1, on Selene (DGX
 A100 80 GB). Llama 3 405B: Grattafiori et al. 2024 (arXiv 2407.21783), table 4, on H100 at 700 W. The last column sets
@@ -43,6 +43,7 @@ from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
 from megatfm.estimate.roofline import interpolate_rate
 from megatfm.estimate.search import search
+from megatfm.estimate.trial_configs import list_trials
 
 # ------------------------------------------------------------------------------------------------ calibrate
 
@@ -52,8 +53,11 @@ STEPS = (
     (2, 640, 10, 1, 128), (1, 256, 4, 2, 512), (2, 448, 7, 1, 256), (3, 288, 6, 2, 128), (1, 576, 9, 1, 384),
     (2, 352, 11, 2, 224), (5, 240, 5, 1, 160), (2, 304, 4, 2, 320), (1, 704, 11, 1, 192),
 )  # fmt: skip
-"""Shapes of steps: those at even places are trials, those at odd places are held out."""
-FAMILIES = {"gpt2-124m": ["model.dropout=0"], "llama3-8b": ["model.attention.n_kv_heads=1"]}
+"""Shapes of held-out steps."""
+SMALL_LLAMA = [
+    "model.d_model=768", "model.attention.n_heads=12", "model.attention.n_kv_heads=1", "model.ffn.d_ff=3072",
+]  # fmt: skip
+FAMILIES = {"gpt2-124m": ["model.dropout=0"], "llama3-8b": SMALL_LLAMA}
 SETTINGS = ["model.vocab_size=2048", "train.device=cpu", "parallel.zero=0", "train.compile=false"]
 
 
@@ -95,15 +99,16 @@ def make_step(preset: str, precision: str, shape: tuple[int, int, int, int, int]
 
 
 def measure_steps(preset: str, precision: str) -> None:
-    """Print measured and estimated seconds of held-out steps: trials of other shapes give the table."""
-    device, configs = torch.device("cpu"), [make_step(preset, precision, shape) for shape in STEPS]
-    table, times = measure_device(Clock(device), precision, configs[0::2], configs[1::2])
+    """Print measured and estimated seconds of held-out steps: the preset's trials give the table."""
+    trials = list_trials(load_config(preset, FAMILIES[preset]), "cpu", precision)
+    held_out = [make_step(preset, precision, shape) for shape in STEPS]
+    table, times = measure_device(Clock(torch.device("cpu")), precision, trials, held_out)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
         write_table(table, path)
         cluster = load_cluster(NODE, 1, hardware=path)
     errors = []
-    for shape, trial in zip(STEPS[1::2], times.held_out, strict=True):
+    for shape, trial in zip(STEPS, times.held_out, strict=True):
         with open_estimator(trial.config, cluster) as opened:
             estimated = opened.estimate(opened.base).time.step
         errors.append(estimated / trial.step - 1)

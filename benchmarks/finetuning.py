@@ -253,7 +253,8 @@ def run_speed(args: argparse.Namespace) -> None:
             job, mean = make_job(args, name, work, tokenizer)
             ours, theirs = (common.SideProcess(__file__, {**job, "side": side}) for side in ("megatfm", "trainer"))
             ratios = common.summarize(common.compare(ours, theirs, args.rounds, warmup=0))
-            ours.close(), theirs.close()
+            ours.close()
+            theirs.close()
             page.add(
                 f"| {name} | {mean:.0f} | {job['rows']} × {job['row']} | **{ratios['cpu']:.2f}** | "
                 f"{ratios['cpu_lowest']:.2f} – {ratios['cpu_highest']:.2f} | {ratios['wall']:.2f} |"
@@ -292,14 +293,14 @@ def write_model(folder: Path, args: argparse.Namespace) -> Any:
     """Write a BERT of random weights with a WordPiece tokenizer of the texts; return the tokenizer."""
     import torch
     from tokenizers import BertWordPieceTokenizer
-    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
     words = BertWordPieceTokenizer()
     corpus = [row["text"] for row in common.read_rows(args.texts / "topics.train.jsonl")[:5000]]
     words.train_from_iterator(corpus, vocab_size=VOCABULARY, show_progress=False)
     folder.mkdir()
     words.save_model(str(folder))
-    tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"))
+    tokenizer = BertTokenizer(vocab=str(folder / "vocab.txt"))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(

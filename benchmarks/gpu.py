@@ -24,7 +24,7 @@ import common
 try:
     from packaging.requirements import Requirement
 except ImportError:  # a bare Python has what pip brings along
-    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 TESTS = ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "transformers>=5.0"]
 TORCH_PACKAGES = re.compile(r"torch|triton|nvidia-.*|cuda-.*")

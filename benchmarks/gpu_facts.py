@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import common
 import torch
@@ -88,7 +89,7 @@ def measure_matmuls(device: torch.device, repeats: int, shrink: int) -> Iterator
         a = torch.randn(m // shrink, k // shrink, device=device, dtype=torch.bfloat16)
         b = torch.randn(n // shrink, k // shrink, device=device, dtype=torch.bfloat16)
         flops = 2 * a.shape[0] * a.shape[1] * b.shape[0]
-        rate = flops / time_calls(lambda a=a, b=b: F.linear(a, b), device, repeats)
+        rate = flops / time_calls(functools.partial(F.linear, a, b), device, repeats)
         yield f"| {name} | {rate / 1e12:,.1f} TFLOP/s | {expected} |"
 
 
@@ -128,7 +129,8 @@ def make_sequence(shape: Shape, device: torch.device) -> SequenceMetadata:
 
 def make_mask(row: SequenceMetadata) -> Tensor:
     causal = torch.ones(row.length, row.length, dtype=torch.bool, device=row.positions.device).tril()
-    return causal & row.same_document() if row.documents is not None else causal
+    same_document = row.same_document()
+    return causal if same_document is None else causal & same_document
 
 
 def attend_with_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
@@ -143,10 +145,11 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
 
     length = shape.tokens // shape.documents
     starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     has_window = "window_size" in inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
-    output = varlen_attn(*flat, starts, starts, length, length, **causal)
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
+    output = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, **causal)
+    assert isinstance(output, Tensor)
     return output.unflatten(0, (shape.rows, -1)).transpose(1, 2)
 
 
@@ -199,7 +202,8 @@ def compute_reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -
     for number in range(shape.rows):
         leaves = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
         with sdpa_kernel(SDPBackend.MATH):
-            output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+            q, k, v = leaves
+            output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         gradients = torch.autograd.grad(output, leaves, grad_output[number : number + 1].float())
         by_row.append((output.detach(), *gradients))
     return tuple(map(torch.cat, zip(*by_row, strict=True)))

@@ -36,7 +36,6 @@ import common
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.compile import compile_all
@@ -143,21 +142,7 @@ def time_step(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Te
 
 
 def measure_saved_bytes(candidate: Candidate, tokens: Tensor) -> int:
-    """Return the bytes saved for the backward pass, each storage once, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in candidate.model.parameters()}
-    stored: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(tensor)
-        if storage.data_ptr() not in weights:
-            stored[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        candidate.loss(tokens)
-    return sum(stored.values())
+    return common.measure_saved_bytes(lambda: candidate.loss(tokens), candidate.model.parameters())[0]
 
 
 def compute_imbalance(candidate: Candidate) -> float:
@@ -283,6 +268,7 @@ def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
     """Draw a batch whose rows are one document each."""
     batch, generator = family_batch(config), torch.Generator().manual_seed(number)
     rows, length = batch["tokens"].shape
+    assert config.vocab_size
     drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
     places = {"positions": torch.arange(length).repeat(rows, 1), "documents": torch.zeros_like(drawn[:, 1:])}
     return {**batch, **places, "tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}

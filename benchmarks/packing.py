@@ -24,8 +24,6 @@ import argparse
 import gc
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,9 +57,10 @@ ROW_LENGTHS = (2048, 8192, 32_768, 131_072, 1_048_576)
 
 
 def write_documents(folder: Path, middle: int, spread: float, tokens: int) -> None:
-    """Write a corpus of documents of random ids with log-normal lengths."""
+    """Write a corpus of documents, at least one, of random ids with log-normal lengths."""
     draw = np.random.default_rng(0)
-    lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, 3 * tokens // middle)).astype(np.int64)
+    count = max(1, 3 * tokens // middle)
+    lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, count)).astype(np.int64)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     with ShardWriter(folder, tokenizer_hash="t", token_dtype="uint16") as writer:
         for number, length in enumerate(lengths.tolist()):
@@ -131,10 +130,12 @@ class Partners:
 
 def make_objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
-    heads = {"extra_heads.sentence.classes": 2, "extra_heads.boundary.name": "boundary", "embedding.n_segments": 2}
-    parts = {"encoder": heads, "electra": {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}}
-    sizes = {"d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
-    model = ModelConfig.from_dotted(family=family, **sizes, **parts.get(family, {}))
+    sizes: dict[str, Any] = {"d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
+    if family == "encoder":
+        sizes |= {"extra_heads.sentence.classes": 2, "extra_heads.boundary.name": "boundary", "embedding.n_segments": 2}
+    elif family == "electra":
+        sizes["generator"] = {"d_model": 8, "n_heads": 1, "d_ff": 8}
+    model = ModelConfig.from_dotted(family=family, **sizes)
     return build_objective(Config.model_validate(values).objective, model, SPECIAL, rows)
 
 
@@ -236,8 +237,8 @@ def write_corpus(folder: Path, documents: int) -> None:
     Manifest(token_dtype="uint16", tokenizer_hash="t", shards=tuple(shards), provenance={}).save(folder)
 
 
-def measure_memory(folder: Path) -> None:
-    """Open and plan, and print a row of the table."""
+def measure_memory(folder: Path) -> str:
+    """Open and plan; return a row of the table."""
     before, start = common.read_memory("VmHWM"), time.perf_counter()
     corpus = Corpus.open(folder)
     cells = [
@@ -249,7 +250,7 @@ def measure_memory(folder: Path) -> None:
         start = time.perf_counter()
         build_packing_plan(corpus, ObjectiveStub(max_tokens), [2048], 0)
         cells += [f"{(common.read_memory('VmHWM') - before) / 1e6:,.0f} MB", f"{time.perf_counter() - start:.1f} s"]
-    print(f"| {' | '.join(cells)} |", flush=True)
+    return f"| {' | '.join(cells)} |"
 
 
 def run_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier: Any, answers: Any) -> None:
@@ -303,21 +304,17 @@ def print_ranks(documents: int, ranks: int) -> None:
 
 @common.argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
 @common.argument("--ranks", type=int, help="measure the memory of this many processes together")
-@common.argument("--measure", type=Path, help=argparse.SUPPRESS)
 def run_memory(args: argparse.Namespace) -> None:
-    if args.measure:
-        measure_memory(args.measure)
-        return
     if args.ranks:
         for documents in args.documents:
             print_ranks(documents, args.ranks)
         return
     table = "| Documents | Opened | | and cut rows planned | | and whole sequences | |"
-    common.Page(None, "Memory of opening and planning a corpus", table=table)
+    page = common.Page(None, "Memory of opening and planning a corpus", table=table)
     for documents in args.documents:
         with tempfile.TemporaryDirectory() as place:
             write_corpus(Path(place), documents)
-            subprocess.run([sys.executable, __file__, "memory", "--measure", place], check=True)
+            page.add(common.call_in_new_process(measure_memory, Path(place)))
 
 
 PARTS = {"padding": run_padding, "objectives": run_objectives, "memory": run_memory}

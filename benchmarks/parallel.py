@@ -25,7 +25,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,13 +36,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config import GQAAttentionConfig, ModelConfig, ParallelConfig
+from megatfm.config.ffn import DenseFFNConfig
 from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import shard_parameters
 from megatfm.engines.native.zero import DataParallel, ZeroOptions
@@ -89,7 +89,7 @@ class Blocks(nn.Module):
         self.decoder.layers = model.get_submodule("decoder.layers")
 
     def forward(self, x_BTD: Tensor, layout: SequenceMetadata) -> Tensor:
-        for depth, block in enumerate(self.decoder.layers.values()):
+        for depth, block in enumerate(self.get_submodule("decoder.layers").children()):
             x_BTD = block(x_BTD, layout.at_layer(depth, 0.0), None, None, None)
         return x_BTD
 
@@ -132,8 +132,8 @@ def time_collectives() -> Iterator[list[float]]:
 
 
 def make_model_config(width: int, layers: int, parts: int) -> ModelConfig:
-    attention = {"n_heads": width // HEAD // parts, "head_dim": HEAD}
-    ffn = {"d_ff": 8 * width // 3 // 16 * 16 // parts}
+    attention = GQAAttentionConfig(n_heads=width // HEAD // parts, head_dim=HEAD)
+    ffn = DenseFFNConfig(d_ff=8 * width // 3 // 16 * 16 // parts)
     return ModelConfig(vocab_size=64, d_model=width, n_layers=layers, attention=attention, ffn=ffn)
 
 
@@ -175,26 +175,12 @@ def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
     return blocks
 
 
-def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each storage once."""
-    storages = [t.untyped_storage() for t in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def measure_saved_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
     """Return the bytes held between a forward and a backward pass, without weights."""
-    weights = {t.untyped_storage().data_ptr() for t in list_local_tensors(blocks, data)}
-    stored: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        stored.append(tensor.detach())
-        return tensor
-
+    layout = SequenceMetadata(torch.arange(tokens)[None], None)
+    x_BTD = torch.randn(1, held, width, requires_grad=True)
     data.start_microbatch(is_last=True)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layout = SequenceMetadata(torch.arange(tokens)[None], None)
-        result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
-    size = count_storage_bytes(t for t in stored if t.untyped_storage().data_ptr() not in weights)
+    size, result = common.measure_saved_bytes(lambda: blocks(x_BTD, layout), list_local_tensors(blocks, data))
     result.sum().backward()
     data.reduce()
     return size
@@ -209,7 +195,7 @@ def list_local_tensors(blocks: nn.Module, data: DataParallel) -> list[Tensor]:
 def count_state_bytes(blocks: nn.Module, data: DataParallel) -> int:
     """Return the bytes of weights, gradients and Adam's two moments after a backward pass."""
     moments = 2 * sum(t.nbytes for t in data.local.values())
-    return count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
+    return common.count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
 
 
 def count_moved_bytes(run: Callable[[], None]) -> int:

@@ -14,12 +14,10 @@ that of the sets of runs of five words by white space, in Chinese and Japanese o
 """
 
 import argparse
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,11 +45,7 @@ COMPARED = 40
 @common.argument("--vocabulary", type=int, default=32_000)
 @common.argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
 @common.argument("--out", type=common.make_output_folder, help="folder for DATE-prep.md")
-@common.argument("--encode", nargs=2, type=Path, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
 def run_speed(args: argparse.Namespace) -> None:
-    if args.encode:
-        print(encode(*args.encode))
-        return
     # Documents are shuffled, so that every round has text of all kinds.
     documents = list(iter_texts(args.megabytes * 10**6, args.places))
     random.Random(0).shuffle(documents)
@@ -67,9 +61,8 @@ def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int
     for kind in ENCODERS:
         train(folder / kind, kind, parts[0], vocabulary)
     for number, part in enumerate(parts):
-        (folder / "texts.json").write_text(json.dumps(list(part)), encoding="utf-8")
         with ThreadPoolExecutor(1) as aside:
-            encoded = aside.submit(encode_cold, folder)
+            encoded = aside.submit(encode_cold, folder, part)
             named_speeds = [*measure_stages(part), *encoded.result()]
         for name, speed in named_speeds:
             speeds.setdefault(name, []).append(speed)
@@ -77,14 +70,10 @@ def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int
     return speeds
 
 
-def encode_cold(folder: Path) -> list[tuple[str, float]]:
+def encode_cold(folder: Path, documents: Sequence[str]) -> list[tuple[str, float]]:
     """Return names and speeds of the encoders, each in a fresh process."""
-    named_speeds: list[tuple[str, float]] = []
-    for kind in ENCODERS:
-        again = [sys.executable, __file__, "speed", "--encode", str(folder / kind), str(folder / "texts.json")]
-        done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
-        named_speeds += [(name, speed) for name, speed in json.loads(done.stdout).items()]
-    return named_speeds
+    by_kind = (common.call_in_new_process(encode, folder / kind, documents) for kind in ENCODERS)
+    return [named_speed for named_speeds in by_kind for named_speed in named_speeds]
 
 
 def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -146,13 +135,12 @@ def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) ->
     write_tokenizer(folder, make_tokenizer_files(config, sample))
 
 
-def encode(folder: Path, path: Path) -> str:
-    """Return the speeds of the fast encoder, shards included, and of the tokenizer on a part of the text, as JSON."""
+def encode(folder: Path, documents: Sequence[str]) -> list[tuple[str, float]]:
+    """Return the speeds of the fast encoder, shards included, and of the tokenizer on a part of the text."""
     from megatfm import tokenizers
     from megatfm.corpus.writer import ShardWriter
     from megatfm.data_prep.fast_encode import FastEncoder
 
-    documents: list[str] = json.loads(path.read_text(encoding="utf-8"))
     reference = tokenizers.load(folder)
     fast = FastEncoder(reference, folder)
     size = count_megabytes(documents)
@@ -175,7 +163,7 @@ def encode(folder: Path, path: Path) -> str:
     actual = [ids for batch in iter_batches(sample) for ids in fast.encode_batch(batch, 1)]
     assert all(a.tolist() == b.tolist() for a, b in zip(actual, expected, strict=True)), "the ids differ"
     names = f"tokenize to shards, {folder.name}, cold, MB/s", f"the tokenizer's own {folder.name}, MB/s"
-    return json.dumps(dict(zip(names, (speed, own_speed), strict=True)))
+    return list(zip(names, (speed, own_speed), strict=True))
 
 
 def count_megabytes(documents: Sequence[str]) -> float:

@@ -181,7 +181,8 @@ sinks = []
 @common.argument("--precision", default="fp32")
 def run_translation(args: argparse.Namespace) -> None:
     """Train as far as it isn't done, translate by each search, and write the page."""
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
 
     page = common.Page(
         common.make_dated_path(args.out, "translation.md"),

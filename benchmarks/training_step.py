@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import Config, load_config
+from megatfm.config import Config, PatchEmbeddingConfig, Windows2dPatternConfig, load_config, require_variant
 from megatfm.data.images import PatchLayout
 from megatfm.data.loader import without_documents
 from megatfm.objectives import Causal, Objective, SpecialTokens, build_objective
@@ -224,34 +224,34 @@ def run_gpt2(args: argparse.Namespace) -> None:
 
 TARGETS = {"vit-s16": 7_500, "swin-t": 4_500}
 """Preset → images a second of ours that are expected of an H100, in bfloat16 with compiled blocks."""
-MISSING = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-"""Operators of torchvision's wheel that a CPU torch doesn't load."""
-LIBRARY = torch.library.Library("torchvision", "DEF")
-"""Kept alive, since it owns the operators."""
 TIMM_NAMES = {
     "swin-t": "swin_tiny_patch4_window7_224", "swinv2-t": "swinv2_tiny_window8_256", "mvitv2-t": "mvitv2_tiny",
 }  # fmt: skip
+
+
+def get_patch_embedding(config: Config) -> PatchEmbeddingConfig:
+    return require_variant(config.model.embedding, PatchEmbeddingConfig, "model.embedding")
 
 
 def build_transformers_model(config: Config) -> nn.Module:
     """Build transformers' model as a module from pixel values to logits. Raises SystemExit if it has none."""
     import transformers
 
-    model, size = config.model, config.data.images.size
-    common = {"image_size": size, "patch_size": model.embedding.patch_size, "num_labels": 1000}
+    model, embedding = config.model, get_patch_embedding(config)
+    options: dict[str, Any] = {
+        "image_size": config.data.images.size, "patch_size": embedding.patch_size, "num_labels": 1000,
+    }  # fmt: skip
     if model.stages is None:
+        options |= {"layer_norm_eps": model.norm.eps, "attn_implementation": "sdpa"}
         network = transformers.ViTForImageClassification(transformers.ViTConfig(
             hidden_size=model.d_model, num_hidden_layers=model.n_layers, num_attention_heads=model.attention.n_heads,
-            intermediate_size=model.ffn.d_ff, layer_norm_eps=model.norm.eps, attn_implementation="sdpa", **common,
+            intermediate_size=model.ffn.d_ff, **options,
         ))  # fmt: skip
-    elif model.attention.name == "windowed":
+    elif isinstance(model.attention.pattern, Windows2dPatternConfig):
         kind = "Swinv2" if model.position.name == "log_relative_2d" else "Swin"
         settings = getattr(transformers, f"{kind}Config")(
             embed_dim=model.d_model, depths=list(model.stages.layers), num_heads=list(model.stages.heads),
-            window_size=model.attention.pattern.window, drop_path_rate=0.0, **common,
+            window_size=model.attention.pattern.window, drop_path_rate=0.0, **options,
         )  # fmt: skip
         network = getattr(transformers, f"{kind}ForImageClassification")(settings)
     else:
@@ -277,15 +277,14 @@ def build_timm_model(config: Config) -> nn.Module:
     if model.stages is not None:
         return timm.create_model(TIMM_NAMES[config.name], drop_path_rate=0.0).train()
     return VisionTransformer(
-        img_size=config.data.images.size, patch_size=model.embedding.patch_size, embed_dim=model.d_model,
+        img_size=config.data.images.size, patch_size=get_patch_embedding(config).patch_size, embed_dim=model.d_model,
         depth=model.n_layers, num_heads=model.attention.n_heads, mlp_ratio=model.ffn.d_ff / model.d_model,
         num_classes=1000,
     ).train()  # fmt: skip
 
 
 def make_image_step(job: argparse.Namespace) -> common.Step:
-    for schema in MISSING:  # transformers, too, imports torchvision where it is there
-        LIBRARY.define(schema)
+    common.declare_torchvision_operators()  # transformers, too, imports torchvision where it is there
     config = load_config(job.preset)
     size = config.data.images.size
     pixels = torch.randint(256, (job.rows, 3, size, size)).to(torch.uint8)
@@ -293,7 +292,7 @@ def make_image_step(job: argparse.Namespace) -> common.Step:
     if job.side == "megatfm":
         return make_megatfm_image_step(job, pixels, labels)
     network = {"transformers": build_transformers_model, "timm": build_timm_model}[job.side](config).to(job.device)
-    pixels, labels, embedding = pixels.to(job.device), labels.to(job.device), config.model.embedding
+    pixels, labels, embedding = pixels.to(job.device), labels.to(job.device), get_patch_embedding(config)
     mean, std = (torch.tensor(v, device=job.device)[:, None, None] for v in (embedding.mean, embedding.std))
 
     def compute_loss() -> Tensor:
@@ -310,7 +309,7 @@ def make_megatfm_image_step(job: argparse.Namespace, pixels: Tensor, labels: Ten
     config = load_config(job.preset, [*quiet, *sizes, *job.set])
     lengths = (config.data.sequence_length,)
     objective = build_objective(config.objective, config.model, None, lengths, config.data.images)
-    embedding = config.model.embedding
+    embedding = get_patch_embedding(config)
     layout = PatchLayout(embedding.patch_size, 3, embedding.n_special_tokens)
     images = [layout.build(image.permute(1, 2, 0).numpy()) for image in pixels]
     batch = {name: torch.stack([torch.tensor(image[name]) for image in images]) for name in images[0]}

@@ -77,10 +77,7 @@ def iter_batches(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[
 def make_transforms() -> tuple[Callable[[Image.Image], torch.Tensor], str]:
     """Return four transforms of torchvision, or the same by hand where it isn't installed, and their name."""
     try:
-        # A wheel for another device than torch's lacks operators that its import asks for, and no transform needs.
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        common.declare_torchvision_operators()
         from torchvision import __version__, transforms
 
         composed: Callable[[Image.Image], torch.Tensor] = transforms.Compose([

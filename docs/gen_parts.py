@@ -8,12 +8,14 @@ from mkdocs.structure.files import File, Files
 
 from megatfm.config import Config
 from megatfm.config.section import get_variant_name, list_sections
+from megatfm.data.image_transforms import TRANSFORMS
 from megatfm.engines.registry import ENGINES
 from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.feed_forward import ACTIVATIONS, FFNS
 from megatfm.layers.initialisation import INITIALISATIONS
+from megatfm.layers.moe import ROUTERS
 from megatfm.layers.norm import NORMS
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.position import POSITIONS
@@ -31,6 +33,7 @@ PARTS: dict[str, Registry[Any]] = {
     "model.attention.pattern.name": PATTERNS,
     "model.ffn.name": FFNS,
     "model.ffn.activation": ACTIVATIONS,
+    "model.ffn.router.name": ROUTERS,
     "model.norm.name": NORMS,
     "model.norm.placement": RESIDUALS,
     "model.position.name": POSITIONS,
@@ -40,6 +43,7 @@ PARTS: dict[str, Registry[Any]] = {
     "objective.name": OBJECTIVES,
     "optimizer.name": OPTIMIZERS,
     "lr_schedule.name": SCHEDULES,
+    "data.images.transforms": TRANSFORMS,
     "parallel.engine": ENGINES,
     "log.sinks": SINKS,
 }
@@ -62,18 +66,22 @@ def page() -> str:
     """A table for each key: the names, and what the config says of them."""
     parts = ["# Parts", INTRODUCTION]
     for key, registry in PARTS.items():
-        told = _told(key)
-        rows = [f"| `{name}` | {told.get(name) or _docstring(registry.get(name))} |" for name in registry.names()]
+        descriptions = _describe_variants(key)
+        rows = [
+            f"| `{name}` | {descriptions.get(name) or _docstring(registry.get(name))} |" for name in registry.names()
+        ]
         parts.append("\n".join([f"## `{key}`", "", "| Name | What it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
-def _told(key: str) -> dict[object, str]:
+def _describe_variants(key: str) -> dict[object, str]:
     """By name, the docstring of the section that the name chooses; nothing for keys that choose none."""
     *sections, last = key.split(".")
     options: list[Any] = [Config]
     for part in sections:
-        options = list_sections(options[0], part) if options else []
+        options = [
+            variant for option in options if part in option.model_fields for variant in list_sections(option, part)
+        ]
     if last != "name":
         return {}
     return {get_variant_name(option): _first_line(option) for option in options if len(options) > 1}

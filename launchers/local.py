@@ -27,7 +27,7 @@ from megatfm.errors import (
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, RESTARTS, UNFINISHED, Attempt, AttemptLog
 from megatfm.launchers.job import Job, make_python_path
-from megatfm.launchers.record import LAUNCH, is_finished, write_launch_record
+from megatfm.launchers.record import LAUNCH, is_finished, read_last_state_event, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.launchers.supervisor import Child, supervise
 
@@ -56,18 +56,19 @@ class ForegroundLauncher:
         code = EXIT_USAGE
         try:
             _register_files(job, new_paths)
-            code = self._run_recorded(job, attempt, new_paths.is_new(run))
+            code = self._run_recorded(job, attempt, new_paths)
         except OSError as error:
             raise MegatfmError(f"{error.filename or run}: can't write the run directory: {error.strerror}") from error
         finally:
-            # Ranks that were refused have removed their files. Any other file would belong to a run that began.
+            # Ranks that were refused have removed their files. Any other file would belong to a run that began. The
+            # state of a run that is there already stays.
             if code == EXIT_USAGE and new_paths.is_new(run) and new_paths.holds_all_of(run):
                 new_paths.remove()
             elif code == EXIT_USAGE:
                 new_paths.restore()
         return code
 
-    def _run_recorded(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:
+    def _run_recorded(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Record this process in the run directory while the job runs, for `megatfm status` and `megatfm cancel`."""
         launch_record: dict[str, Any] = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
         launch_record |= job.corpus_url
@@ -75,16 +76,17 @@ class ForegroundLauncher:
         write_launch_record(job.run_dir, **launch_record, pid=os.getpid(), started=started)
         try:
             if job.kind == "train":
-                return self._run_with_restarts(job, attempt, is_new)
-            launch_record["exit_code"] = code = attempt(is_new)
+                return self._run_with_restarts(job, attempt, new_paths)
+            launch_record["exit_code"] = code = attempt(new_paths.is_new(job.run_dir))
             return code
         finally:
             write_launch_record(job.run_dir, **launch_record)
 
-    def _run_with_restarts(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:
+    def _run_with_restarts(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Start attempts until one ends for good, or until restarts make no progress."""
         assert isinstance(job.config, Config)
-        run, steps = job.run_dir, job.config.train.steps
+        run, steps, is_new = job.run_dir, job.config.train.steps, new_paths.is_new(job.run_dir)
+        last_event = read_last_state_event(run)
         submission, attempt_log = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
         while True:
             started_attempt = attempt_log.begin(
@@ -96,6 +98,8 @@ class ForegroundLauncher:
             elif code == EXIT_OK and not is_finished(run, steps):
                 code = EXIT_FAILED
                 print(f"megatfm: {UNFINISHED}", file=sys.stderr)
+            if code != EXIT_USAGE or read_last_state_event(run) != last_event:  # it began, so its records are kept
+                new_paths.replaced.clear()
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
@@ -168,7 +172,9 @@ def _register_files(job: Job, new_paths: NewPaths) -> None:
     new_paths.will_make_folder(run / "logs")
     prefix = "worker" if job.kind == "prep" else "rank"
     logs = [f"logs/{prefix}-{index}.log" for index in range(1, job.world_size + 1)]
-    for name in (LAUNCH, RESTARTS, *logs):
+    for name in (LAUNCH, RESTARTS):
+        new_paths.will_replace(run / name)
+    for name in logs:
         new_paths.will_write(run / name)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LAUNCH = "launch.json"
 TAIL_BYTES = 2**18
-LAST_EVENT_STATES = {"finished": "DONE", "stopped": "STOPPED"}
-"""Last event of a run whose process is gone → state of the run."""
+EVENT_STATES = {
+    "started": "ENDED",
+    "resumed": "ENDED",
+    "failed": "ENDED",
+    "stopped": "STOPPED",
+    "finished": "DONE",
+    "finished early": "DONE",
+}
+"""Last of these events of a run whose process is gone → state of the run. Other events, such as `refused`, change no
+state."""
 _STEP_DIR = re.compile(r"step-(\d+)")
 
 
@@ -79,25 +88,32 @@ def is_finished(run: Path, steps: int) -> bool:
 
     The exit code is not enough: srun exits with 0 when its node is taken away.
     """
-    last_event = next(iter(tail_jsonl(run / EVENTS, 1)), {})
+    last_event = read_last_state_event(run)
     if last_event.get("event") == "finished early":  # train.patience
         return True
     return last_event.get("event") == "finished" and (get_number(last_event, "step") or 0) >= steps
 
 
+def read_last_state_event(run: Path) -> dict[str, Any]:
+    """Return the last event of a run that says its state; {} if there is none."""
+    events = _iter_reversed_jsonl(run / EVENTS)
+    return next((event for event in events if str(event.get("event")) in EVENT_STATES), {})
+
+
 def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last `count` complete JSON lines of a file, oldest first; fewer if it has no more."""
-    records: list[dict[str, Any]] = []
+    return list(islice(_iter_reversed_jsonl(path), count))[::-1]
+
+
+def _iter_reversed_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete JSON objects in the last TAIL_BYTES of a file, last line first."""
     for line in iter_reversed_lines(path):
-        if len(records) == count:
-            break
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # the process was killed while it wrote this line
             continue
         if isinstance(record, dict):
-            records.append(record)
-    return records[::-1]
+            yield record
 
 
 def iter_reversed_lines(path: Path) -> Iterator[str]:

@@ -17,13 +17,12 @@ from megatfm.launchers import scheduler
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, AttemptLog
 from megatfm.launchers.job import UNKNOWN, Job, JobState
 from megatfm.launchers.record import (
-    EVENTS,
-    LAST_EVENT_STATES,
+    EVENT_STATES,
     LAUNCH,
     get_number,
     get_texts,
+    read_last_state_event,
     read_launch_record,
-    tail_jsonl,
 )
 
 HELD_ADVICE = "it is held: `scontrol release {job}` releases it"
@@ -216,9 +215,9 @@ def _read_recorded_end(run: Path) -> JobState | None:
     attempts = AttemptLog(run).attempts
     if attempts and (last := attempts[-1]).ended is not None:
         return JobState(last.state_name, last.reason, last.ended)
-    events = tail_jsonl(run / EVENTS, 1)
-    if events and (name := LAST_EVENT_STATES.get(str(events[0].get("event")))):
-        return JobState(name, str(events[0].get("detail", "")), get_number(events[0], "time"))
+    event = read_last_state_event(run)
+    if (name := EVENT_STATES.get(str(event.get("event")), "ENDED")) != "ENDED":
+        return JobState(name, str(event.get("detail", "")), get_number(event, "time"))
     launch_record = read_launch_record(run)
     if (code := get_number(launch_record, "exit_code")) is None:
         return None

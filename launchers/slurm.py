@@ -25,6 +25,20 @@ from megatfm.launchers.slurm_site import Site
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
 
+def _read_template(name: str) -> str:
+    return (resources.files("megatfm.slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
+
+
+TEMPLATE_ENVIRONMENT = Environment(
+    loader=FunctionLoader(_read_template),
+    undefined=StrictUndefined,
+    finalize=lambda value: shlex.quote(str(value)),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
+
 class SlurmLauncher:
     """Renders a template of `slurm/` for a site and submits it to sbatch."""
 
@@ -38,14 +52,6 @@ class SlurmLauncher:
         characters that sbatch can't handle. Raises UsageError for such a path.
         """
         name = TEMPLATES[job.kind]
-        template = Environment(
-            loader=FunctionLoader(_read_template),
-            undefined=StrictUndefined,
-            finalize=lambda value: shlex.quote(str(value)),
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        ).get_template(name)
         uses_torchrun = self.site.start == "torchrun" and job.kind == "train"
         tasks = 1 if uses_torchrun else job.resources.nproc_per_node
         cpus = self.site.cpus_per_task
@@ -54,7 +60,7 @@ class SlurmLauncher:
         folder, run = _check_sbatch_path(Path.cwd()), _check_sbatch_path(job.run_dir)
         job_id_pattern = "%A_%a" if job.kind == "prep" else "%j"
         options, dependencies = self._split_options()
-        script = template.render(
+        script = TEMPLATE_ENVIRONMENT.get_template(name).render(
             job=job,
             site=self.site,
             options=options,
@@ -180,10 +186,6 @@ def _make_chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> 
     if not jobs:
         return ""
     return ",".join([*(name for name in dependencies if "?" not in name), f"afterany:{jobs[-1]}"])
-
-
-def _read_template(name: str) -> str:
-    return (resources.files("megatfm.slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
 def _queue_script(script: Path, dependency: str) -> str:

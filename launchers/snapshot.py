@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from blake3 import blake3
@@ -35,7 +36,7 @@ class Snapshot:
 
     files: dict[str, Path]
 
-    @property
+    @cached_property
     def dir_name(self) -> str:
         """Name of the copy: `code-` and a hash of all paths and contents."""
         digest = blake3()

@@ -19,12 +19,13 @@ from megatfm.errors import UsageError
 from megatfm.launchers.attempts import AttemptLog
 from megatfm.launchers.job import JobState
 from megatfm.launchers.record import (
+    EVENT_STATES,
     EVENTS,
-    LAST_EVENT_STATES,
     METRICS,
     find_latest_checkpoint_step,
     get_number,
     read_json_if_valid,
+    read_last_state_event,
     read_launch_record,
     tail_jsonl,
 )
@@ -94,7 +95,7 @@ def get_run_status(run: Path) -> RunStatus:
     records = tail_jsonl(run / METRICS, SPEED_STEPS)
     events = tail_jsonl(run / EVENTS, 1)
     steps, last = _read_steps(run), records[-1] if records else {}
-    state = get_launched_state(run) or _infer_state(run, events)
+    state = get_launched_state(run) or _infer_state(run)
     is_prep = is_prep_run(run)
     if is_prep:
         state = correct_prep_job_state(run, state)
@@ -147,13 +148,13 @@ def _count_restarts(run: Path) -> int:
     return sum(attempt.submission == attempts[-1].submission for attempt in attempts) - 1 if attempts else 0
 
 
-def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
-    """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
+def _infer_state(run: Path) -> JobState:
+    """Return the state of a run without launch record: RUNNING if its lock is held, else from its events."""
     holder = read_json_if_valid(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _is_lock_held(run, holder):
         return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
-    event = str(events[0].get("event")) if events else ""
-    return JobState(LAST_EVENT_STATES.get(event, "ENDED"), str(events[0].get("detail", "")) if events else "")
+    event = read_last_state_event(run)
+    return JobState(EVENT_STATES.get(str(event.get("event")), "ENDED"), str(event.get("detail", "")))
 
 
 def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:

@@ -78,6 +78,8 @@ def find_launch_errors(job: Job, site: Site | None, partition: scheduler.SlurmPa
         yield problem
     if site and job.kind == "train" and (problem := _check_unfinished(job)):
         yield problem
+    if job.kind == "train":
+        yield from _find_linked_checkpoints(job.run_dir)
     if site is None or not site.container:
         yield from find_missing_paths(job)
         yield from _check_deepspeed(job)
@@ -95,6 +97,13 @@ def _check_unfinished(job: Job) -> str | None:
         f"{run}: the run is finished: all of its {steps} steps are done: give the new run another name, as name="
         f"{job.config.name}-2, or continue this one with more train.steps (and resume.allow=schedule)"
     )
+
+
+def _find_linked_checkpoints(run: Path) -> Iterator[str]:
+    """Yield the error with which the run would refuse a symbolic link in the place of a checkpoint."""
+    if (folder := run / "checkpoints").is_dir():
+        for link in sorted(path for path in folder.glob("step-*") if path.is_symlink()):
+            yield f"{link} is a symbolic link: put the checkpoint itself there, or remove the link"
 
 
 def find_launch_warnings(job: Job, site: Site, partition: scheduler.SlurmPartition | None) -> Iterator[str]:

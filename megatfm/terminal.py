@@ -5,8 +5,10 @@ import errno
 import io
 import os
 import select
+import shutil
 import signal
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,3 +107,11 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
         for heading, text in zip(headings[1:], more_cells, strict=True):
             if text:
                 show(f"  {heading}: {text}" if heading else f"  {text}", row.style)
+
+
+def wrap_line(line: str, indent: int) -> str:
+    """Return a line broken at the terminal's width, further lines indented; whole where the output is no terminal."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return line
+    width = max(shutil.get_terminal_size().columns, 2 * indent)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -112,8 +112,9 @@ class PrepSummary:
     already_done: bool
 
     def to_table(self) -> Table:
-        """Tabulate the documents that every step kept and dropped, and the two corpora."""
-        table = Table("step", "documents", "bytes", "changed", "dropped", title=str(self.out), title_justify="left")
+        """Tabulate the documents that every step kept and dropped, and the two corpora; bytes are those of text."""
+        headings = ("step", "documents", "bytes", "changed", "dropped, or written")
+        table = Table(*headings, title=str(self.out), title_justify="left")
         for column in table.columns[1:4]:
             column.justify = "right"
         for step in self.result["steps"]:
@@ -134,9 +135,9 @@ class PrepSummary:
             table.add_row(
                 name,
                 f"{totals['documents']:,}",
-                _format_bytes(totals["text_bytes"]),
+                _format_bytes(totals["text_bytes"]) if totals["text_bytes"] else "",  # images alone have no text
                 "",
-                f"{tokens}{totals['shards']} shard(s)",
+                f"{tokens}{totals['shards']} shard{'s' * (totals['shards'] != 1)}",
             )
         return table
 

@@ -130,8 +130,19 @@ _ELLIPSES = ("...", "…")
 _LINES = re.compile(r"\n+")
 
 
+class RuleFilter:
+    """Base of filters that drop a document by rules of its text, or leave it as it is."""
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        """Return the document, or the rule that it breaks."""
+        return self._drop_reason(document.text) or document
+
+    def _drop_reason(self, text: str) -> str | None:
+        raise NotImplementedError
+
+
 @STEPS.register("gopher_quality")
-class GopherQuality:
+class GopherQuality(RuleFilter):
     """Drops documents unlike prose (Rae et al. 2021, appendix A.1.1).
 
     The rules: lengths of documents and words, symbols, bullets, lines that end in an ellipsis, words without letters,
@@ -141,12 +152,8 @@ class GopherQuality:
     title = "Gopher quality"
 
     def __init__(self, config: GopherQualityConfig) -> None:
-        self._config = config
-        self._words = make_word_tokenizer(config)
+        self._config, self._words = config, make_word_tokenizer(config)
         self._stop_words = frozenset(config.stop_words)
-
-    def apply(self, document: Document, counts: StepStats) -> Document | str:
-        return self._drop_reason(document.text) or document
 
     def _drop_reason(self, text: str) -> str | None:
         limits, words = self._config, self._words(text)
@@ -195,7 +202,7 @@ _PUNCTUATION = SENTENCE_ENDS | {'"', "'"}
 
 
 @STEPS.register("fineweb")
-class FineWeb:
+class FineWeb(RuleFilter):
     """Drops fragmented pages (Penedo et al. 2024, section 3.6).
 
     The rules: few lines that end with punctuation, many short or repeated lines, and lists.
@@ -204,11 +211,7 @@ class FineWeb:
     title = "FineWeb"
 
     def __init__(self, config: FineWebConfig) -> None:
-        self._config = config
-        self._words = make_word_tokenizer(config)
-
-    def apply(self, document: Document, counts: StepStats) -> Document | str:
-        return self._drop_reason(document.text) or document
+        self._config, self._words = config, make_word_tokenizer(config)
 
     def _drop_reason(self, text: str) -> str | None:
         limits = self._config

@@ -8,15 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep_steps import GopherRepetitionConfig
-from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
-from megatfm.data_prep.filters.heuristics import count_repeated, make_word_tokenizer
+from megatfm.data_prep.filters.heuristics import RuleFilter, count_repeated, make_word_tokenizer
 
 Integers = NDArray[np.int64]
 
 
 @STEPS.register("gopher_repetition")
-class GopherRepetition:
+class GopherRepetition(RuleFilter):
     """Drops documents with repeated lines, paragraphs or n-grams of words (Rae et al. 2021, table A1).
 
     Characters of repeated lines, paragraphs and n-grams of 5 to 10 words are those of the second and later occurrences,
@@ -27,11 +26,7 @@ class GopherRepetition:
     title = "Gopher repetition"
 
     def __init__(self, config: GopherRepetitionConfig) -> None:
-        self._config = config
-        self._words = make_word_tokenizer(config)
-
-    def apply(self, document: Document, counts: StepStats) -> Document | str:
-        return self._drop_reason(document.text) or document
+        self._config, self._words = config, make_word_tokenizer(config)
 
     def _drop_reason(self, text: str) -> str | None:
         limits, stripped = self._config, text.strip()

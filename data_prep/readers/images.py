@@ -18,7 +18,7 @@ from megatfm.config.prep import ReadConfig
 from megatfm.corpus.image_size import MAX_PIXELS, get_image_format, list_image_extensions
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, find_repeated_key, get_nested, parse_json
-from megatfm.data_prep.readers.webdataset import read_samples
+from megatfm.data_prep.readers.webdataset import find_repeated_extension, read_samples
 
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
 MAX_IMAGES = 64
@@ -42,10 +42,9 @@ class ImageRecord:
 def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | BadRecord]:
     """Yield the samples of a tar. Raises BadFileError at damage."""
     for key, members in read_samples(path, EXTENSIONS):
-        names = [member.extension for member in members]
         fault = next((member.fault for member in members if member.fault), None)
         unknown = next((member.name for member in members if member.data is None), None)
-        repeated = next((name for name in names if names.count(name) > 1), None)
+        repeated = find_repeated_extension(members)
         if fault is None and unknown is not None:
             fault = f"has a member that is neither an image nor {_format_extensions(SIDECAR_EXTENSIONS)}: {unknown}"
         if fault is None and repeated is not None:

@@ -53,6 +53,8 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | BadReco
                 record = candidate
         if isinstance(record, Record) and config.metadata_keys and not record.fields:
             record = _add_metadata(record, members, config)
+        if isinstance(record, Record) and (repeated := find_repeated_extension(members)):
+            record = BadRecord(key, f"has a .{repeated} twice")
         yield record
 
 
@@ -74,6 +76,12 @@ def read_samples(path: Path, extensions: Container[str]) -> Iterator[tuple[str, 
     # tarfile raises all of these on forged tars.
     except (tarfile.TarError, EOFError, ValueError, IndexError, OverflowError) as error:
         raise BadFileError(f"is no whole tar, after {last_key!r} ({error})") from None
+
+
+def find_repeated_extension(members: Sequence[TarMember]) -> str | None:
+    """Return the first extension that two members of a sample that are read share; None if there is none."""
+    extensions = [member.extension for member in members if member.data is not None]
+    return next((extension for extension in extensions if extensions.count(extension) > 1), None)
 
 
 class _BoundedFile:
@@ -148,7 +156,7 @@ def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | BadR
     if member.data is None:
         return None
     try:
-        text = member.data.decode("utf-8")
+        text = member.data.decode("utf-8-sig")
         if member.extension in _TEXTS:
             return Record(key, text)
         content = parse_json(text)

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 SPLITS = ("train", "validation")
@@ -20,16 +21,22 @@ class Bar:
     percent: float
 
 
-def render_report(result: Mapping[str, Any]) -> str:
-    """Return the HTML page of a `prep.json`."""
+@cache
+def _load_template() -> Template:
     # Autoescape: names and examples are foreign text, and no script may run.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": format_count, "size": format_file_size}
+    text = (resources.files("megatfm.data_prep.report") / "report.html").read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def render_report(result: Mapping[str, Any]) -> str:
+    """Return the HTML page of a `prep.json`."""
     package = resources.files("megatfm.data_prep.report")
     styles = resources.files("megatfm") / "report" / "report.css"
     steps, images = result["steps"], has_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
-    return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
+    return _load_template().render(
         headline=write_headline(result),
         unit="Images" if images else "Documents",
         tiles=make_tiles(result),

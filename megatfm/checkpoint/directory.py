@@ -9,7 +9,7 @@ from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io, reader
 from megatfm.checkpoint.file_format import FileEntry
 from megatfm.checkpoint.metadata import METADATA_FILENAME, NewerFormatError, parse_metadata, read_metadata
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import name_disk_errors
 
 log = logging.getLogger("megatfm")
@@ -40,9 +40,11 @@ def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
 def find_latest_intact(folder: Path) -> Path | None:
     """Return the newest checkpoint whose files all have their hashes; ranks share the reading. A collective.
 
-    Refuses symbolic links in place of checkpoints, because the run will also save there.
+    Raises UsageError for symbolic links in place of checkpoints, because the run will also save there.
     """
-    paths = object_collectives.run_on_rank_0(f"{folder} not read", lambda: _list_without_links(folder))
+    paths, links = object_collectives.run_on_rank_0(f"{folder} not read", lambda: _list_with_links(folder))
+    if links:
+        raise UsageError(f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link")
     for path in reversed(paths):
         reason = check_checkpoint_on_all_ranks(path)
         if reason is None:
@@ -65,14 +67,12 @@ def check_checkpoint_on_all_ranks(path: Path) -> str | None:
     return reason or next(filter(None, object_collectives.all_gather_object(_check_share_of_files(path, raw))), None)
 
 
-def _list_without_links(folder: Path) -> list[Path]:
-    """List the checkpoints. Refuses links now, since a run would fail on them only when it saves."""
+def _list_with_links(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints, and those that are symbolic links, on which a run would fail when it saves."""
     if folder.is_symlink() and not folder.is_dir():
         raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
     paths = list_checkpoints(folder)
-    if links := [path for path in paths if path.is_symlink()]:
-        raise MegatfmError(f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link")
-    return paths
+    return paths, [path for path in paths if path.is_symlink()]
 
 
 def _check_share_of_files(path: Path, raw: bytes) -> str | None:

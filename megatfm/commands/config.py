@@ -2,12 +2,8 @@
 
 import argparse
 import json
-import os
 import re
 import shlex
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -21,6 +17,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.config.section import Section
 from megatfm.config.sources import read_files
 from megatfm.errors import UsageError
+from megatfm.terminal import wrap_line
 
 COMPLETION_FILES = {
     "bash": "~/.local/share/bash-completion/completions/megatfm",
@@ -109,10 +106,8 @@ def print_presets(words: Sequence[str] = ()) -> None:
     chosen = [line for line in lines.values() if all(word.lower() in line.lower() for word in words)]
     if not chosen:
         raise UsageError(f"no preset mentions {' and '.join(words)}: `megatfm config presets` lists all {len(names)}")
-    is_wrapped = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = max(shutil.get_terminal_size().columns, 2 * indent) if is_wrapped else sys.maxsize
     for line in chosen:
-        print(textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False))
+        print(wrap_line(line, indent))
 
 
 def _describe_preset(preset: str) -> str:

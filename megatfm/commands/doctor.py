@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatfm.terminal import wrap_line
+
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 ANSWER_SECONDS = 10.0
 ENOUGH_DISK = 10 * 10**9
@@ -49,7 +51,8 @@ def doctor_command(args: argparse.Namespace) -> int:
         print(section)
         for finding in _run_check(check, section):
             advice = f"  → {finding.advice}" if finding.advice and not finding.ok else ""
-            print(f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.detail}{advice}")
+            line = f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.detail}{advice}"
+            print(wrap_line(line, indent=26))
             missing += finding.required and not finding.ok
     return 1 if missing else 0
 

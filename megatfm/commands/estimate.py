@@ -148,7 +148,7 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
     from megatfm.estimate.clock import Clock
     from megatfm.estimate.devices import NODE
-    from megatfm.estimate.trials import list_trials
+    from megatfm.estimate.trial_configs import list_trials
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
@@ -161,10 +161,10 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
         raise UsageError(
             f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
         )
-    trials = list_trials(config, device.type, precision)
-    if not trials:
-        fallback = f"no small copies of {args.config} can be made: operators are measured in those of {TRIAL_PRESET}"
-        print(fallback, file=notes)
+    try:
+        trials = list_trials(config, device.type, precision)
+    except UsageError as error:
+        print(f"{error}; operators are measured in trials of {TRIAL_PRESET}", file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
     table, _ = measure_device(Clock(device), precision, trials)
     write_table(table, args.calibrate)

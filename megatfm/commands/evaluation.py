@@ -185,13 +185,14 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
     unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
-    text_columns = [] if metrics or results["objective"] in LOSS_UNITS else ["bits per byte", "bytes"]
+    # Only a loss that is the text's likelihood is comparable with a compressor.
+    has_likelihood = bool(baselines) or any("bits_per_byte" in result for result in results["sets"].values())
+    text_columns = ["bits per byte", "bytes"] if has_likelihood else []
     for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text_columns):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
         cells = [f"{result['terms'][term]:.4f}" for term in terms]
         cells += [f"{100 * result['metrics'][metric]:.2f} %" for metric in metrics]
-        # Only a loss that is the text's likelihood is comparable with a compressor.
         text_cells = (
             (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}") if "bits_per_byte" in result else ("–", "–")
         )

@@ -89,6 +89,10 @@ def check_seeds(args: argparse.Namespace, values: Mapping[str, Any]) -> Sequence
 
 def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[int, TaskResults | None]":
     """Fine-tune one run; return the exit code and, on rank 0, the results of its best checkpoint."""
+    if args.export:
+        from megatfm.convert.convert import check_is_new
+
+        check_is_new(Path(args.export))  # before training, not after
     config, notes = finetuning_config(args.source, args.config, overrides)
     print_notes(notes)
     from megatfm.tracking.run_directory import run_folder

@@ -5,7 +5,7 @@ from typing import Any, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.images import ImagesConfig
-from megatfm.config.section import MAX_LENGTH, PathStr, Section
+from megatfm.config.section import MAX_LENGTH, PathStr, Section, find_nearest_divisor
 
 
 class MixtureSource(Section):
@@ -112,10 +112,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_rampup(self) -> Self:
-        for stage in self.rampup:
+        for number, stage in enumerate(self.rampup):
             if stage.sequence_length and self.sequence_length % stage.sequence_length:
                 raise ValueError(
-                    f"rampup: sequence_length = {stage.sequence_length} does not divide data.sequence_length = "
-                    f"{self.sequence_length}: choose one that does"
+                    f"rampup[{number}].sequence_length = {stage.sequence_length} does not divide data.sequence_length "
+                    f"= {self.sequence_length}: the nearest that does is "
+                    f"{find_nearest_divisor(self.sequence_length, stage.sequence_length)}"
                 )
         return self

@@ -250,5 +250,10 @@ FOREIGN_KEYS = {
     "log_params_norm": "log.layer_stats_every",
     "dump_folder": "run_dir",
     "trust_remote_code": "plugins",
+    "r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "target_modules": "model.lora.targets",
+    "modules_to_save": "model.lora.trained",
 }
 """Key of another framework, without its section → our key. `docs/reference/glossary.md` lists them by framework."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import fsync_directory, name_write_errors, to_strict_json
+from megatfm.files import NewPaths, fsync_directory, name_write_errors, to_strict_json
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -66,9 +67,19 @@ def export_corpus(folder: str | Path, out: str | Path, detokenizer: Detokenizer 
             raise UsageError(f"{path}: is there already: choose another name")
     if needs_tokenizer and detokenizer is None:
         raise UsageError(f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE")
-    with name_write_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    if detokenizer is None or not needs_tokenizer:
+    new_paths = NewPaths()
+    try:
+        with name_write_errors(out):
+            new_paths.make_folder(out.parent)
+        return _write(corpus, out, detokenizer if needs_tokenizer else None)
+    except BaseException:
+        new_paths.remove_folders()
+        raise
+
+
+def _write(corpus: Corpus, out: Path, detokenizer: Detokenizer | None) -> str:
+    """Write a corpus in the format of `out`, as tars without a detokenizer; return a summary line."""
+    if detokenizer is None:
         return _write_tars(corpus, out)
     if out.name.endswith(IDS_SUFFIX):
         return _write_megatron(corpus, out, detokenizer.eos)
@@ -169,7 +180,7 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
         write_whole(out.with_suffix(INDEX_SUFFIX), index)
         try:
             file.commit()
-        except MegatfmError:
+        except BaseException:
             out.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
             raise
     return f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
@@ -190,15 +201,31 @@ def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> b
 
 
 def _write_tars(corpus: Corpus, out: Path) -> str:
+    """Write the folder under another name, and rename it when it is complete."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with name_write_errors(out):
+            if partial.exists():  # a killed export has left it
+                shutil.rmtree(partial)
+            n_shards = _write_tar_shards(corpus, partial)
+            partial.replace(out)
+            fsync_directory(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return f"{out}: {n_shards:,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
+
+
+def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
+    """Write a corpus as plain tars into a new folder; return the number of tars."""
     dtype, tokenizer_hash = corpus.manifest.token_dtype, corpus.tokenizer_hash
-    with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype, compress=False, pack=False) as writer:
+    with ShardWriter(folder, tokenizer_hash=tokenizer_hash, token_dtype=dtype, compress=False, pack=False) as writer:
         for sample in _iter_samples(corpus):
             # Unique in a shard of the corpus; several of its shards may fit into one tar.
             key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
             writer.add(key, sample.tokens, *fields, *_measure_images(sample.members))
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
-    return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
+    return len(manifest.shards)
 
 
 def _measure_images(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:

@@ -163,6 +163,6 @@ def write_whole(path: Path, data: bytes) -> None:
 
     Every process uses the same temporary name, so that a later run overwrites what a killed one left.
     """
-    file = AtomicFile(path)
-    file.write(data)
-    file.commit()
+    with AtomicFile(path) as file:
+        file.write(data)
+        file.commit()

@@ -12,6 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
 from megatfm.errors import MegatfmError
 
@@ -20,6 +21,8 @@ MAX_LISTED = 20
 MAX_VALUES = 10_000
 MAX_FIELDS = 100
 """Fields of metadata that are counted, at most: hostile records have any number of names."""
+MAX_LABEL_DIGITS = 18
+"""Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
@@ -91,11 +94,10 @@ def describe_corpus(
         "corpus": str(corpus.folder),
         "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {corpus.n_blocks:,} blocks)",
         "samples": f"{corpus.n_samples:,}",
-        "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
-        "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
+        **_describe_classes(corpus),
+        **(_describe_text(corpus) if corpus.n_tokens or corpus.tokenizer_hash != NO_TOKENIZER else {}),
         **describe_rows(corpus),
         **_describe_token_shares(corpus.manifest.provenance),
-        "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(
             {name: value for name, value in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
@@ -104,6 +106,22 @@ def describe_corpus(
         ),
     }
     return _format_facts(facts)
+
+
+def _describe_text(corpus: Corpus) -> dict[str, str]:
+    bytes_per_token = corpus.n_text_bytes / max(corpus.n_tokens, 1)
+    return {
+        "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
+        "text": f"{corpus.n_text_bytes:,} bytes ({bytes_per_token:.3f} a token)",
+        "tokenizer": corpus.tokenizer_hash,
+    }
+
+
+def _describe_classes(corpus: Corpus) -> dict[str, str]:
+    """Return the number of classes of images, and the first names."""
+    names = corpus.manifest.provenance.get("classes", [])
+    more = ", …" if len(names) > MAX_SHARES else ""
+    return {"classes": f"{len(names):,} ({', '.join(names[:MAX_SHARES])}{more})"} if names else {}
 
 
 def _describe_token_shares(provenance: dict[str, Any]) -> dict[str, str]:
@@ -126,6 +144,7 @@ def _show_sample(
         "sample": f"{sample_index:,} of {corpus.n_samples:,}",
         "key": sample.key,
         "source": sample.source,
+        **_describe_class(corpus, sample),
         "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
         **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
         **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
@@ -134,6 +153,15 @@ def _show_sample(
     if text is None:
         text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
     return f"{_format_facts(facts)}\n\n{text}"
+
+
+def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
+    """Return the number and name of an image's class."""
+    label, names = sample.members.get("cls", b"").strip(), corpus.manifest.provenance.get("classes", [])
+    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+        return {}
+    number = int(label)
+    return {"class": f"{number} ({names[number]})" if number < len(names) else str(number)}
 
 
 def _format_facts(facts: dict[str, str]) -> str:

@@ -103,7 +103,9 @@ class DataLoader(Iterator[list[Fields]]):
     ) -> None:
         self.batch_schedule = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.batch_schedule.batches:
-            check_global_batch(batch, micro_batch, data_ranks)
+            is_last = batch == self.batch_schedule.global_batch
+            key = "train.global_batch" if is_last else "data.rampup: global_batch"
+            check_global_batch(batch, micro_batch, data_ranks, key)
         if any(stage.splits_per_row > 1 for stage in self.batch_schedule.rampup) and not rows.can_split_rows:
             raise UsageError(
                 "data.rampup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
@@ -253,13 +255,13 @@ def without_documents(batch: Fields) -> Fields:
     return {name: field for name, field in batch.items() if name not in names}
 
 
-def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
-    """Raise a UsageError unless the global batch is a multiple of micro-batch × data ranks."""
+def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int, key: str = "train.global_batch") -> None:
+    """Raise a UsageError unless the global batch, which `key` sets, is a multiple of micro-batch × data ranks."""
     unit = micro_batch * data_ranks
     if global_batch < 1 or global_batch % unit:
         raise UsageError(
-            f"global batch {global_batch} is not a multiple of micro-batches of {micro_batch} × {data_ranks} "
-            f"data ranks: the nearest that is one is {round_to_multiple(global_batch, unit)}"
+            f"{key} = {global_batch} is not a multiple of train.micro_batch = {micro_batch} × {data_ranks} data ranks: "
+            f"the nearest that is one is {round_to_multiple(global_batch, unit)}"
         )
 
 

@@ -6,7 +6,7 @@ A plan is computed once, from the index alone, and stored in the corpus folder.
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.image_columns import ImageColumns, ImageIndex
 from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
 from megatfm.data.chunks import ChunkTable, split_documents
 from megatfm.data.sequences import PackingObjective, needs_own_row
@@ -28,6 +28,8 @@ SAMPLES_AT_ONCE = 2**18
 PLANS = ".plans"
 """Subfolder of a corpus that holds plans; it may be deleted at any time."""
 MAX_STORED_PLANS = 32
+CountTruncated = Callable[[NDArray[np.int64], ImageIndex], int]
+"""Counts the texts of n tokens [D], and of images, that lose their ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +173,11 @@ class _Planner:
         blocks, folder = self.corpus.blocks, self.corpus.folder
         volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
         texts = np.zeros(len(blocks), np.int64)
-        total = dropped = without_partner = 0
+        total = dropped = truncated = without_partner = 0
+        count_truncated: CountTruncated = getattr(self.objective, "count_truncated", lambda n_tokens, images: 0)
         for begin, starts, chunks in self._iter_planned():
+            end = begin + len(starts) - 1
+            truncated += count_truncated(self.corpus.lengths(begin, end), ImageColumns(self.corpus, begin, end))
             is_filled = chunks.lengths.any(axis=1)
             self._check_lengths(chunks.take(np.flatnonzero(is_filled)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(chunks.lengths, starts[:-1])
@@ -196,6 +201,11 @@ class _Planner:
             notes.append(
                 f"{folder}: {dropped:,} of {total + dropped:,} chunks of documents are too short for the "
                 "objective and are left out"
+            )
+        if truncated:
+            notes.append(
+                f"{folder}: {truncated:,} of {total:,} texts are truncated at data.target_length = "
+                f"{self.row_lengths[-1]:,}, or at the model's positions for a text"
             )
         if without_partner:
             notes.append(
@@ -234,9 +244,13 @@ class _Planner:
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             if self._is_bin_packed and self.objective.max_tokens is not None:
                 reason = "its documents don't fill such rows, whole"
+            keys = ["data.sequence_length", "data.target_length"][: len(self.row_lengths)]
+            advice = f"choose shorter rows ({', '.join(keys)}), or prepare more text"
+            if getattr(self.objective, "reads_images", False):
+                reason, advice = "its images don't fill such rows", f"choose other lengths ({', '.join(keys)})"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
-                f"{reason}: choose shorter rows (data.sequence_length), or prepare more text"
+                f"{reason}: {advice}"
             )
 
     def _iter_planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:

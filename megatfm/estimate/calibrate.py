@@ -23,6 +23,7 @@ from megatfm.estimate.kernels import BACKWARD_MATMULS
 from megatfm.estimate.trials import (
     TrialTimes,
     fit_overheads,
+    fit_to_steps,
     measure_trials,
     tabulate_attention,
     tabulate_matmuls,
@@ -69,10 +70,10 @@ def measure_device(
     for index, layout in enumerate(LAYOUTS):
         measured = seconds[index * len(shapes) : (index + 1) * len(shapes)]
         table_name = precision if layout == "nt" else f"{precision} {layout}"
-        products.setdefault(table_name, []).extend([*shape, t] for shape, t in zip(shapes, measured, strict=True))
-    rows = products[precision]
+        rows = [[*shape, t] for shape, t in zip(shapes, measured, strict=True)]
+        products[table_name] = products.get(table_name, []) + fit_to_steps(rows, products.get(table_name, []))
     rate = max(n_bytes / t for n_bytes, t in zip(sizes, move_seconds, strict=True) if n_bytes > 2**20)
-    peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in rows))
+    peak = max(forward, *(2 * m * n * k / t for m, n, k, t in products[precision]))
     name = (
         torch.cuda.get_device_name(device)
         if kind == "cuda"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.estimate.operators import COLLECTIVES
 from megatfm.ops.kernel_free import KERNEL_FREE
 
-ROUNDS = 25
+ROUNDS = 16
 MIN_SECONDS = 2e-3
 """Shortest measurement of a function that is repeated."""
 SHORTEST_KERNEL = {"cpu": 0.0, "cuda": 3e-6}
@@ -67,7 +67,7 @@ class Clock:
         return lambda: [self.time_call(function, repeats)]
 
     def make_cold_measurement(self, function: Callable[[], object]) -> Measurement:
-        """Return a measurement of a function that a CPU runs once: inputs are not in the nearest cache, as in a step."""
+        """Return a measurement of a function that a CPU runs once: inputs are in no near cache, as in a step."""
         return self.make_measurement(function, 0.0 if self.device.type == "cpu" else MIN_SECONDS)
 
     def measure(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
@@ -98,8 +98,8 @@ def measure_in_turns(measurements: Sequence[Measurement], rounds: int = ROUNDS) 
 def fit_seconds(measured: np.ndarray[Any, Any], spells: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the seconds of parts, each measured as a product of its own seconds and of a spell's slowness.
 
-    measured, spells: [rounds, parts]. Medians in turns (Tukey's median polish, of logarithms); long parts count more in a
-    spell's slowness, whose median is 1.
+    measured, spells: [rounds, parts]. Medians in turns (Tukey's median polish, of logarithms); long parts count more
+    in a spell's slowness, whose median is 1.
     """
     logs, slowness = np.log(measured), np.zeros(spells.max() + 1)
     order = np.argsort(spells, axis=None, kind="stable")

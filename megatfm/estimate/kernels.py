@@ -29,13 +29,16 @@ from megatfm.estimate.stand_ins import (
     even_rows,
     exchange_tokens,
     experts_by_shapes,
-    find_attention_kernel,
 )
 from megatfm.estimate.weights import experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.moe.experts import Experts
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.kernels import LONG_ON_GPU, choose_kernel
+from megatfm.ops.attention.mask import AttentionMask
 from megatfm.parallel.context_parallel import make_zigzag_predicate
 from megatfm.parallel.layout import replace_forward
 
@@ -92,8 +95,25 @@ class ProfiledKernels:
         self.recorder, self.experts_complete, self._flops_by_output = OperatorRecorder(), 0, {}
         return self.recorder
 
+    def _find_attention_kernel(
+        self,
+        core: DotProductAttention,
+        head_shard: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        mask: AttentionMask | None = None,
+    ) -> str:
+        """Return the name of the kernel by which the device computes attention: "fused" for any that a GPU has for long
+        rows, and "products" where it computes all scores by matmuls, as for short rows with dropout."""
+        heads, queries = qkv[0].shape[1:3]
+        if self.device_kind == "cuda" and queries >= LONG_ON_GPU:
+            return "fused"
+        mask = mask or PatternMask(core.pattern, sequence, head_shard * heads, heads)
+        return choose_kernel(replace(core.describe_call(*qkv, mask, bias), device=self.device_kind)).name
+
     def _attend(
-        self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        self, core: DotProductAttention, head_shard: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Stand-in for `DotProductAttention.attend_head_shard`."""
         rows, heads, queries, _ = q.shape
@@ -101,16 +121,16 @@ class ProfiledKernels:
         with _disable_current_modes():  # patterns may count pairs with tensors
             macs = core.cost(tokens).visible_attention_macs
         macs *= rows * heads / core.n_heads / self.cp
-        kernel = find_attention_kernel(self.device_kind, core, part, q, k, v, *args, **kwargs)
+        kernel = self._find_attention_kernel(core, head_shard, (q, k, v), *args, **kwargs)
         if kernel == "products" or (self.device_kind == "cpu" and kernel == "documents"):
-            return type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
+            return type(core).attend_head_shard(core, head_shard, q, k, v, *args, **kwargs)
         unit = self.tp if self.config.parallel.sequence_parallel else 1
         fetched = count_fetched_tokens(
             core, queries * self.cp, self.cp, unit, is_zigzag=self._is_zigzag(queries * self.cp)
         )
         if self.device_kind == "cpu" and kernel == "fused":
             start = len(self.recorder.recording.operators)
-            output: Tensor = type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
+            output: Tensor = type(core).attend_head_shard(core, head_shard, q, k, v, *args, **kwargs)
             self._mark_fused(start, 2 * macs, fetched)
             return self._exchange(output)
         bias = args[1] if len(args) > 1 else kwargs.get("bias")

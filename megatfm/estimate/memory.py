@@ -42,6 +42,19 @@ class RankMemory:
         return state + self.gathered + self.activations + self.workspace + self.reserved
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by the names of parts in tables and drawings."""
+        return {
+            "weights": self.weights + self.copies,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "gathered": self.gathered,
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "reserved": self.reserved,
+        }
+
+    @property
     def largest(self) -> str:
         """Name of the largest part."""
         sizes = {

@@ -24,6 +24,7 @@ Kind = Literal["matmul", "attention", "pointwise", "collective"]
 MATMULS = {
     "mm",
     "addmm",
+    "addmm_",
     "bmm",
     "baddbmm",
     "_scaled_mm",

@@ -11,12 +11,10 @@ from jinja2 import Environment, StrictUndefined
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import GIB, Cluster
 from megatfm.estimate.estimator import Estimate, Estimator
-from megatfm.estimate.memory import RankMemory
 from megatfm.estimate.stalls import describe_failures
 from megatfm.estimate.text import describe_fit, describe_run, describe_speed, list_causes
 from megatfm.files import atomic_write
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "workspace", "reserved")
 WIDTH, ROW = 1000.0, 26.0
 """Width of a drawing and height of its rows, in its own units."""
 MAX_PASSES = 8000
@@ -85,7 +83,7 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
         title=estimate.config.name,
         lines=[*describe_run(estimate), describe_fit(estimate), *describe_speed(estimate), describe_failures(estimate)],
         memory=draw_memory(estimate),
-        memory_parts=MEMORY_PARTS,
+        memory_parts=list(estimate.worst.parts),
         causes=[(name, seconds, 100 * seconds / estimate.time.step) for name, seconds in list_causes(estimate.time)],
         timeline=draw_timeline(estimate),
         points=points,
@@ -97,20 +95,6 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     )
 
 
-def list_memory_parts(rank: RankMemory) -> dict[str, int]:
-    """Return the bytes of a rank by the names of `MEMORY_PARTS`."""
-    values = (
-        rank.weights + rank.copies,
-        rank.gradients,
-        rank.optimizer,
-        rank.gathered,
-        rank.activations,
-        rank.workspace,
-        rank.reserved,
-    )
-    return dict(zip(MEMORY_PARTS, values, strict=True))
-
-
 def draw_memory(estimate: Estimate) -> Drawing:
     """Draw a stacked bar of each pipeline rank's memory, and a line at the device's."""
     device = estimate.cluster.device.memory_bytes
@@ -119,7 +103,7 @@ def draw_memory(estimate: Estimate) -> Drawing:
     for row, rank in enumerate(estimate.memory):
         rows.append(f"rank {rank.pipeline_rank}: {rank.total / GIB:.1f} GiB")
         x = 0.0
-        for name, n_bytes in list_memory_parts(rank).items():
+        for name, n_bytes in rank.parts.items():
             boxes.append(Box(x, row * ROW, n_bytes * scale, name, f"{name}: {n_bytes / GIB:.2f} GiB"))
             x += n_bytes * scale
     return Drawing(rows, boxes, device * scale)

@@ -254,7 +254,7 @@ class LocalModel:
         with self._kernels.recorder.record() as backward:
             if total is not None:
                 torch.autograd.backward(total, gradient)
-        backward.operators = [op for op in backward.operators if op.name != "ones_like"]  # gradients of the roots
+        backward.operators = [op for op in backward.operators if op.name != "ones"]  # gradients of the roots
         self._kernels.mark_fused_backward(backward.operators)
         return backward
 

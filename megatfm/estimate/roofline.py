@@ -6,6 +6,7 @@ elementwise operators once.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,8 +85,8 @@ def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
 def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: float, beyond: float) -> float:
     """Interpolate measured (size, seconds), in logarithms. Rows of one size count by their mean.
 
-    least: seconds of an empty operator, to which a line leads from the smallest size; beyond: least seconds of a unit
-    above the largest size, whose rate counts if it is slower.
+    least: seconds of an empty operator, to which a line leads from the smallest size. Above the largest size, a unit
+    takes `beyond` seconds, or as long as the units between half of that size and all of it, if that is longer.
     """
     by_size: dict[float, list[float]] = {}
     for measured_size, seconds in rows:
@@ -96,8 +97,11 @@ def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: fl
         smallest = math.exp(means[0])
         return float(smallest - max(0.0, smallest - least) * (1 - size / sizes[0]))
     if size > sizes[-1]:
-        largest = math.exp(means[-1])
-        return float(largest + (size - sizes[-1]) * max(beyond, largest / sizes[-1]))
+        n_smaller = bisect_right(sizes, sizes[-1] / 2)
+        if n_smaller:
+            difference = math.exp(means[-1]) - math.exp(means[n_smaller - 1])
+            beyond = max(beyond, difference / (sizes[-1] - sizes[n_smaller - 1]))
+        return float(math.exp(means[-1]) + (size - sizes[-1]) * beyond)
     return float(math.exp(np.interp(math.log(size), np.log(sizes), means)))
 
 

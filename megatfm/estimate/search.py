@@ -194,17 +194,15 @@ def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Coun
 
 def _list_axis_sizes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterator[dict[str, int]]:
     """Yield axis sizes whose product is the number of GPUs; tp stays within a node."""
-    for tp in list_divisors(gpus):
-        if tp > gpus_per_node:
-            break
-        for cp in (size for size in list_divisors(gpus // tp) if size <= 16 and size & (size - 1) == 0):
-            for pp in list_divisors(gpus // (tp * cp)):
-                data = gpus // (tp * cp * pp)
-                for replicas in _list_replicas(data):
-                    shard = data // replicas
-                    for ep in list_divisors(shard * cp) if has_experts else (1,):
-                        names = TENSOR, CONTEXT, PIPELINE, REPLICATE, SHARD, EXPERT
-                        yield dict(zip(names, (tp, cp, pp, replicas, shard, ep), strict=True))
+    tp_sizes = [tp for tp in list_divisors(gpus) if tp <= gpus_per_node]
+    row_sizes = [(tp, cp) for tp in tp_sizes for cp in (1, 2, 4, 8, 16) if gpus // tp % cp == 0]
+    for tp, cp in row_sizes:
+        for pp in list_divisors(gpus // (tp * cp)):
+            data = gpus // (tp * cp * pp)
+            for replicas in _list_replicas(data):
+                shard = data // replicas
+                for ep in list_divisors(shard * cp) if has_experts else (1,):
+                    yield {TENSOR: tp, CONTEXT: cp, PIPELINE: pp, REPLICATE: replicas, SHARD: shard, EXPERT: ep}
 
 
 def _list_replicas(data_ranks: int) -> list[int]:

@@ -6,7 +6,6 @@ A stand-in for a kernel saves and allocates as much as the real one, and notes t
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,15 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import DeviceKind
 from megatfm.layers.attention.dot_product import DotProductAttention
-from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.moe import experts as experts_module
 from megatfm.layers.moe.experts import Experts, SortedRows
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_kernel
-from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
 from megatfm.parallel.context_parallel import compute_token_indices
@@ -56,35 +51,6 @@ class AttentionStandIn(torch.autograd.Function):
         ctx.note(True, (*ctx.saved_tensors, gradient), gradients)
         into_bias = torch.empty_like(ctx.bias) if ctx.needs_input_grad[4] else None
         return None, *gradients, into_bias
-
-
-def find_attention_kernel(
-    device_kind: DeviceKind,
-    core: DotProductAttention,
-    head_shard: int,
-    q_BNTH: Tensor,
-    k_BKSH: Tensor,
-    v_BKSH: Tensor,
-    sequence: SequenceMetadata,
-    bias: Tensor | None = None,
-    mask: AttentionMask | None = None,
-) -> str:
-    """Return the name of the kernel by which a device computes attention: "fused" for any that a GPU has for long rows,
-    and "products" where it computes all scores by matmuls, as for short rows with dropout."""
-    if device_kind == "cuda" and q_BNTH.shape[2] >= LONG_ON_GPU:
-        return "fused"
-    heads = q_BNTH.shape[1]
-    request = AttentionRequest.from_inputs(
-        q_BNTH,
-        k_BKSH,
-        mask or PatternMask(core.pattern, sequence, head_shard * heads, heads),
-        core.options,
-        has_dropout=core.dropout.make_head_rng_keys(sequence, heads, head_shard) is not None,
-        bias=bias,
-        sinks=core.sinks is not None,
-        v_width=v_BKSH.shape[-1],
-    )
-    return choose_kernel(replace(request, device=device_kind)).name
 
 
 def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool) -> int:

@@ -73,17 +73,8 @@ def step_time(
     compiled: bool,
 ) -> StepEstimate:
     """Estimate a step of the busiest pipeline rank."""
-    parallel, node = config.parallel, cluster.node
-    axes, fp8 = axes_of(parallel), config.train.precision.startswith("fp8")
-    cache: dict[int, PartTime] = {}
-    times = []
-    for index, part in enumerate(profile.parts):
-        if id(part) not in cache:
-            kernels = estimate_part_kernels(
-                cluster.device, part, config.train.recompute, parallel.ep, compiled=compiled, fp8=fp8
-            )
-            cache[id(part)] = estimate_part_time(config, cluster, part, kernels, index, weights, axes)
-        times.append(cache[id(part)])
+    parallel, node, axes = config.parallel, cluster.node, axes_of(config.parallel)
+    times = _estimate_part_times(config, cluster, profile, weights, compiled=compiled)
     busiest = max(
         range(parallel.pp),
         key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in list_rank_parts(stages, rank_of, rank)),
@@ -123,6 +114,21 @@ def step_time(
     bubble = timeline.seconds - sum(computed.values())
     time = _make_step_time(computed, bubble, data, optimizer)
     return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
+
+
+def _estimate_part_times(
+    config: Config, cluster: Cluster, profile: ModelProfile, weights: Sequence[LocalWeight], *, compiled: bool
+) -> list[PartTime]:
+    """Return the times of all parts; a part that occurs several times is estimated once."""
+    parallel, fp8 = config.parallel, config.train.precision.startswith("fp8")
+    axes, time_by_part = axes_of(parallel), dict[int, PartTime]()
+    for index, part in enumerate(profile.parts):
+        if id(part) not in time_by_part:
+            kernels = estimate_part_kernels(
+                cluster.device, part, config.train.recompute, parallel.ep, compiled=compiled, fp8=fp8
+            )
+            time_by_part[id(part)] = estimate_part_time(config, cluster, part, kernels, index, weights, axes)
+    return [time_by_part[id(part)] for part in profile.parts]
 
 
 def _select_data_flows(flows: Flows, of_weights: Flows) -> Flows:

@@ -93,32 +93,11 @@ def make_memory_table(estimate: Estimate) -> "Table":
     from rich.table import Table
 
     table = Table(title="Memory of a rank, GiB", title_justify="left")
-    names = (
-        "pipeline rank",
-        "weights",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "activations",
-        "workspace",
-        "reserved",
-        "sum",
-    )
-    for name in names:
+    for name in ("pipeline rank", *estimate.worst.parts, "sum"):
         table.add_column(name, justify="right")
     for rank in _select_ranks(estimate.memory):
-        numbers = (
-            rank.weights + rank.copies,
-            rank.gradients,
-            rank.optimizer,
-            rank.gathered,
-            rank.activations,
-            rank.workspace,
-            rank.reserved,
-            rank.total,
-        )
         mark = " (worst)" if rank is estimate.worst and len(estimate.memory) > 1 else ""
-        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_format_gib, numbers))
+        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_format_gib, (*rank.parts.values(), rank.total)))
     return table
 
 

@@ -15,95 +15,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config
 from megatfm.data.loader import without_documents
 from megatfm.describe import describe
+from megatfm.errors import MegatfmError
 from megatfm.estimate.clock import Clock, Measurement, OperatorTimer, launches_kernel, measure_in_turns
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.kernels import BACKWARD_MATMULS
 from megatfm.estimate.operators import Operator, OperatorRecorder
-from megatfm.estimate.roofline import name_matmuls
+from megatfm.estimate.roofline import interpolate_rate, name_matmuls
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.profiling import keep_freed_memory
 from megatfm.verify.shrink import draw_batch, objective_for
 
-MAX_FLOPS: Mapping[str, float] = {"cpu": 4e10, "cuda": 1e14}
-"""FLOPs of the largest trial step, which takes about half a second."""
-MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
-"""Parameters of the largest trial: all trials are in memory at once."""
-MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
-"""Tokens of the largest vocabulary of a trial."""
-WIDTH_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Divisors of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
-N_WIDTHS = 4
-ROWS: Mapping[str, Sequence[tuple[int, int]]] = {
-    "cpu": ((1, 128), (2, 192), (1, 320), (2, 512)),
-    "cuda": ((1, 1024), (2, 1024), (1, 4096)),
-}
-"""Rows and tokens of a row of trials."""
 FUSED_ATTENTION = "_scaled_dot_product_"
 """Prefix of torch's kernels of fused attention."""
-
-
-def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
-    """Return small copies of a config, on one rank: few layers, several widths, and several numbers of tokens.
-
-    kind: of the device, as torch names it.
-    """
-    device = {"train.device": kind, "train.precision": precision}
-    trials: list[Config] = []
-    widths = set[int]()
-    for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
-        trial = _make_trial(config, divisor, rows, length, MAX_VOCABULARY[kind], device)
-        if trial is None or trial in trials or (len(widths) == N_WIDTHS and divisor not in widths):
-            continue
-        description = describe(trial)
-        flops = 6 * description.active * rows * description.tokens_per_row
-        if flops <= MAX_FLOPS[kind] and description.parameters <= MAX_PARAMETERS[kind]:
-            widths.add(divisor)
-            trials.append(trial)
-    return trials
-
-
-def _make_trial(
-    config: Config, divisor: int, rows: int, length: int, max_vocabulary: int, device: Mapping[str, str]
-) -> Config | None:
-    """Return a small copy of a config; None where its widths can't be divided so. device: keys of the machine."""
-    model, changes = config.model, dict[str, Any](device)
-    if divisor > 1:
-        sizes = {"d_model": model.d_model, "ffn.d_ff": model.ffn.d_ff, "attention.n_heads": model.attention.n_heads}
-        if any(size % divisor for size in sizes.values()):
-            return None
-        changes |= {f"model.{key}": size // divisor for key, size in sizes.items()}
-        if model.attention.kv_heads != model.attention.n_heads:
-            changes["model.attention.n_kv_heads"] = max(1, model.attention.kv_heads // divisor)
-    first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    layers = max(2, 1 + (model.distinct_layers or 0), *first_depths)
-    changes["parallel"] = ParallelConfig(zero=0, dp_shard=1)
-    changes |= {
-        "train.micro_batch": rows,
-        "train.global_batch": rows,
-        "train.recompute": "none",
-        "train.compile": False,
-        "train.cuda_graphs": False,
-    }
-    changes["model.n_layers"] = min(model.n_layers, layers)
-    if model.n_encoder_layers:
-        changes["model.n_encoder_layers"] = min(model.n_encoder_layers, layers)
-    if model.vocab_size:
-        changes["model.vocab_size"] = min(model.vocab_size, max_vocabulary)
-    if config.reads_text:
-        changes["data.sequence_length"] = min(length, config.data.sequence_length)
-    try:
-        return config.with_changes(changes)
-    except ValidationError:
-        return None
+UNREACHED_NORM = 1e9
+"""Norm of gradients to which none is clipped."""
 
 
 @dataclass
@@ -141,10 +74,13 @@ def measure_trials(
         for index, config in enumerate((*configs, *held_out)):
             passes, update = _make_step(config, clock.device)
             step = partial(_run_both, passes, update)
-            step()  # the first steps allocate
+            for _ in range(2):  # the first steps allocate
+                step()
             if index < len(configs):
                 recorded.append((record_calls(passes), record_calls(update)))
-            measurements.append(partial(_time_step, clock, step, with_operators=index < len(configs)))
+                measurements.append(partial(time_step_and_operators, clock, step, sum(map(len, recorded[-1]))))
+            else:
+                measurements.append(clock.make_measurement(step))
         seconds = measure_in_turns([*measurements, *others])
     times = TrialTimes()
     by_call: dict[Call, list[float]] = defaultdict(list)
@@ -161,7 +97,7 @@ def measure_trials(
 def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
     """Build an engine, and return functions that run its passes and its optimizer's update.
 
-    At a learning rate of 0 weights stay, and so do the operators: gradients are clipped in each step or in none.
+    At a learning rate of 0 weights stay, and no gradient is clipped: all steps run the same operators.
     """
     engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, config.train.precision)
     objective = objective_for(config)
@@ -172,7 +108,7 @@ def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], objec
         with torch.enable_grad():
             engine.forward_backward([batch], objective)
 
-    return run_passes, partial(engine.step, 0.0, config.optimizer.max_grad_norm)
+    return run_passes, partial(engine.step, 0.0, config.optimizer.max_grad_norm and UNREACHED_NORM)
 
 
 def _run_both(passes: Callable[[], object], update: Callable[[], object]) -> None:
@@ -190,10 +126,15 @@ def _single_process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _time_step(clock: Clock, step: Callable[[], object], with_operators: bool) -> list[float]:
-    """Return the seconds of a step, and of the operators of another one."""
-    seconds = [clock.time_call(step)]
-    return [*seconds, *time_operators(clock, step)] if with_operators else seconds
+def time_step_and_operators(clock: Clock, step: Callable[[], object], n_operators: int) -> list[float]:
+    """Return the seconds of a step, and of each operator of another. Raises MegatfmError for another number of them."""
+    step_seconds, operator_seconds = clock.time_call(step), time_operators(clock, step)
+    if len(operator_seconds) != n_operators:
+        raise MegatfmError(
+            f"--calibrate: two equal steps ran {n_operators} and {len(operator_seconds)} operators, so they can't be "
+            "measured by turns: calibrate with a preset of another family"
+        )
+    return [step_seconds, *operator_seconds]
 
 
 def time_operators(clock: Clock, function: Callable[[], object]) -> list[float]:
@@ -205,7 +146,7 @@ def time_operators(clock: Clock, function: Callable[[], object]) -> list[float]:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and its signature: the bytes that it moves, and its arguments' shapes, layouts and flags."""
+    """An operator and its signature: its variant, the bytes that it moves, its arguments' shapes, layouts and flags."""
 
     signature: Hashable
     operator: Operator = field(compare=False)
@@ -234,7 +175,12 @@ class _CallRecorder(OperatorRecorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         operator = self.recording.operators[-1]
-        signature = str(func), operator.moved_bytes, *map(_describe_argument, tree_leaves((args, kwargs)))
+        signature = (
+            str(func),
+            operator.variant,
+            operator.moved_bytes,
+            *map(_describe_argument, tree_leaves((args, kwargs))),
+        )
         if operator.name.startswith(FUSED_ATTENTION):
             operator = _count_attention(operator, args, kwargs)
         self.calls.append(Call(signature, operator))
@@ -269,6 +215,19 @@ def tabulate_matmuls(times: TrialTimes) -> dict[str, list[list[float]]]:
             batch, m, n, k = operator.dims
             tables.setdefault(name_matmuls(operator), []).append([m, n, k, seconds / batch])
     return tables
+
+
+def fit_to_steps(rows: Sequence[Sequence[float]], rows_of_steps: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return matmuls measured alone (m, n, k, seconds), all scaled so that those of steps take as long together.
+
+    Within a step, operands are nearer or farther than alone: on a CPU, gradients' matmuls are up to 30 % faster there.
+    """
+    if not rows_of_steps:
+        return [list(row) for row in rows]
+    sizes = [(round(m), round(n), round(k)) for m, n, k, _ in rows_of_steps]
+    alone = sum(2 * m * n * k / interpolate_rate(rows, m, n, k) for m, n, k in sizes)
+    share = sum(row[3] for row in rows_of_steps) / alone
+    return [[*shape, seconds * share] for *shape, seconds in rows]
 
 
 def tabulate_attention(times: TrialTimes) -> dict[str, list[list[float]]]:

@@ -23,8 +23,16 @@ class BeamResult:
     score: float
 
 
+MAX_ALPHA = 10
+
+
 def gnmt_penalty(alpha: float) -> LengthPenalty:
-    """Return n → ((5 + n) / 6)^α (Wu et al. 2016, equation 14); 0.6 in Vaswani et al. 2017."""
+    """Return n → ((5 + n) / 6)^α (Wu et al. 2016, equation 14); 0.6 in Vaswani et al. 2017.
+
+    Raises UsageError for an α with which the penalties of long texts are no numbers.
+    """
+    if not -MAX_ALPHA <= alpha <= MAX_ALPHA:
+        raise UsageError(f"length penalty = {alpha}: choose a number from -{MAX_ALPHA} to {MAX_ALPHA}, e.g. 0.6")
     return lambda n: ((5 + n) / 6) ** alpha
 
 
@@ -45,15 +53,17 @@ def beam_search(
 ) -> list[BeamResult]:
     """Return the best continuation of each prompt, of up to `max_tokens` tokens.
 
-    Each step takes the 2·beams likeliest next tokens. Stop tokens among the first half finish their beam; the likeliest
-    others continue. A prompt is finished when no running beam can beat its best finished one. stop_token: the ids that
-    end a text. vocab_size: only ids below it. Raises UsageError without a beam or token, MegatfmError for logits that
-    are not finite.
+    Each step takes the (1 + n)·beams likeliest next tokens, for n stop tokens, at least one, as transformers
+    does. Stop tokens among the first `beams` finish their beam; the likeliest others continue. A prompt is finished
+    when no running beam can beat its best finished one. stop_token: the ids that end a text. vocab_size: only ids below
+    it. Raises UsageError without a beam or token, MegatfmError for logits that are not finite.
     """
     if beams < 1 or max_tokens < 1:
         raise UsageError("beam search needs at least one beam and one token")
     decoding = DecodingState(model, prompts, max_tokens, cache=cache)
-    searches = [_Search(beams, max_tokens, list_stop_ids(stop_token), penalty) for _ in prompts.tokens]
+    stops = list_stop_ids(stop_token)
+    searches = [_Search(beams, max_tokens, stops, penalty) for _ in prompts.tokens]
+    n_candidates = (1 + max(1, len(set(stops)))) * beams
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()
@@ -61,7 +71,7 @@ def beam_search(
         check_logits(logits, positions_B)
         logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
         totals = (scores_BK[..., None] + logs_BKV).flatten(1)
-        best, indices = totals.topk(min(2 * beams, totals.shape[1]), dim=1)
+        best, indices = totals.topk(min(n_candidates, totals.shape[1]), dim=1)
         steps = [
             search.step(length, row_scores, row_indices, logs_BKV.shape[2])
             for search, row_scores, row_indices in zip(searches, best.tolist(), indices.tolist(), strict=True)

@@ -191,6 +191,20 @@ def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution
             yield f"{path}.{key}", getattr(module, key), init
 
 
+def check_inits(model: nn.Module) -> None:
+    """Raise UsageError for a parameter or buffer without initial values, which would be whatever memory held."""
+    initialised = {id(tensor) for _, tensor, _ in iter_inits(model)}
+    for path, module in model.named_modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, tensor in tensors:
+            if id(tensor) not in initialised:
+                raise UsageError(
+                    f"{path}.{key}: has no initial values: set self.initial = {{'{key}': …}} in "
+                    f"{type(module).__name__}, with a distribution of megatfm.layers.initialisation, such as "
+                    "Constant(1.0)"
+                )
+
+
 EMBEDDING_ROLES = ("embedding", "position", "segment", "relative", "head")
 
 

@@ -8,6 +8,7 @@ from megatfm.layers import patch_embedding as patch_embedding  # among the embed
 from megatfm.layers import pixel_head as pixel_head
 from megatfm.layers import position_2d as position_2d  # among the positions
 from megatfm.layers import task_heads as task_heads
+from megatfm.layers.initialisation import check_inits
 from megatfm.layers.lora import add_lora
 from megatfm.models import electra as electra
 from megatfm.models import hierarchical as hierarchical
@@ -27,6 +28,7 @@ def build(config: ModelConfig) -> nn.Module:
     model = MODELS.get(config.family)(config)
     if config.lora is not None:
         add_lora(model, config.lora)
+    check_inits(model)
     return model
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig
+from megatfm.corpus.image_columns import ImageIndex
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.contrastive import TERM, TOP_K
@@ -81,6 +82,10 @@ class Contrastive(ImageBasedObjective):
         lengths = np.minimum(n_tokens + 1 + self.begin_token, self.max_caption_tokens)
         text_lengths = np.full_like(lengths, self.max_caption_tokens) if self.pads_captions else lengths
         return np.stack([np.full_like(lengths, self.reader.n_tokens), text_lengths], axis=1)
+
+    def count_truncated(self, n_tokens: IntArray, images: ImageIndex) -> int:
+        """Return how many captions of `n_tokens` [n] are truncated."""
+        return int((n_tokens + 1 + self.begin_token > self.max_caption_tokens).sum())
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         if not len(chunk.tokens):

@@ -49,7 +49,7 @@ class ImageClassification(ImageBasedObjective):
         training: bool = True,
     ) -> None:
         super().__init__(special, config, model, row_lengths, images)
-        self.n_classes = _get_n_classes(model)
+        self.n_classes = get_n_classes(model)
         self.reader = make_image_reader(
             images,
             model,
@@ -121,7 +121,8 @@ def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
     return label
 
 
-def _get_n_classes(model: ModelConfig) -> int:
+def get_n_classes(model: ModelConfig) -> int:
+    """Return the number of classes of the model's head. Raises UsageError if there is no head."""
     head: Any = model.extra_heads.get(HEAD)
     if head is None:
         raise UsageError(

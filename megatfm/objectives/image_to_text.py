@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.config.image_text import make_image_tower
+from megatfm.corpus.image_columns import ImageIndex
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
@@ -96,11 +97,19 @@ class ImageToText(ImageBasedObjective):
 
     def add_image_lengths(self, n_tokens: IntArray, n_images: IntArray) -> IntArray:
         """Return sequence lengths [n, 2] of texts of `n_tokens` [n] with `n_images` [n]."""
-        n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)  # patches replace the image tokens
-        text_lengths = np.minimum(self.begin_token + n_images * self.n_patches + n_text, self.max_text_tokens)
+        text_lengths = np.minimum(self._measure_texts(n_tokens, n_images), self.max_text_tokens)
         # A sample of too many images is refused by name when it is built.
         image_lengths = np.minimum(n_images * self.reader.n_tokens, self.max_image_tokens)
         return np.stack([image_lengths, text_lengths], axis=1)
+
+    def count_truncated(self, n_tokens: IntArray, images: ImageIndex) -> int:
+        """Return how many texts of `n_tokens` [n], with their images, are truncated."""
+        return int((self._measure_texts(n_tokens, images.image_counts) > self.max_text_tokens).sum())
+
+    def _measure_texts(self, n_tokens: IntArray, n_images: IntArray) -> IntArray:
+        """Return the lengths of whole texts [n] with their images' patches, which replace the image tokens."""
+        n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)
+        return self.begin_token + n_images * self.n_patches + n_text
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         """Return image fields, `tokens` [begin, image token × patches, text], and `targets`: next text tokens, after a

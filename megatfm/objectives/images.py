@@ -27,7 +27,7 @@ class ImageBasedObjective(Objective):
     The constructor also takes `training`; false for evaluation, without random changes of images.
     """
 
-    needs_files = True
+    needs_files = reads_images = True
     max_tokens = ONE_CHUNK
     reader: "ImageReader"
 

@@ -100,7 +100,7 @@ def _make_torch_orders(schedule: str, ranks: int, stages_per_rank: int, microbat
 
 @dataclass
 class FakeStage:
-    """Stand-in for a torch PipelineStage, with the few attributes that torch's schedules and gradient reduction read.
+    """Stand-in for a torch PipelineStage, with the few attributes that torch's schedules read.
 
     `tests/unit/parallel/test_pipeline_stages.py` fails if a new torch reads more.
     """
@@ -119,13 +119,6 @@ def get_torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatche
     """
     order_only = type(schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": lambda self, actions: None})
     return order_only(stages, microbatches).pipeline_order
-
-
-def reduce_gradients(module: nn.Module) -> None:
-    """Make FSDP2 reduce a module's accumulated gradients, unscaled. A collective."""
-    from torch.distributed.pipelining import PipelineStage
-
-    PipelineStage.perform_reduce_grad(FakeStage(module), 1)  # type: ignore[arg-type]
 
 
 def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:

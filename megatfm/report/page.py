@@ -9,11 +9,12 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from megatfm.files import atomic_write, name_disk_errors
@@ -236,12 +237,8 @@ def write_page(path: Path, content: str, way_out: str) -> Path:
     return path
 
 
-def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
-    """Render a template of this package. runs: runs whose curves the page shows, in the order of `Line.run`.
-
-    Escapes all values, since samples, names and paths are untrusted. Only report.js may run, by its hash.
-    """
-    script = _read_file("report.js")
+@cache
+def _load_template(name: str) -> Template:
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -255,7 +252,16 @@ def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
         "duration": format_duration,
         "clock": format_utc,
     }
-    return environment.get_template(template).render(
+    return environment.get_template(name)
+
+
+def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
+    """Render a template of this package. runs: runs whose curves the page shows, in the order of `Line.run`.
+
+    Escapes all values, since samples, names and paths are untrusted. Only report.js may run, by its hash.
+    """
+    script = _read_file("report.js")
+    return _load_template(template).render(
         axes=[sample_axes(run) for run in runs],
         version=__version__,
         now=time.time(),

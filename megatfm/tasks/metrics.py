@@ -29,6 +29,19 @@ def _import_sklearn_metrics() -> Any:
     return metrics
 
 
+def are_finite(logits: Values) -> bool:
+    """Return whether logits predict anything: all are numbers below infinity. −∞ stands for a missing choice."""
+    return bool((logits < np.inf).all())
+
+
+def refuse_broken_logits(logits: Values) -> None:
+    """Raise MegatfmError for logits from which nothing can be predicted."""
+    if not are_finite(logits):
+        raise MegatfmError(
+            "logits are not finite: the weights are, or the training was, broken; use an earlier checkpoint"
+        )
+
+
 def compute_perplexity(nats: float) -> float:
     """Return exp of a mean loss in nats; infinity beyond the range of floats, a loss of 709."""
     try:

@@ -1,8 +1,9 @@
 """Predictions of a task, collected while an engine evaluates under any layout, and their metrics."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
-from megatfm.tasks.metrics import calibration_error, list_metrics, span_f1
+from megatfm.tasks.metrics import are_finite, calibration_error, list_metrics, refuse_broken_logits, span_f1
 from megatfm.tasks.span_predictions import SpanPredictions
 
 PredictionBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
@@ -55,7 +56,9 @@ class Predictions:
         return scaled
 
     def metrics(self) -> dict[str, float]:
-        """Return every metric of the task's form."""
+        """Return every metric of the task's form; NaN if the logits are not finite."""
+        if not are_finite(self.logits):
+            return dict.fromkeys(replace(self, logits=np.zeros_like(self.logits)).metrics(), math.nan)
         metrics = list_metrics(self.task)
         values = {name: metric(self.expected, self.predicted) for name, metric in metrics.items()}
         if self.task.form == "classification":
@@ -66,7 +69,11 @@ class Predictions:
         return values
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1."""
+        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1.
+
+        Raises MegatfmError if the logits are not finite.
+        """
+        refuse_broken_logits(self.logits)
         labels, form = self.task.labels, self.task.form
         if form == "multiple_choice" and not labels:
             labels = [str(choice) for choice in range(self.logits.shape[1])]

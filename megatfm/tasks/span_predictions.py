@@ -1,8 +1,9 @@
 """Answers from the logits of windows: the best span over windows, or no answer (Devlin et al. 2019, section 4.3)."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.objectives.supervised import ANNOTATION
+from megatfm.tasks.metrics import are_finite, refuse_broken_logits
 from megatfm.tasks.text_metrics import exact_match, find_best_threshold, token_f1
 
 SHOWN_ANSWERS = 5
@@ -87,7 +89,12 @@ class SpanPredictions:
         return [self._answer_question(row, question_fields[row], windows) for row, windows in sorted(by_row.items())]
 
     def metrics(self) -> dict[str, float]:
-        """Return SQuAD's F1 and exact match; with `no_answer`, also over questions with and without an answer."""
+        """Return SQuAD's F1 and exact match; with `no_answer`, also over questions with and without an answer.
+
+        They are NaN if the logits are not finite.
+        """
+        if not are_finite(self.logits):
+            return dict.fromkeys(replace(self, logits=np.zeros_like(self.logits)).metrics(), math.nan)
         exact, f1 = self.scores(exact_match), self.scores(token_f1)
         values = {"f1": float(f1.mean()), "exact_match": float(exact.mean())}
         if not self.task.no_answer:
@@ -128,7 +135,11 @@ class SpanPredictions:
         return question.best if question.difference <= self.answered_up_to else ""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1."""
+        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1.
+
+        Raises MegatfmError if the logits are not finite.
+        """
+        refuse_broken_logits(self.logits)
         for question in self.questions:
             best = question.candidates[: 1 + SHOWN_ANSWERS]
             scores = np.array([candidate.score for candidate in best], np.float64)

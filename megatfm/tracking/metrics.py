@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from megatfm.config import Config
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_disk_errors, open_nofollow, to_strict_json
 from megatfm.registry import Registry
 
@@ -267,13 +268,14 @@ class WeightsAndBiases:
     """Writes to a W&B run whose id is stored in the run directory, so that a resume continues it.
 
     Respects WANDB_MODE and W&B's other variables. W&B can't remove logged steps: steps that a resume repeats appear
-    twice. If W&B can't be reached, logs offline.
+    twice. If W&B can't be reached, logs offline. If its process ends, the run goes on without it.
     """
 
     is_unreachable = False
     """Set for the whole process once W&B could not be reached, so that a rollback doesn't wait for it again."""
 
     def __init__(self, run: RunInfo) -> None:
+        self._has_failed = False
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -306,17 +308,38 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({"step": record["step"], **dict(_flatten_scalars(record))})
+        values = {"step": record["step"], **dict(_flatten_scalars(record))}
+        self._attempt(lambda: self._run.log(values), f"from step {record['step']} on")
 
     def sync(self) -> None:
         """Do nothing: W&B writes in its own process."""
 
     def close(self) -> None:
-        self._run.finish()
+        self._attempt(self._run.finish, "that it had not sent")
+
+    def _attempt(self, call: Callable[[], None], part: str) -> None:
+        """Call W&B until it fails once, and turn that error into a warning. part: of the metrics that it then lacks."""
+        if self._has_failed:
+            return
+        try:
+            call()
+        except Exception as error:  # of W&B's process or its connection, without which training goes on
+            self._has_failed = True
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            _log.warning("W&B has stopped (%s): it lacks the metrics %s; %s has all", reason, part, METRICS)
+
+
+_WANDB_ID = re.compile(rb"[^\s/\\#?%:]{1,128}")
+"""A run id that W&B takes."""
 
 
 def _get_wandb_run_id(path: Path) -> str:
     with name_disk_errors("write", path, RESUME_AFTER_REPAIR):
         if not path.exists():
             atomic_write(path, secrets.token_hex(4))
-        return path.read_text().strip()
+        content = path.read_bytes().strip()
+    if not content.isascii() or not _WANDB_ID.fullmatch(content):
+        raise MegatfmError(
+            f"{path}: not the id of a W&B run: write its id there, or delete the file to begin a new run"
+        )
+    return content.decode()

@@ -152,11 +152,16 @@ class RunDirectory:
             self.will_write(self.folder / EVENTS)
             log_event(self.folder, event, detail, step)
 
-    def log_failure(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
-        """Append a "failed" event, with the ranks to blame, for the launcher. One rank calls it, not always rank 0."""
+    def log_failure(self, text: str, step: int, ranks: list[int], hosts: list[str], is_refusal: bool = False) -> None:
+        """Append a "failed" event, with the ranks to blame, for the launcher. One rank calls it, not always rank 0.
+
+        is_refusal: whether a UsageError is the cause. Before the first step the event is "refused", which leaves the
+        state that an earlier start of the run has reached.
+        """
         self.check_not_moved()
         self.will_write(self.folder / EVENTS)
-        log_event(self.folder, "failed", text, step, ranks=ranks, hosts=hosts)
+        event = "refused" if is_refusal and not self._is_kept else "failed"
+        log_event(self.folder, event, text, step, ranks=ranks, hosts=hosts)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a small file of the run atomically. Raises MegatfmError."""

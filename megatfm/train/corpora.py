@@ -1,7 +1,7 @@
 """Opens the corpora and the tokenizer of a config and checks them against one another; finds the corpus of a row."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 
 from megatfm import tokenizers
 from megatfm.config import Config
-from megatfm.config.objective import ImageObjective
+from megatfm.config.objective import ImageClassificationObjective, ImageObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, round_to_multiple
 from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.engines.interface import RowSources
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
+from megatfm.objectives.image_classification import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
@@ -43,7 +44,7 @@ class Corpora:
     train: RowDataset
     batch_schedule: BatchSchedule
     validation: dict[str, SizedRowDataset]
-    stream_note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def tokenizer_hash(self) -> str:
@@ -59,7 +60,7 @@ class Corpora:
     def warnings(self) -> list[str]:
         """Notes for the log on data that is left out or truncated."""
         notes = [note for rows in (self.train, *self.validation.values()) for note in rows.warnings]
-        return [*notes, *filter(None, [self.stream_note])]
+        return [*notes, *self.notes]
 
     def train_loader(self, config: Config, mesh: Mesh, step: int, position: int) -> DataLoader:
         """Return the loader of a rank's batches after `step`, which starts at `position` in the training rows."""
@@ -141,9 +142,47 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 f"data.validation.{name} = {data.validation[name]}: has no row to evaluate: leave it out, or give "
                 "another corpus"
             )
-    note = note_few_streams(config)
-    train = objective.prepare_rows(opener.open_train(), opener.streams.turn)
-    return Corpora(tokenizer, objective, train, make_batch_schedule(config), validation, note)
+    train = opener.open_train()
+    sources = train.sources if isinstance(train, Mixture) else {"": train}
+    notes = [note_few_streams(config), check_class_names(config, [*sources.values(), *validation.values()])]
+    train = objective.prepare_rows(train, opener.streams.turn)
+    return Corpora(tokenizer, objective, train, make_batch_schedule(config), validation, tuple(filter(None, notes)))
+
+
+def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
+    """Return a note for the log if images have fewer classes than the model; else "".
+
+    Raises UsageError if a corpus names more classes than the model has, or two corpora give one number to two names.
+    """
+    if not isinstance(config.objective, ImageClassificationObjective):
+        return ""
+    key, n_classes = f"model.extra_heads.{HEAD}.n_classes", get_n_classes(config.model)
+    names_by_folder: dict[str, list[str]] = {}
+    for corpus in (rows.corpus for rows in datasets if isinstance(rows, PackedDataset)):
+        if names := corpus.manifest.provenance.get("classes"):
+            names_by_folder[str(corpus.folder)] = names
+    longest = max(names_by_folder, key=lambda folder: len(names_by_folder[folder]), default="")
+    for folder, names in names_by_folder.items():
+        if len(names) > n_classes:
+            raise UsageError(
+                f"{folder}: has {len(names):,} classes ({_join_first(names)}), and {key} = {n_classes:,}: choose "
+                f"{key}={len(names)}"
+            )
+        for number, (name, other_name) in enumerate(zip(names, names_by_folder[longest], strict=False)):
+            if name != other_name:
+                raise UsageError(
+                    f"{folder}: class {number} is {name!r}, and in {longest} it is {other_name!r}: prepare both with "
+                    "one file of names (read.labels.classes, or data index --classes)"
+                )
+    if longest and len(names_by_folder[longest]) < n_classes:
+        count = len(names_by_folder[longest])
+        return f"{key} = {n_classes:,}, and {longest} has {count:,} classes: the other outputs only learn to be small"
+    return ""
+
+
+def _join_first(names: Sequence[str]) -> str:
+    """Return the first three names, separated by commas."""
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def note_few_streams(config: Config) -> str:
@@ -177,18 +216,19 @@ def make_batch_schedule(config: Config) -> BatchSchedule:
     sequence parallelism.
     """
     data, train, stages = config.data, config.train, []
-    for stage in data.rampup:
+    for number, stage in enumerate(data.rampup):
         batch = stage.global_batch or train.global_batch
         length = stage.sequence_length or data.sequence_length
         if batch % train.micro_batch:
             raise UsageError(
-                f"data.rampup: global_batch = {batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch}: choose one that is"
+                f"data.rampup[{number}].global_batch = {batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch}: the nearest that is one is {round_to_multiple(batch, train.micro_batch)}"
             )
         if config.parallel.sequence_parallel and length % config.parallel.tp:
             raise UsageError(
-                f"data.rampup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
-                "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
+                f"data.rampup[{number}].sequence_length = {length} does not divide into parallel.tp = "
+                f"{config.parallel.tp} shards of the sequence: choose a multiple of it, or "
+                "parallel.sequence_parallel=false"
             )
         stages.append(BatchStage(stage.steps, batch, data.sequence_length // length))
     return BatchSchedule(train.global_batch, tuple(stages))

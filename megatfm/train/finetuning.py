@@ -101,8 +101,8 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     if task.epochs:
         notes.append(
             f"{corpora['train'].n_examples:,} examples in {n_rows:,} rows of {config.data.sequence_length} tokens, "
-            f"{task.epochs:g} epochs: {config.train.steps:,} steps of {config.train.global_batch} rows "
-            "(train.global_batch)"
+            f"{task.epochs:g} epoch{'s' * (task.epochs != 1)}: {config.train.steps:,} "
+            f"step{'s' * (config.train.steps != 1)} of {config.train.global_batch} rows (train.global_batch)"
         )
     return config, notes
 

@@ -4,7 +4,7 @@ It uses neither torch nor sockets nor clocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
 
@@ -34,7 +34,8 @@ class Heartbeat:
 class Diagnosis:
     """Cause of a run's end: the ranks to blame (none if all failed alike), their hosts, and a message.
 
-    hung: True for a hang, False for a failure. reporter: rank that records the diagnosis.
+    hung: True for a hang, False for a failure. reporter: rank that records the diagnosis. refused: whether the cause is
+    an invalid request (UsageError).
     """
 
     ranks: list[int]
@@ -43,6 +44,7 @@ class Diagnosis:
     text: str
     hung: bool
     reporter: int = 0
+    refused: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -84,6 +86,7 @@ class _Rank:
     failed_at: float | None = None  # time at which it failed, or its connection broke
     reason: str | None = None  # its error; None if only its connection broke
     lost_peer: bool = False
+    refused: bool = False
 
     @property
     def gone(self) -> bool:
@@ -131,15 +134,17 @@ class HangDetector:
         self._n_gone += not record.gone
         record.exited = True
 
-    def record_failure(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
+    def record_failure(
+        self, rank: int, reason: str | None, now: float, lost_peer: bool = False, refused: bool = False
+    ) -> None:
         """Record that a rank raised an error, or (reason None) that its connection broke.
 
-        lost_peer: whether its error only reports that another rank is gone.
+        lost_peer: whether its error only reports that another rank is gone. refused: whether it is a UsageError.
         """
         record = self._ranks[rank]
         if not record.gone:
             self._n_gone += 1
-            record.failed_at, record.reason, record.lost_peer = now, reason, lost_peer
+            record.failed_at, record.reason, record.lost_peer, record.refused = now, reason, lost_peer, refused
 
     def exclude_pause(self, seconds: float) -> None:
         """Discount seconds during which the detector's own process was paused, so that no rank is blamed for them."""
@@ -182,9 +187,10 @@ class HangDetector:
         first = (causes or ended)[0]
         all_failed_alike = len(causes) == len(self._ranks) > 1 and len({rank.reason for rank in causes}) == 1
         if all_failed_alike and first.reason:
-            return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
+            return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False, refused=first.refused)
         cause = f"failed: {first.reason}" if first.reason else ENDED_SILENTLY
-        return self._make_diagnosis([first], f"{first.describe()}: {cause}", hung=False)
+        diagnosis = self._make_diagnosis([first], f"{first.describe()}: {cause}", hung=False)
+        return replace(diagnosis, refused=first.refused)
 
     def _diagnose_hang(self, now: float) -> Diagnosis:
         active = self._list_active_ranks()

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from megatfm.errors import EXIT_FAILED, MegatfmError
+from megatfm.errors import EXIT_FAILED, MegatfmError, UsageError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import (
     all_gather_object,
@@ -62,8 +62,9 @@ NCCL_PEER_LOSS = (
 )
 """Texts in errors of NCCL after a peer is gone."""
 
-Report = Callable[[str, int, list[int], list[str]], None]
-"""Function that records a diagnosis: its text, its step, and the ranks to blame with their hosts."""
+Report = Callable[[str, int, list[int], list[str], bool], None]
+"""Function that records a diagnosis: its text, its step, the ranks to blame with their hosts, and whether an invalid
+request is the cause."""
 
 
 class RankMonitor:
@@ -106,7 +107,7 @@ class RankMonitor:
         lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
         self._send({"heartbeat": self._make_heartbeat(time.monotonic()).__dict__})
-        self._send({"bye": True} if error is None else {"failed": _format_one_line(error), "lost_peer": lost_peer})
+        self._send({"bye": True} if error is None else _describe_error(error, lost_peer))
         if self._hub and error is None:  # others still send their messages through this process
             self._finished.wait()
         elif self._hub or lost_peer:
@@ -267,7 +268,7 @@ class RankMonitor:
             dump_flight_recorder(self._get_log_file(), own_rank)
         if own_rank == diagnosis.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not prevent the exit
-                self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
+                self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts, diagnosis.refused)
         self._finished.set()
         if self._leaving.wait(EXIT_GRACE_SECONDS / 4 if diagnosis.hung else EXIT_GRACE_SECONDS):
             return
@@ -360,6 +361,11 @@ def is_peer_loss(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _describe_error(error: BaseException, lost_peer: bool) -> dict[str, Any]:
+    """Return the last message of a rank that ends with an error."""
+    return {"failed": _format_one_line(error), "lost_peer": lost_peer, "refused": isinstance(error, UsageError)}
 
 
 def _format_one_line(error: BaseException) -> str:

@@ -271,7 +271,8 @@ class RankMonitorServer(_Hub):
             if "heartbeat" in inner:
                 self._detector.record_heartbeat(sender, Heartbeat(**inner["heartbeat"]), now)
             elif "failed" in inner:
-                self._detector.record_failure(sender, inner["failed"], now, inner["lost_peer"])
+                refused = inner.get("refused", False)
+                self._detector.record_failure(sender, inner["failed"], now, inner["lost_peer"], refused)
             elif "lost" in inner:
                 self._detector.record_failure(sender, None, now)
             elif "bye" in inner:

@@ -15,8 +15,9 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes, name_group
+from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_activations import add_activations, add_experts, name_equal_groups
-from megatfm.verify.expected_context import ContextShards
+from megatfm.verify.expected_context import add_context
 from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide_into_stages
@@ -125,7 +126,7 @@ class _Step:
             add_experts(ledger, config, position, self._list_peer_calls(position, i, stages), self.context_shards)
         if self.context_shards:
             for i, microbatch_calls in zip([*microbatch_indices] * 2, (*calls, *first_passes), strict=False):
-                self.context_shards.add_context_traffic(ledger, i, position.cp, microbatch_calls)
+                add_context(ledger, self.context_shards, i, position.cp, microbatch_calls)
                 self._add_pair_sums(ledger, microbatch_calls)
         if self.stages:
             add_pipeline(ledger, config, self.stages, position.pp, self.batches[position.cp], microbatch_indices)

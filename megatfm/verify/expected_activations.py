@@ -13,7 +13,7 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, get_axis_sizes
-from megatfm.verify.expected_context import ContextShards
+from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_cuts import ModuleCut
 from megatfm.verify.traffic import ExpectedTraffic

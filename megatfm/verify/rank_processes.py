@@ -4,6 +4,7 @@ A failure ends all of them, and the error names the rank that caused it.
 """
 
 import gc
+import json
 import os
 import sys
 import tempfile
@@ -84,6 +85,8 @@ class Failure:
 
 READY = "ready"
 
+BUCKET_NUMEL = 2**20
+"""Gradients that DeepSpeed reduces at once, at most."""
 BLOCK_SIZE = 8
 """Tokens of an attention kernel's block: rows are short, and a rank's shard must have several blocks."""
 
@@ -234,6 +237,7 @@ class RankPool:
                     self._members.append(_start_rank())
                 _collect(self._members[n_running:], START_SECONDS)
                 processes, store = self._members[:world_size], str(Path(folder) / "store")
+                config = limit_buckets(config, Path(folder))
                 # All processes are ready: from here on, a silent rank hangs.
                 for rank, member in enumerate(processes):
                     address = RankAddress(rank, world_size, store, COLLECTIVE_SECONDS)
@@ -261,6 +265,29 @@ class RankPool:
             member.process.join()
             member.connection.close()
         self._members = []
+
+
+def limit_buckets(config: Config, folder: Path) -> Config:
+    """Return a config whose DeepSpeed JSON, written to a folder, has buckets of `BUCKET_NUMEL` gradients at most.
+
+    DeepSpeed's default takes 2 GB a pass, all of which is filled with NaN. Which gradients share a bucket changes no
+    result.
+    """
+    if config.parallel.engine != "deepspeed":
+        return config
+    options: Any = {}
+    try:
+        if config.deepspeed.json_file is not None:
+            options = json.loads(Path(config.deepspeed.json_file).read_text(encoding="utf-8-sig"))
+        zero = dict(options.get("zero_optimization", {}))
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):  # the engine refuses it by name
+        return config
+    size = zero.get("reduce_bucket_size")
+    if not isinstance(size, int) or size > BUCKET_NUMEL:
+        zero["reduce_bucket_size"] = BUCKET_NUMEL
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps({**options, "zero_optimization": zero}), encoding="utf-8")
+    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update={"json_file": str(path)})})
 
 
 def _start_rank() -> RankProcess:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -93,12 +93,20 @@ def _register_kernels() -> Iterator[Library]:
     """Register kernels that count, for operators that send; yield what unregisters them."""
     for namespace in NAMESPACES:
         library = Library(namespace, "IMPL")
-        for full_name in torch._C._dispatch_get_all_op_names():
-            name, _, overload = full_name.removeprefix(f"{namespace}::").partition(".")
-            if full_name.startswith(f"{namespace}::") and name not in WAITS:
-                operator = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-                library.impl(operator, partial(_count_and_run, operator), COUNTING_KEY, with_keyset=True)
+        for operator in _list_sending_operators(namespace):
+            library.impl(operator, partial(_count_and_run, operator), COUNTING_KEY, with_keyset=True)
         yield library
+
+
+@cache
+def _list_sending_operators(namespace: str) -> list[Any]:
+    """List a namespace's operators that send, once in a process: torch has thousands of names to look through."""
+    operators = []
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.removeprefix(f"{namespace}::").partition(".")
+        if full_name.startswith(f"{namespace}::") and name not in WAITS:
+            operators.append(getattr(getattr(getattr(torch.ops, namespace), name), overload or "default"))
+    return operators
 
 
 def _count_and_run(operator: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:

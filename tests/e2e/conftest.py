@@ -1,13 +1,17 @@
 """Configs on a small real corpus, and ranks that train by them."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megatfm.config import Config, load_section
+from megatfm.errors import EXIT_OK
 from tests.support.rank_processes import Fault, Ranks, Start
 from tests.support.small_runs import SMALL_CONFIG, corpus, texts
+from tests.support.training_runs import run_training
+from tests.support.workers import Workers
 
 __all__ = ["corpus", "texts"]  # fixtures
 
@@ -29,6 +33,22 @@ def make_config(config_file: Path, tmp_path: Path) -> Callable[..., Config]:
         return load_section(Config, config_file, [f"run_dir={tmp_path / run}", *overrides])
 
     return make
+
+
+@pytest.fixture(scope="module")
+def whole_run(workers: Workers, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`whole_run(ranks, "key=value", …)`: the run that nothing interrupts. Tests of a module share it, so copy it first
+    where a test goes on with it."""
+
+    @cache
+    def train_once(ranks: int, *overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
+        config = load_section(Config, folder / "small.toml", [f"run_dir={folder / 'run'}", *overrides])
+        assert workers.run(run_training, ranks, config, timeout=300.0) == [EXIT_OK] * ranks
+        return folder / "run"
+
+    return train_once
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ def test_a_trained_run_generates_evaluates_and_exports(trained, tmp_path):
 def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     """On one process; `trained` is stopped and resumed on two."""
     tiny = [
-        "model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "train.steps=40", "evaluate.every=1000",
+        "model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "data.sequence_length=64", "train.global_batch=8",
+        "train.micro_batch=4", "train.steps=40", "evaluate.every=1000",
     ]  # fmt: skip
     message = run_megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path)
     assert "Traceback" not in message
@@ -103,8 +104,11 @@ TUTORIALS = {
     "docs/guide/config.md": ["doctor", "config", "config", "describe", "launch"],
 }
 """Pages in the order in which a newcomer reads them, and the commands on each."""
-TINY = "model.n_layers=1 model.d_model=48 model.ffn.d_ff=64 train.steps=4 lr_schedule.warmup_steps=1"
-LESS = {"prep": "tokenizer.vocab_size=512", "launch": TINY, "train": TINY}
+TINY = (
+    "model.n_layers=1", "model.d_model=48", "model.ffn.d_ff=64", "data.sequence_length=64",
+    "train.steps=4", "train.global_batch=8", "train.micro_batch=4", "lr_schedule.warmup_steps=1",
+)  # fmt: skip
+LESS = {"prep": ("tokenizer.vocab_size=512",), "launch": TINY, "train": TINY}
 """Less text, smaller models and fewer steps than the pages say."""
 
 
@@ -125,7 +129,7 @@ def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, t
         lines = [words for words in lines if words[0] != "verify" and not "".join(words[1:2]).startswith("llama3")]
         assert [words[0] for words in lines] == expected, page
         for words in lines:
-            less = [] if "--dry-run" in words else LESS.get(words[0], "").split()
+            less = () if "--dry-run" in words else LESS.get(words[0], ())
             folder = [] if words[1:2] != ["quickstart-data"] else ["read.folder=my-texts"]
             output = run_megatfm(*keep_last_override([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path)
             assert "Traceback" not in output
@@ -173,6 +177,7 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "is not a multiple of"),
     (["report", "nowhere"], 2, "nowhere"),
     (["evaluate", "nowhere"], 2, "nowhere"),
+    (["finetune", "nowhere.toml", "--from", "nowhere", "--export", "/etc"], 2, "/etc: exists already"),
     (["data", "check", "nowhere"], 2, "nowhere"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, words, code, message):

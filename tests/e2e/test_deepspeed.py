@@ -19,10 +19,12 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.cli import main
-from megatfm.config import Config
+from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.launchers.local import find_free_port
 from megatfm.train.run import train
+from megatfm.verify.rank_processes import RankPool
+from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.forked_commands import keep_last_override
 from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import (
@@ -185,6 +187,16 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
         main(["verify", "quickstart", *words])
     assert ended.value.code == EXIT_OK
     assert "ZeRO 2, deepspeed in fp32" in capsys.readouterr().out
+
+
+@pytest.mark.extended  # tests/unit/verify/test_verify.py has the size of the buckets
+def test_a_verified_step_fills_no_bucket_of_gigabytes() -> None:
+    words = ["optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=1", "parallel.engine=deepspeed"]
+    config, _ = shrink(load_config("quickstart", words))
+    with RankPool() as pool:
+        pool.step(config, draw_batch(config))
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pool.pids[0]}/status").read_text(), re.MULTILINE)
+    assert int(peak) < 1.5 * 2**20, "with libraries, half a gigabyte"
 
 
 @pytest.mark.extended  # it sets the variables that torchrun sets, which tests/unit/parallel/test_distributed.py has

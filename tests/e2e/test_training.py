@@ -13,11 +13,13 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.launchers.status import get_run_status
 from megatfm.train.run import train
 from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,
     final_state,
+    have_same_tensors,
     run_training,
     train_until,
     training_curve,
@@ -37,8 +39,7 @@ def stop_and_resume(
     options: list[str],
     name: signal.Signals,
 ) -> None:
-    """Two ranks that train without a stop, in `whole`, and that get a signal on one of them, in `stopped`."""
-    assert workers.run(run_training, 2, make_config(*options, run="whole"), timeout=PATIENCE) == [EXIT_OK] * 2
+    """Train two ranks in `stopped`, of which one gets a signal, and go on."""
     config = make_config(*options, run="stopped")
     stopped = workers.run(train_until, 2, config, 5, name, timeout=PATIENCE)
     assert stopped == [EXIT_REQUEUE, EXIT_REQUEUE], "both stop on one rank's signal"
@@ -47,7 +48,7 @@ def stop_and_resume(
     assert newest is not None
     assert newest.name == "step-00000005", "saved where it stopped"
     assert workers.run(run_training, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
-    assert [line["step"] for line in training_curve(tmp_path / "stopped")] == list(range(1, 13))
+    assert [line["step"] for line in training_curve(tmp_path / "stopped")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize(("layout", "name"), [
@@ -58,9 +59,9 @@ def stop_and_resume(
     (["parallel.dp_shard=2", "parallel.zero=1", *HALF], signal.SIGINT),
     pytest.param(["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1, marks=SLOW),
 ], ids=["zero3 on 2", "tp2", "zbv on 2", "zero1 on 2, float16, recomputed", "zero0 on 2"])  # fmt: skip
-def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout, name):
+def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, whole_run, tmp_path, layout, name):
     stop_and_resume(workers, make_config, tmp_path, layout, name)
-    assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
+    assert_bitwise_equal(whole_run(2, *layout), tmp_path / "stopped")
 
 
 @pytest.mark.parametrize(("options", "state"), [
@@ -69,41 +70,41 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     ('name="muon", ema_decay=0.8', ["ema", "trained"]),
     pytest.param('name="soap"', ["left_basis", "right_basis"], marks=SLOW),
 ])  # fmt: skip
-def test_optimizers_with_more_to_remember_resume_bitwise(workers, make_config, tmp_path, options, state):
+def test_optimizers_with_more_to_remember_resume_bitwise(workers, make_config, whole_run, tmp_path, options, state):
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
     optimizer = [f"optimizer={{{options}, lr=3e-3}}", 'lr_schedule={name="constant", warmup_steps=2}']
     stop_and_resume(workers, make_config, tmp_path, optimizer, signal.SIGTERM)
-    assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped", state)
-    losses = [line["loss"] for line in training_curve(tmp_path / "whole")]
+    whole = whole_run(2, *optimizer)
+    assert_bitwise_equal(whole, tmp_path / "stopped", state)
+    losses = [line["loss"] for line in training_curve(whole)]
     assert losses[-1] < losses[0]
 
 
-def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_path):
+def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, whole_run, tmp_path):
     """A SIGKILL leaves metrics ahead of the last checkpoint, and a half-written save."""
-    assert workers.run(run_training, 2, make_config(run="whole")) == [EXIT_OK, EXIT_OK]
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    whole = whole_run(2, "parallel.dp_shard=2")
+    shutil.copytree(whole, tmp_path / "killed")
     for path in sorted((tmp_path / "killed/checkpoints").iterdir())[1:]:
         path.rename(path.with_name(f".{path.name}.partial-0000"))
     (left,) = (path for path in (tmp_path / "killed/checkpoints").iterdir() if path.name.startswith("step-"))
-    assert left.name == "step-00000008"
-    assert workers.run(run_training, 2, make_config(run="killed")) == [EXIT_OK, EXIT_OK]
-    assert_bitwise_equal(tmp_path / "whole", tmp_path / "killed")
+    assert left.name == "step-00000004"
+    config = make_config("parallel.dp_shard=2", run="killed")
+    assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
+    assert_bitwise_equal(whole, tmp_path / "killed")
 
 
 # A mixture goes on on more ranks in tests/e2e/test_data.py.
 @pytest.mark.parametrize(("first", "second"), [(2, 1), pytest.param(1, 2, marks=EXTENDED)])
-def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, first, second):
+def test_resumes_on_another_number_of_ranks(workers, make_config, whole_run, tmp_path, first, second):
     """Dropout is drawn by sample and position, not by rank."""
     dropout = ["model.dropout=0.1", "model.attention.dropout=0.1"]
-    workers.run(run_training, 1, make_config(*dropout, run="whole"))
     config = make_config(*dropout, run="moved")
     assert workers.run(train_until, first, config, 5) == [EXIT_REQUEUE] * first
     assert workers.run(run_training, second, config) == [EXIT_OK] * second
-    assert_nearly_equal(tmp_path / "whole", tmp_path / "moved")
+    assert_nearly_equal(whole_run(1, *dropout), tmp_path / "moved")
 
 
-def test_pipeline_ranks_train_like_one_process_and_resume_without_stages(workers, make_config, tmp_path):
-    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
+def test_pipeline_ranks_train_like_one_process_and_resume_without_stages(workers, make_config, whole_run, tmp_path):
     config = make_config("parallel.pp=2", "parallel.pp_schedule=interleaved", run="moved")
     assert workers.run(train_until, 2, config, 5, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     plan = (tmp_path / "moved/plan.txt").read_text(encoding="utf-8")
@@ -111,7 +112,7 @@ def test_pipeline_ranks_train_like_one_process_and_resume_without_stages(workers
     assert "pipeline  interleaved, 4 stages on 2 ranks" in plan
     assert "decoder.embedding.tokens.weight" in plan, "the tie, which both ranks hold"
     assert workers.run(run_training, 2, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
-    assert_nearly_equal(tmp_path / "whole", tmp_path / "moved")
+    assert_nearly_equal(whole_run(1), tmp_path / "moved")
 
 
 def run_with_another_thread(config: Config) -> int:
@@ -141,12 +142,10 @@ def test_a_resume_on_another_kind_of_machine_is_logged(workers, make_config, tmp
     assert kind.items() <= noted.items()
 
 
-def test_a_finished_run_does_nothing_more(workers, make_config, tmp_path):
-    config = make_config("train.steps=4", run="done")
-    assert workers.run(run_training, 1, config) == [EXIT_OK]
-    before = training_curve(tmp_path / "done")
-    assert workers.run(run_training, 1, config) == [EXIT_OK]
-    assert training_curve(tmp_path / "done") == before
+def test_a_finished_run_does_nothing_more(workers, make_config, whole_run, tmp_path):
+    shutil.copytree(whole_run(1), tmp_path / "done")
+    assert workers.run(run_training, 1, make_config(run="done")) == [EXIT_OK]
+    assert training_curve(tmp_path / "done") == training_curve(whole_run(1))
 
 
 def error_of(config: Config) -> tuple[str, str]:
@@ -161,44 +160,41 @@ def errors_of(configs: list[Config]) -> list[tuple[str, str]]:
     return [error_of(config) for config in configs]
 
 
-def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_config, corpus):
-    workers.run(run_training, 1, make_config("train.steps=4"))
+def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_config, whole_run, corpus, tmp_path):
+    shutil.copytree(whole_run(1), tmp_path / "run")
     changes = {
         "optimizer": ("optimizer.lr=1e-3", "optimizer.lr: 0.003 → 0.001"),
-        "schedule": ("train.steps=6", "train.steps: 4 → 6"),
+        "schedule": ("train.steps=9", "train.steps: 8 → 9"),
         "seed": ("train.seed=1", "train.seed: 0 → 1"),
         "model": ("model.norm.eps=1e-4", "model.norm.eps: 1e-05 → 0.0001"),
         "batch": ("train.global_batch=4", "train.global_batch: 8 → 4"),
         "data": (f"data.train={corpus}/validation", "data.fingerprint: "),
     }
-    configs = [make_config("train.steps=4", override) for override, _ in changes.values()]
+    configs = [make_config(override) for override, _ in changes.values()]
     (errors,) = workers.run(errors_of, 1, configs)
     for (group, (_, words)), (kind, message) in zip(changes.items(), errors, strict=True):
         assert kind == UsageError.__name__
         assert words in message
         assert re.search(rf"resume\.allow=([a-z]+,)*{group}(,|$)", message, re.MULTILINE), message
-    ((_, message),) = workers.run(error_of, 1, make_config("train.steps=4", "model.ffn.d_ff=96"))
+    ((_, message),) = workers.run(error_of, 1, make_config("model.ffn.d_ff=96"))
     assert "model.ffn.d_ff: 64 → 96. Its weights don't fit" in message
     assert "resume.allow=" not in message
-    overrides = ["train.steps=6", "optimizer.lr=1e-3"]
+    overrides = ["train.steps=9", "optimizer.lr=1e-3"]
     kind, message = workers.run(error_of, 1, make_config(*overrides))[0]
     assert "resume.allow=optimizer,schedule" in message
     allowed = make_config(*overrides, 'resume.allow=["optimizer", "schedule"]')
     assert workers.run(run_training, 1, allowed) == [EXIT_OK]
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, tmp_path):
-    config = make_config(run="hurt")
-    workers.run(run_training, 1, config)
-    full = final_state(tmp_path / "hurt")
-    file = next((tmp_path / "hurt/checkpoints/step-00000012").glob("*.safetensors"))
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, whole_run, tmp_path):
+    shutil.copytree(whole_run(1), tmp_path / "hurt")
+    file = next((tmp_path / "hurt/checkpoints/step-00000008").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
-    assert workers.run(run_training, 1, config) == [EXIT_OK]
-    assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
-    resumed = final_state(tmp_path / "hurt")
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in full.items())
+    assert workers.run(run_training, 1, make_config(run="hurt")) == [EXIT_OK]
+    assert "step-00000008 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
+    assert have_same_tensors(final_state(whole_run(1)), final_state(tmp_path / "hurt"))
 
 
 def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):
@@ -219,7 +215,7 @@ def test_a_run_directory_holds_metrics_config_and_profile(workers, make_config, 
     run = tmp_path / "left"
     lines = training_curve(run)
     assert set(lines[0]) == {"step", "tokens", "loss", "lr", "grad_norm"}
-    assert [line["step"] for line in lines if "evaluation" in line] == [6]
+    assert [line["step"] for line in lines if "evaluation" in line] == [4, 6]
     evaluation = lines[-1]["evaluation"]
     assert set(evaluation) == {"held-out", "again"}
     assert evaluation["held-out"] == evaluation["again"]
@@ -236,7 +232,11 @@ def test_a_run_directory_holds_metrics_config_and_profile(workers, make_config, 
 @pytest.mark.parametrize(("overrides", "ranks", "words"), [
     (["parallel.tp=2"], 1, ["tp 2", "1 process", "start 2"]),
     (["parallel.dp_shard=3"], 2, ["dp_shard 3", "2 processes", "start 3"]),
-    (["train.micro_batch=8"], 2, ["global batch 8", "micro-batches of 8", "16"]),
+    (["train.micro_batch=8"], 2, ["train.global_batch = 8", "train.micro_batch = 8 × 2", "16"]),
+    (['data.rampup=[{steps=2, global_batch=4}]', "train.global_batch=8", "train.micro_batch=4"], 2,
+     ["data.rampup[0].global_batch = 4", "nearest that is one is 8"]),
+    (['data.rampup=[{steps=2, global_batch=7}]', "train.global_batch=8", "train.micro_batch=4"], 1,
+     ["data.rampup[0].global_batch = 7", "nearest that is one is 8"]),
     (["model.vocab_size=500"], 1, ["vocab_size = 500", "512"]),
     (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
     (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
@@ -309,10 +309,13 @@ def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path)
     assert not (tmp_path / "sink").exists()
 
 
-def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path):
-    assert workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1")) == [EXIT_OK]
+def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, whole_run, tmp_path):
+    shutil.copytree(whole_run(1), tmp_path / "run")
     with pytest.raises(WorkerFailure, match=r"resume\.allow=seed"):
-        workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1", "train.seed=5"))
+        workers.run(run_training, 1, make_config("train.seed=5"))
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "resume.allow=seed" in log
     assert "Traceback" not in log
+    events = [json.loads(line)["event"] for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert events == ["started", "finished", "refused"]
+    assert get_run_status(tmp_path / "run").state.name == "DONE"

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.checkpoint.metadata import check_json_round_trip
-from megatfm.config import Config
+from megatfm.config import Config, load_section
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.record import is_finished
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.best_checkpoint import BestCheckpoint, find_best_checkpoint
 from megatfm.train.run import train
+from tests.support.small_runs import SMALL_CONFIG
 from tests.support.training_runs import (
     assert_bitwise_equal,
     delete_checkpoints_after,
@@ -73,22 +74,36 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     )
 
 
-def test_a_run_that_only_makes_nan_ends_with_a_clear_error(workers: Workers, make_config: MakeConfig) -> None:
-    ((_, keys),) = workers.run(train_with_faults, 1, make_config("train.steps=6", run="whole"))
+ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
+
+
+@pytest.fixture(scope="module")
+def batch_keys(workers: Workers, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Keys of the 20 batches that a run of one process reads first."""
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
+    words = [f"run_dir={folder / 'run'}", "train.steps=20", "evaluate.every=0", "checkpoint.every=20"]
+    config = load_section(Config, folder / "small.toml", words)
+    ((_, keys),) = workers.run(train_with_faults, 1, config)
+    assert len(set(keys)) == 20
+    return keys
+
+
+def test_a_run_that_only_makes_nan_ends_with_a_clear_error(
+    workers: Workers, make_config: MakeConfig, batch_keys: list[str]
+) -> None:
     config = make_config("train.steps=6", "resilience.max_skipped=2")
-    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys, "nan"))
+    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(batch_keys, "nan"))
     assert "step 3: loss nan" in str(output)
     assert "3 steps in a row" in str(output)
     assert "optimizer.lr" in str(output)
 
 
-ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
-
-
-def test_a_spike_is_rolled_back_and_its_data_skipped(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_spike_is_rolled_back_and_its_data_skipped(
+    workers: Workers, make_config: MakeConfig, batch_keys: list[str], tmp_path: Path
+) -> None:
     """Every resume repeats the rollback."""
-    ((_, keys),) = workers.run(train_with_faults, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
-    config, run = make_config(*ROLLBACK), tmp_path / "run"
+    keys, config, run = batch_keys, make_config(*ROLLBACK), tmp_path / "run"
     ((code, read),) = workers.run(train_with_faults, 1, config, {keys[9]: "spike"})  # the tenth step's
     assert code == EXIT_OK
     assert read == keys[:10] + keys[10:18], "back to step 8, and on after the data of the spike"
@@ -108,17 +123,18 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(workers: Workers, make_conf
         assert have_same_tensors(stored_weights(run, 16), last)
 
 
-def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_rollbacks_are_bounded(
+    workers: Workers, make_config: MakeConfig, batch_keys: list[str], tmp_path: Path
+) -> None:
     """A spike without a checkpoint is only reported."""
-    ((_, keys),) = workers.run(train_with_faults, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     early = make_config(*ROLLBACK, "checkpoint.every=16", run="early")
-    ((code, _),) = workers.run(train_with_faults, 1, early, {keys[9]: "spike"})
+    ((code, _),) = workers.run(train_with_faults, 1, early, {batch_keys[9]: "spike"})
     assert code == EXIT_OK
     ((step, output),) = run_events(tmp_path / "early", "spike")
     assert step == 10
     assert "deviations above the median" in output
     config = make_config(*ROLLBACK, "resilience.max_rollbacks=2")
-    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys[9:], "spike"))
+    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(batch_keys[9:], "spike"))
     assert "the loss spikes again after 2 rollbacks to step 8" in str(output)
 
 
@@ -174,7 +190,7 @@ def test_a_run_resumes_with_fewer_ranks_if_allowed(workers: Workers, make_config
 
 OPTIONS = '{rank = 3, dropout = 0.1, trained = ["decoder.norm.*"]}'
 STANDSTILL = ["train.patience=2", "evaluate.every=2", "optimizer.lr=1e-30", "optimizer.matrix_lr=1e-30"]
-"""Settings of a run that learns nothing: its evaluation of step 2 stays the best, and it ends at step 6 of 12."""
+"""Settings of a run that learns nothing: its evaluation of step 2 stays the best, and it ends at step 6 of 8."""
 
 
 def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -185,7 +201,7 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     event = json.loads((tmp_path / "whole/events.jsonl").read_text().splitlines()[-1])
     assert (event["event"], event["step"]) == ("finished early", 6)
     assert "loss was best at step 2, 2 evaluations before" in event["detail"]
-    assert is_finished(tmp_path / "whole", 12)
+    assert is_finished(tmp_path / "whole", 8)
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK], "once more: nothing is left to do"
     assert len(training_curve(tmp_path / "whole")) == 6
 
@@ -218,7 +234,7 @@ def test_all_ranks_end_where_rank_0_cannot_write_the_run_s_files(workers: Worker
 
 
 def test_a_run_with_progress_goes_to_its_end(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config("train.patience=1", "evaluate.every=4", run="learns")
+    config = make_config("train.steps=12", "train.patience=1", "evaluate.every=4", run="learns")
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert len(training_curve(tmp_path / "learns")) == 12
 

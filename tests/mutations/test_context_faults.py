@@ -222,11 +222,11 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
 """Fault → the model that shows it, and parameters whose gradients must be found wrong, and no others."""
 
 
+LAYOUT = ParallelConfig(cp=2, zero=0)
+"""Weights are whole: FSDP2 sums gradients, and numbers shards, itself."""
 LAYOUTS: dict[Callable[[Patch], None], ParallelConfig] = {
-    gradients_are_not_summed_over_contexts: ParallelConfig(cp=2, zero=0),
     shards_are_numbered_backwards_over_contexts: ParallelConfig(cp=2, zero=1),
 }
-"""Layouts that show a fault where ZeRO 3 does not: FSDP2 reduces, and numbers shards, itself."""
 
 
 MODELS = sorted({name for name, _ in FAULTS.values()})
@@ -247,8 +247,7 @@ def wrong_gradients(names: list[str]) -> dict[str, list[tuple[set[str], set[str]
             with pytest.MonkeyPatch.context() as patch:
                 if fault:
                     fault(patch)
-                layout = LAYOUTS.get(fault, ParallelConfig(cp=2)) if fault else ParallelConfig(cp=2)
-                engine = build_engine(config, layout, ADAMW)
+                engine = build_engine(config, LAYOUTS.get(fault, LAYOUT) if fault else LAYOUT, ADAMW)
                 engine.forward_backward(context_microbatches(engine, batch), objective)
                 expected = list_expected_errors(model, FAULTS[fault][1]) if fault else set()
                 compared[name].append((expected, set(model_gradient_errors(engine, model))))

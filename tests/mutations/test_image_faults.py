@@ -166,7 +166,7 @@ def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:
     patch.setattr(classifier, "index_documents", lambda *arguments: real(*arguments).roll(1))
 
 
-CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)
+CP2, TP2 = ParallelConfig(cp=2, zero=0), ParallelConfig(tp=2)
 FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     a_rank_s_grid_begins_at_the_row_s_first_token: ("rotary", CP2, EVERYTHING),
     a_mean_is_of_one_rank_s_patches: ("mean", CP2, EVERYTHING),

@@ -105,7 +105,7 @@ OTHERS = {name: [layout for layout in LAYOUTS if layout not in ("one", *layouts)
 
 
 @pytest.mark.parametrize(("name", "layouts"), [
-    (ONE_BLOCK, ["tp2"]),
+    pytest.param(ONE_BLOCK, ["tp2"], marks=pytest.mark.extended),  # under tp2, test_async_tp.py compiles a block, too
     (SHALLOW, ["zero3"]),
     pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
     pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),

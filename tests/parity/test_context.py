@@ -77,7 +77,7 @@ def compare_recomputed(names: Sequence[str]) -> None:
     """Compare with blocks whose forward pass and its traffic run again in the backward pass."""
     for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
         config, batch, model, objective, loss = context_case(name)
-        engine = build_engine(config, ParallelConfig(cp=2), ADAMW, recomputed=recomputed)
+        engine = build_engine(config, CONTEXT_LAYOUTS[2]["cp2"], ADAMW, recomputed=recomputed)
         stats = engine.forward_backward(context_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), name
         assert model_gradient_errors(engine, model) == {}, name
@@ -159,7 +159,8 @@ def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
         warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
         patch.setattr(nn.Module, "compile", compile_block)
         for name in names:
-            config, batch, model, objective, loss = context_case(name)
+            patch.setitem(CONTEXT_MODELS, f"{name}, one block", CONTEXT_MODELS[name].with_changes({"n_layers": 1}))
+            config, batch, model, objective, loss = context_case(f"{name}, one block")
             engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True)
             stats = engine.forward_backward(context_microbatches(engine, batch), objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), name
@@ -175,19 +176,18 @@ def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, back
 
 
 def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
-    """Rows are whole or shards, and blocks are recomputed in part, too."""
+    """Rows are whole or shards, and blocks are recomputed in part; shards without that are among `TRAFFIC`."""
     name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
     assert workers.run(compare_context_layouts, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
+    cp2 = CONTEXT_LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1})
     configs = {
         f"ep{item.ep}, cp{item.cp}, {recompute}": traffic_config(
             CONTEXT_MODELS[name], MaskedObjective(), item, recompute=recompute
         )
-        for item in (
-            layout,
-            CONTEXT_LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}),
-            CONTEXT_LAYOUTS[2]["ep2 × cp2"],
+        for item, recompute in (
+            (layout, "none"),
+            *((item, "selective") for item in (layout, cp2, CONTEXT_LAYOUTS[2]["ep2 × cp2"])),
         )
-        for recompute in ("none", "selective")
     }
     assert list_traffic_mismatches(workers, 2, configs) == {}
 

@@ -88,7 +88,7 @@ def compare(names: Sequence[str], requested: Sequence[str], ranks: int) -> dict[
             for way in requested:
                 local = took[name, way]
                 patch.setattr(context_attention, "_log_once", lambda _, choice, __, local=local: local.add(choice))
-                engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way), ADAMW)
+                engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way, zero=0), ADAMW)
                 rows = [{field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))]
                 stats = engine.forward_backward(rows, objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12), (name, way)

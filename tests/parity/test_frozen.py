@@ -91,7 +91,7 @@ ADAPTER_LAYOUTS = {
     2: {"zero1": ParallelConfig(dp_shard=2, zero=1), "zero2": ParallelConfig(dp_shard=2, zero=2),
         "zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2),
         "tp2 × sp": ParallelConfig(tp=2, sequence_parallel=True), "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "cp2": ParallelConfig(cp=2)},
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "cp2": ParallelConfig(cp=2, zero=0)},
     4: {"tp4, more ranks than key heads": ParallelConfig(tp=4, sequence_parallel=True),
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2), "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2)},
 }  # fmt: skip
@@ -106,7 +106,7 @@ MODELS = {
 
 ODD_LAYOUTS = {
     3: {"zero1": ParallelConfig(dp_shard=3, zero=1), "zero2": ParallelConfig(dp_shard=3, zero=2),
-        "zero3": ParallelConfig(dp_shard=3), "tp3": ParallelConfig(tp=3), "cp3": ParallelConfig(cp=3)},
+        "zero3": ParallelConfig(dp_shard=3), "tp3": ParallelConfig(tp=3), "cp3": ParallelConfig(cp=3, zero=0)},
     5: {"zero1": ParallelConfig(dp_shard=5, zero=1), "zero3": ParallelConfig(dp_shard=5),
         "tp5": ParallelConfig(tp=5, sequence_parallel=False)},
 }  # fmt: skip
@@ -124,7 +124,7 @@ EXPERT_LAYOUTS = {
         "tp2 by channels": ParallelConfig(tp=2, expert_tp="by_channel"),
         "ep2 of tp2": ParallelConfig(tp=2, ep=2, expert_tp="folded"),
         "pp2": ParallelConfig(pp=2),
-        "cp2": ParallelConfig(cp=2),
+        "cp2": ParallelConfig(cp=2, zero=0),
     },
     3: {
         "zero1": ParallelConfig(dp_shard=3, zero=1),

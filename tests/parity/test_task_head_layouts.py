@@ -20,7 +20,7 @@ LAYOUTS = {
     "pp2": ParallelConfig(pp=2),
     "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
     "zero3": ParallelConfig(dp_shard=2),
-    "cp2": ParallelConfig(cp=2),
+    "cp2": ParallelConfig(cp=2, zero=0),
 }
 HEADS = {
     "classes": {"sentence": HEAD | {"class_weights": [0.5, 2.0]}},
@@ -111,7 +111,7 @@ def test_predictions_of_layouts_equal_one_device(workers: Workers, name: str) ->
     assert workers.run(collect, 2, name, tried, timeout=240.0)[0] == list(tried)
 
 
-LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, cp=2)}}
+LARGER = {3: {"cp3": ParallelConfig(cp=3, zero=0)}, 4: {"tp2 cp2": ParallelConfig(tp=2, cp=2)}}
 
 
 @pytest.mark.parametrize("name", ["both orders", "choices", "spans"])

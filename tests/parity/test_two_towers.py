@@ -34,7 +34,7 @@ LAYOUTS = {
     1: {"one process": ParallelConfig()},
     2: {"zero 0": ParallelConfig(dp_shard=2, zero=0), "zero 1": ParallelConfig(dp_shard=2, zero=1),
         "zero 2": ParallelConfig(dp_shard=2, zero=2), "zero 3": ParallelConfig(dp_shard=2),
-        "tp 2": ParallelConfig(tp=2), "cp 2": ParallelConfig(cp=2), "pp 2": ParallelConfig(pp=2),
+        "tp 2": ParallelConfig(tp=2), "cp 2": ParallelConfig(cp=2, zero=0), "pp 2": ParallelConfig(pp=2),
         "pp 2, cut between the towers": ParallelConfig(pp=2, pp_split_points=("text.embedding",)),
         "pp 2 interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
         "pp 2 zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "pp 2 gpipe": ParallelConfig(pp=2, pp_schedule="gpipe"),
@@ -45,7 +45,7 @@ LAYOUTS = {
         "zero 3": ParallelConfig(dp_shard=3),
         "tp 3": ParallelConfig(tp=3),
         "tp 3 without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
-        "cp 3": ParallelConfig(cp=3),
+        "cp 3": ParallelConfig(cp=3, zero=0),
         "pp 3": ParallelConfig(pp=3),
     },
     4: {"replicas": ParallelConfig(dp_replicate=2, dp_shard=2), "tp 2": ParallelConfig(dp_shard=2, tp=2),
@@ -54,7 +54,7 @@ LAYOUTS = {
         "pp 2 × replicas": ParallelConfig(pp=2, dp_replicate=2), "pp 2 × tp 2": ParallelConfig(pp=2, tp=2),
         "pp 2 × cp 2": ParallelConfig(pp=2, cp=2)},
     5: {"zero 0": ParallelConfig(dp_shard=5, zero=0), "zero 3": ParallelConfig(dp_shard=5),
-        "cp 5": ParallelConfig(cp=5)},
+        "cp 5": ParallelConfig(cp=5, zero=0)},
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A feed-forward network with a router: each token chooses one of several scales for what it made.
+"""A feed-forward network with a router: each token chooses one of several scales for its output.
 
 It adds a term to the loss, which keeps the router's logits small (ST-MoE, Zoph et al. 2022, equation 5), and keeps a
 bias that is moved after each step so that the choices even out (Wang et al. 2024).

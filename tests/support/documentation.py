@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +59,7 @@ def get_module_name(path: Path) -> str:
     return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
 
 
+@cache
 def parse_source(source: str) -> ast.Module:
     """Parse without searches for garbage: each traverses the nodes of all trees so far, for most of the time."""
     gc.disable()

@@ -142,12 +142,12 @@ EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "
 QUICK_LAYOUTS = {
     "ep2 of 4, zero3", "ep4, zero1", "ep2 × replicas", "ep2 × tp2 without sequence parallel", "ep2 × pp2, zbv",
     # Where tensor-parallel ranks take experts otherwise, and where rows are cut:
-    "ep2 × tp2 by channels, zero0", "tp2 by channels × pp2", "ep4 of 2 × tp2, zero1", "ep2 of tp2 × replicas",
-    "ep2 × cp2, zero0", "ep4 of tp2 × cp2", "switch, folded", "muon, channels",
+    "tp2 by channels × pp2", "ep2 of tp2 × replicas", "switch, folded", "muon, channels",
     "deepseek-v3, ep2 × cp2, zero0, none", "expert-choice, ep4 of tp2 × cp2, full",
 }  # fmt: skip
 """Layouts and cases of `make test` on four ranks: each kind of axis, router and way to take experts once."""
 EXTENDED_LAYOUTS = {
+    "ep2 × tp2 by channels, zero0", "ep4 of 2 × tp2, zero1", "ep2 × cp2, zero0", "ep4 of tp2 × cp2",
     "ep2 of 4, zero0", "ep4, zero2", "ep2 × tp2", "ep2 × pp2, zero1", "switch", "tp2 by channels × zero3",
     "ep2 of 2 × tp2, zero3", "ep2 of tp4", "ep2 of tp2 × pp2, zbv", "ep2 × cp2 × tp2, by channels", "muon × cp",
     "switch, ep4 of tp2 × cp2, full",

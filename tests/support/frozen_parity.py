@@ -34,11 +34,6 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
     return model
 
 
-def build_frozen_engine(config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig) -> NativeEngine:
-    """An engine of such a model."""
-    return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
-
-
 def frozen_errors(name: str, *layouts: ParallelConfig) -> list[set[str]]:
     """Differences from one device of a model whose weights are frozen in part, by layout."""
     patterns, config = FREEZE[name], FAMILY_MODELS[name]

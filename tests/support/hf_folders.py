@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import tokenizers.models
 import torch
@@ -23,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megatfm import cli
 from megatfm.convert.convert import convert
+from tests.support.command_line import run_command as run_command
 
 DECODER_TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -190,13 +189,6 @@ def write_preferences(folder: Path, n: int = 24) -> None:
         chosen, rejected = f"a {draw.choice(ANIMALS)}", f"a {draw.choice(TOOLS)}"
         rows.append({"prompt": f"the {draw.choice(OTHER)}", "chosen": chosen, "rejected": rejected})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def run_command(*words: str) -> int:
-    """Run `megatfm`; returns its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    return int(ended.value.code or 0)
 
 
 TOWNS = ("Rome", "Oslo", "Kyiv", "Bern", "Lyon", "東京")

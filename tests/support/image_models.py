@@ -98,19 +98,19 @@ LAYOUTS = {
     2: {"tp2": ParallelConfig(tp=2), "zero0": ParallelConfig(dp_shard=2, zero=0),
         "zero1": ParallelConfig(dp_shard=2, zero=1), "zero2": ParallelConfig(dp_shard=2, zero=2),
         "zero3": ParallelConfig(dp_shard=2), "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
-        "cp2": ParallelConfig(cp=2), "pp2": ParallelConfig(pp=2),
+        "cp2": ParallelConfig(cp=2, zero=0), "pp2": ParallelConfig(pp=2),
         "gpipe": ParallelConfig(pp=2, pp_schedule="gpipe"),
         "interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
         "interleaved zero bubble": ParallelConfig(pp=2, pp_schedule="interleaved-zero-bubble"),
         "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
         "dualpipev": ParallelConfig(pp=2, pp_schedule="dualpipev")},
     3: {"tp3 without sequence parallel": ParallelConfig(tp=3, sequence_parallel=False), "tp3": ParallelConfig(tp=3),
-        "zero3 on 3": ParallelConfig(dp_shard=3), "pp3": ParallelConfig(pp=3), "cp3": ParallelConfig(cp=3)},
+        "zero3 on 3": ParallelConfig(dp_shard=3), "pp3": ParallelConfig(pp=3), "cp3": ParallelConfig(cp=3, zero=0)},
     4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2), "hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2),
         "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1), "pp2 × tp2": ParallelConfig(pp=2, tp=2),
         "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2), "pp2 × replicas": ParallelConfig(pp=2, dp_replicate=2)},
-    5: {"zero0 on 5": ParallelConfig(dp_shard=5, zero=0), "cp5": ParallelConfig(cp=5)},
+    5: {"zero0 on 5": ParallelConfig(dp_shard=5, zero=0), "cp5": ParallelConfig(cp=5, zero=0)},
 }  # fmt: skip
 WITHOUT_CONTEXT = ("simmim swin",)
 """Models whose parts need whole rows."""

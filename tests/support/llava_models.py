@@ -59,14 +59,14 @@ LAYOUTS = {
         "dualpipev": ParallelConfig(pp=2, pp_schedule="dualpipev"),
         "pp, cut behind the connector": ParallelConfig(pp=2, pp_split_points=("decoder.embedding",)),
         "pp, cut before the connector": ParallelConfig(pp=2, pp_split_points=("connector",)),
-        "cp": ParallelConfig(cp=2),
+        "cp": ParallelConfig(cp=2, zero=0),
     },
     3: {
         "tp": ParallelConfig(tp=3),
         "tp without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
         "pp": ParallelConfig(pp=3),
-        "cp": ParallelConfig(cp=3),
-        "cp by Ulysses": ParallelConfig(cp=3, cp_method="ulysses"),
+        "cp": ParallelConfig(cp=3, zero=0),
+        "cp by Ulysses": ParallelConfig(cp=3, cp_method="ulysses", zero=0),
     },
     4: {
         "tp × pp": ParallelConfig(tp=2, pp=2),
@@ -78,7 +78,7 @@ LAYOUTS = {
         "cp × pp, cut behind the connector": ParallelConfig(cp=2, pp=2, pp_split_points=("decoder.embedding",)),
         "cp × zero 3": ParallelConfig(cp=2, dp_shard=2),
     },
-    5: {"cp": ParallelConfig(cp=5)},
+    5: {"cp": ParallelConfig(cp=5, zero=0)},
 }
 CASES = make_cases_by_ranks(
     LLAVA_MODELS, LAYOUTS, always=["one process", "cp"],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.interface import ParallelizedModel
 from megatfm.engines.native.compile import CompileOptions
+from megatfm.engines.native.cuda_graphs import GraphCapture
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.layers.block import collect_auxiliary_losses
@@ -62,6 +63,7 @@ def build_engine(
     recomputed: str = "none",
     compile_blocks: bool = False,
     async_tp: bool = False,
+    graphs: GraphCapture | None = None,
 ) -> NativeEngine:
     """An engine on the ranks of the process group, cut into pipeline stages where the layout has them."""
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
@@ -77,9 +79,8 @@ def build_engine(
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
     if pipeline is not None:
         prune_to_stages(model, pipeline.list_stages(mesh.rank("pp")))
-    options = NativeOptions(
-        ZeroOptions.from_config(parallel), recomputed, CompileOptions(async_tp=async_tp) if compile_blocks else None
-    )
+    compilation = CompileOptions(async_tp=async_tp) if compile_blocks else None
+    options = NativeOptions(ZeroOptions.from_config(parallel), recomputed, compilation, graphs)
     parallelized = ParallelizedModel(
         model=model, layout=layout, mesh=mesh, device=torch.device("cpu"), pipeline=pipeline
     )

@@ -1,12 +1,8 @@
-"""Files that data_prep reads and writes, its steps, and preparations that are killed at a chosen moment."""
+"""Files that data_prep reads and writes, and its steps."""
 
 import io
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,6 +25,19 @@ def write_file(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def make_prep_config(folder: Path, corpus: Path, out: str = "out", **settings: Any) -> PrepConfig:
+    """A config that prepares a corpus into `folder/out` with a small tokenizer; settings of a section add to it."""
+    values: dict[str, Any] = {
+        "out": str(folder / out),
+        "read": {"folder": str(corpus)},
+        "split": {"validation": 0.1},
+        "tokenizer": {"vocab_size": 700, "sentinels": 4},
+    }
+    for name, value in settings.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return PrepConfig.model_validate(values)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -121,29 +130,5 @@ def random_pages(count: int, seed: int = 0) -> Iterator[str]:
         yield "".join(line + rng.choice(("\n", "\n\n")) for line in lines).strip()
 
 
-KILLED = -signal.SIGKILL
-NEVER = 10**9
 SIGNAL_SCRIPT = Path(__file__).with_name("signal_prep.py")
 """A preparation that is hit by a signal on the way."""
-
-
-def count_moments(folder: Path, config: PrepConfig) -> int:
-    """Number of moments of a run that nobody kills."""
-    return int(run_and_kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
-
-
-def run_killed_at(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> list[int]:
-    """Exit statuses of runs (out, moment at which it is killed), one after the other."""
-    statuses: list[int] = json.loads(run_and_kill(folder, config, runs).stdout)
-    return statuses
-
-
-def run_and_kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
-    """Run `kill_prep.py`: a preparation for each of these (out, moment at which it is killed)."""
-    path = folder / "config.json"
-    path.write_text(config.model_dump_json())
-    script = Path(__file__).with_name("kill_prep.py")
-    return subprocess.run(
-        [sys.executable, str(script), str(path), *(f"{folder / out}:{last}" for out, last in runs)],
-        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip

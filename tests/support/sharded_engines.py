@@ -1,5 +1,6 @@
 """Engines of two ranks that share state: bytes held, gradients, checkpoints, stacks of matrices."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from megatfm import checkpoint
-from megatfm.config import AdamWConfig, OptimizerConfig, ParallelConfig
+from megatfm.config import AdamWConfig, OptimizerConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.interface import Batch, OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
@@ -19,6 +20,7 @@ from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, Role
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches, one_device, one_device_gradients
+from tests.support.workers import Workers
 
 PLAIN_ADAMW = AdamWConfig(lr=1e-2)
 
@@ -32,6 +34,17 @@ def count_bytes(tensors: Any) -> int:
 def optimizer_tensors(engine: NativeEngine) -> list[Tensor]:
     """All tensors of the optimizers' state."""
     return [t for o in engine.optimizers for values in o.state().values() for t in values.values()]
+
+
+def gather_whole(engine: NativeEngine, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors by the names of parameters, of which each rank of two axes has its blocks."""
+    tensors = {name: block.new_zeros(engine.layout[name].shape) for name, block in blocks.items()}
+    local = {name: (engine.regions[name], block) for name, block in blocks.items()}
+    for rank in engine.mesh.gather_objects(local, ("dp_shard", "tp")):
+        for name, ((offsets, sizes), block) in rank.items():
+            assert block.dtype == tensors[name].dtype
+            tensors[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = block
+    return tensors
 
 
 class WeighingObjective:
@@ -79,13 +92,9 @@ def low_precision_gradients(zero: int) -> dict[str, Tensor]:
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
         if step == 0:
             engine.step(1e-2, clip=0.0)
-    result = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
-    blocks = {n: (engine.regions[n], g) for n, g in engine.gradients().items()}
-    for rank in engine.mesh.gather_objects(blocks, ("dp_shard",)):
-        for name, ((offsets, sizes), gradient) in rank.items():
-            assert gradient.dtype == torch.float32
-            result[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = gradient
-    return result
+    gradients = gather_whole(engine, engine.gradients())
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    return gradients
 
 
 class OverflowOnRankOne:
@@ -127,7 +136,16 @@ def get_tensor(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 
-def train_and_save(folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig) -> tuple[Path, dict[str, Tensor]]:
+def load_checkpoint(engine: NativeEngine, path: Path) -> None:
+    """Load weights and optimizer state."""
+    state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
+    checkpoint.load(path, state)
+    engine.load_state_dict(state)
+
+
+def train_and_save(
+    folder: Path, parallel: ParallelConfig, optimizer: OptimizerSection
+) -> tuple[Path, dict[str, Tensor]]:
     """Three train_steps, a checkpoint, and two steps more; returns the weights held at the end."""
     engine = build_engine(UNTIED_MODEL, parallel, optimizer)
     train_steps(engine, 0, 3)
@@ -137,17 +155,29 @@ def train_and_save(folder: Path, parallel: ParallelConfig, optimizer: AdamWConfi
 
 
 def load_and_train(
-    path: Path, parallel: ParallelConfig, optimizer: AdamWConfig, folder: Path
+    path: Path, parallel: ParallelConfig, optimizer: OptimizerSection, folder: Path
 ) -> tuple[Path, dict[str, Tensor]]:
     """Load into an engine that is elsewhere already, save again at once, and take the two steps."""
     engine = build_engine(UNTIED_MODEL, parallel, optimizer)
     train_steps(engine, 7, 8)
-    state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
-    checkpoint.load(path, state)
-    engine.load_state_dict(state)
+    load_checkpoint(engine, path)
     saved = checkpoint.save(folder, 3, engine.state_dict(), {})
     train_steps(engine, 3, 5)
     return saved, {name: tensor.clone() for name, tensor in engine.local.items()}
+
+
+def assert_same_after_resume(
+    workers: Workers, folder: Path, ranks: int, parallel: ParallelConfig, optimizer: OptimizerSection
+) -> Path:
+    """Assert that two steps after a resume give the bits of an uninterrupted run; returns the checkpoint."""
+    straight = workers.run(train_and_save, ranks, folder / "straight", parallel, optimizer)
+    path: Path = straight[0][0]
+    resumed = workers.run(load_and_train, ranks, path, parallel, optimizer, folder / "resumed")
+    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
+        assert expected.keys() == actual.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, actual[name]), name
+    return path
 
 
 RATE = 0.05

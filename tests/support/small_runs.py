@@ -38,7 +38,7 @@ lr = 3e-3
 warmup_steps = 2
 
 [train]
-steps = 12
+steps = 8
 global_batch = 8
 micro_batch = 4
 precision = "fp32"
@@ -47,7 +47,7 @@ precision = "fp32"
 every = 4
 
 [evaluate]
-every = 6
+every = 4
 max_rows = 12
 
 [log]

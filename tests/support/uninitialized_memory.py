@@ -1,12 +1,11 @@
 """Memory that nobody wrote is NaN, tensors where torch never puts them, and calls that make the host wait."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 @contextmanager
 def fill_memory_with_nan() -> Iterator[None]:
     """Have torch.empty give NaN: a kernel that reads what was not written, be it to multiply it by zero, is red."""
+    deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = True
@@ -76,6 +76,19 @@ def assert_aligned_inputs() -> Iterator[MisalignedInputs]:
         yield kernels
     assert kernels.seen
     assert not kernels.wrong, sorted(kernels.wrong)
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Context that counts operators of torch: these, or all that are no views."""
+
+    def __init__(self, operators: Collection[Any] | None = None) -> None:
+        super().__init__()
+        self.operators = operators
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view if self.operators is None else func in self.operators
+        return func(*args, **(kwargs or {}))
 
 
 BLOCKING_OPERATORS = (

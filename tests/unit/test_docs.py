@@ -1,6 +1,6 @@
 """Pages are true: commands parse, configs load, links lead somewhere, and the examples run."""
 
-import ast
+import argparse
 import importlib
 import importlib.util
 import pkgutil
@@ -20,7 +20,7 @@ from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
-from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module, parse_folders
+from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
@@ -54,10 +54,15 @@ def inline_commands() -> list[Any]:
     return actual
 
 
+@cache
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, built once."""
+    return importlib.import_module("megatfm.cli").build_parser()
+
+
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
 def test_commands_parse(line: str) -> None:
-    cli = importlib.import_module("megatfm.cli")
-    arguments = cli.build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    arguments = build_parser().parse_args(shlex.split(line, comments=True)[1:])
     if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
         named = getattr(arguments, "config", "")
@@ -157,7 +162,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(build_parser())
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
@@ -187,10 +192,42 @@ def test_every_registered_part_is_in_the_reference() -> None:
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
             assert f"| `{name}` |" in rows, (key, name)
-        section: Any = Config
+        sections: list[Any] = [Config]
         for part in key.removesuffix(".NAME").split("."):
-            assert part in section.model_fields, key
-            section = next(iter(list_sections(section, part)), None)
+            sections = [section for section in sections if part in section.model_fields]
+            assert sections, key
+            sections = [variant for section in sections for variant in list_sections(section, part)]
+
+
+def test_the_page_on_mixtures_lists_their_presets() -> None:
+    page = (ROOT / "docs/guide/moe.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`([\w.-]+)`", page.partition("\nPresets: ")[2].partition("[The glossary]")[0])
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "megatfm/presets").glob("*.toml")}
+    mixtures = {name for name, text in files.items() if re.search(r'(?m)^name = "moe"$', text)}
+    mixtures |= {name for name, text in files.items() if set(re.findall(r'^extends = "(.*)"', text, re.M)) & mixtures}
+    assert sorted(listed) == sorted(mixtures)
+
+
+INTERNAL_REGISTRIES = {"ARCHITECTURES", "STYLES"}
+"""Registries without a key of the config: formats of Hugging Face, and styles of a plan."""
+
+
+def test_every_registry_is_among_those_that_a_plugin_can_use() -> None:
+    """The table names each with its module, beside the key that the parts of the reference have."""
+    page = (ROOT / "docs/extend/layers.md").read_text(encoding="utf-8")
+    table = page.partition("## What a plugin can add")[2].partition("\n\nA component")[0]
+    rows = re.findall(r"^\| `([\w.]+)`[^|]* \| `([\w.]+)\.([A-Z]+)` \|", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `")
+    by_key = {key: getattr(importlib.import_module(module), name) for key, module, name in rows}
+    parts = load_module(ROOT / "docs/gen_parts.py").PARTS
+    assert {key.removesuffix(".name"): registry for key, registry in parts.items()}.items() <= {
+        key.removesuffix(".name"): registry for key, registry in by_key.items()
+    }.items()
+    defined = re.compile(r"^([A-Z]+)(?:: Registry\b.*)? = (?:Registry|EngineRegistry)\b", re.MULTILINE)
+    files = [path for room in ("megatfm", "data_prep") for path in (ROOT / room).rglob("*.py")]
+    registries = {name for path in files for name in defined.findall(path.read_text(encoding="utf-8"))}
+    assert len(registries) > 15
+    assert registries == {name for _, _, name in rows} | INTERNAL_REGISTRIES
 
 
 NOT_KEYS = {"model.module", "model.layers.61", "tokenizer.model", "data.corpus"}
@@ -317,14 +354,8 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
             target = getattr(target, part)
 
 
-@cache
-def defined_names() -> set[str]:
-    """Every class, function and alias of a type in the package, by its own name."""
-    actual: set[str] = set()
-    for tree in parse_folders("megatfm").values():
-        actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    return actual
+DEFINITION = re.compile(r"^(?: *(?:async )?(?:class|def) )?(\w+)(?:\[.*\])?(?:\(| = |:)", re.MULTILINE)
+"""A class, a function, or an alias of a type."""
 
 
 def glossary_terms(text: str) -> list[str]:
@@ -335,10 +366,12 @@ def glossary_terms(text: str) -> list[str]:
 
 def test_names_in_the_glossary_exist() -> None:
     terms = glossary_terms((ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8"))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "megatfm").rglob("*.py")]
+    defined = {name for source in sources for name in DEFINITION.findall(source)}
     assert len(terms) > 20
-    assert not set(terms) - defined_names()
+    assert not set(terms) - defined
     assert glossary_terms("| `Judge`, plan | as `Verdict` says | `DeviceMesh` |") == ["Judge", "Verdict"]
-    assert not {"Judge", "Verdict"} & defined_names()
+    assert not {"Judge", "Verdict"} & defined
 
 
 def test_the_log_of_experiments_has_the_newest_first() -> None:

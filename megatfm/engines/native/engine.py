@@ -14,6 +14,7 @@ from megatfm.engines.activation_checkpointing import recompute
 from megatfm.engines.base import BaseEngine, init_weights, make_optimizers
 from megatfm.engines.gradients import clip_gradients
 from megatfm.engines.interface import (
+    MOMENTS,
     PRECISIONS,
     Batch,
     ComparingLoss,
@@ -28,7 +29,7 @@ from megatfm.engines.native.compile import CompileOptions, compile_all, make_com
 from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel, make_graph_capture
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Replicated
-from megatfm.engines.native.zero import DataParallel, ZeroOptions, compute_state_size_ratio, estimate_memory_needs
+from megatfm.engines.native.zero import DataParallel, ZeroOptions, compute_state_size_ratio
 from megatfm.engines.passes import (
     ForwardBackward,
     GradientSync,
@@ -36,11 +37,12 @@ from megatfm.engines.passes import (
     SequentialForwardBackward,
     concatenate_features,
 )
-from megatfm.engines.pipeline import PipelineForwardBackward, check_split_backward
+from megatfm.engines.pipeline import PipelineForwardBackward, check_split_backward, count_max_block_inputs
 from megatfm.engines.state import TiedParameters
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout, iter_blocks
-from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
+from megatfm.parallel.mesh import CONTEXT, DENSE_DATA_AXES, PIPELINE, DataAxes, Mesh
+from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
 
 DEFAULT_ZERO = ZeroOptions()
 UNSHARDED = ZeroOptions(zero=0)
@@ -215,18 +217,47 @@ class NativeEngine(BaseEngine):
         self.data.sync_weights(frozen=True)
 
     def estimate_memory(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """See `zero.estimate_memory_needs`."""
-        return estimate_memory_needs(
-            self._model,
-            self.state.weights.values(),
-            self.precision,
-            self.zero_options,
-            self.mesh,
-            self.pipeline,
-            state_size=self.state_size,
-            microbatches=microbatches,
-            block_input=block_input,
+        """Return a lower bound of the memory that a step needs on this rank, besides the weights that it holds already.
+
+        | ZeRO | Gradients | Optimizer state | Gathered weights |
+        |---|---|---|---|
+        | 0 | all | all | – |
+        | 1 | all | shard | – |
+        | 2 | shard; all if micro-batches accumulate unsharded | shard | all |
+        | 3 | as 2 | shard | a block, those prefetched, and weights in no block; all in pipelines that split backward |
+
+        "All" means the weights of this rank's stages, sharded by tensor parallelism. Only the activations that every
+        recompute mode keeps are counted: the input of each block, for the micro-batches that a rank holds at a time.
+
+        block_input: bytes of a micro-batch between two blocks.
+        """
+        total = sum(p.numel() for p in self._model.parameters())
+        trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        local = sum(shard.tensor.nbytes for shard in self.state.weights.values()) * trained // max(total, 1)
+        is_unsharded = self.pipeline is not None or (
+            microbatches > 1 and self.zero_options.grad_accumulation == "unsharded"
         )
+        all_gradients = trained * self.precision.param_dtype.itemsize
+        n_blocks = sum(1 for _ in iter_blocks(self._model))
+        n_inputs = count_max_block_inputs(self.pipeline, self.mesh.rank(PIPELINE), microbatches, n_blocks)
+        return MemoryNeeds(
+            gradients=all_gradients if self.zero_options.zero < 2 or is_unsharded else local,
+            optimizer_state=int(MOMENTS * local * self.state_size),
+            gathered=self._count_gathered_weights() * self.precision.compute_dtype.itemsize,
+            block_inputs=n_inputs * block_input,
+        )
+
+    def _count_gathered_weights(self) -> int:
+        """Return the number of weights that are gathered at a time; 0 where the stored ones are computed with."""
+        zero = self.zero_options.zero
+        if zero < 2 or (self.mesh.count_shards(DENSE_DATA_AXES) == 1 and not self.precision.is_mixed):
+            return 0
+        total = sum(p.numel() for p in self._model.parameters())
+        if zero == 2 or (self.pipeline is not None and self.pipeline.schedule in SPLITS_BACKWARD):
+            return total
+        sizes = sorted(sum(p.numel() for p in block.parameters()) for block in iter_blocks(self._model))
+        depth = self.zero_options.get_prefetch_depth(self.mesh.device_mesh.device_type)
+        return total - sum(sizes) + sum(sizes[-1 - depth :])  # the block that runs, and those prefetched
 
 
 def prepare_blocks(model: nn.Module, mesh: Mesh, options: NativeOptions) -> None:

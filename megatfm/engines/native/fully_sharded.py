@@ -3,6 +3,7 @@ gradients."""
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megatfm.engines.native.zero import ZeroOptions
 from megatfm.ops.transfer import align_all
 from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh
-from megatfm.parallel.pipeline_schedule import reduce_gradients
 
 log = logging.getLogger("megatfm")
 
@@ -103,6 +103,14 @@ class FullySharded:
     def sync_weights(self, frozen: bool = False) -> None:
         for module in self._modules:
             module.reshard()  # drop gathered weights, which are outdated
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Make FSDP2 reduce a module's accumulated gradients, unscaled. A collective."""
+    from torch.distributed.pipelining import PipelineStage
+
+    stage: Any = SimpleNamespace(submod=module)  # all that torch reads of a stage here
+    PipelineStage.perform_reduce_grad(stage, grad_scale_factor=1)
 
 
 def _shard(model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, zero_options: ZeroOptions) -> None:
@@ -207,5 +215,5 @@ def _find_expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn
 
 def _get_local(tensor: Tensor) -> Tensor:
     """Return the local block of a DTensor, sharing its storage."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # `to_local` is an autograd function and a DTensor's `detach` goes through its dispatcher: too slow for many tensors.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

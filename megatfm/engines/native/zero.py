@@ -1,4 +1,4 @@
-"""ZeRO (Rajbhandari et al. 2020): sharding of weights, gradients and optimizer state over data ranks, and memory.
+"""ZeRO (Rajbhandari et al. 2020): sharding of weights, gradients and optimizer state over data ranks.
 
 | Stage | Sharded over dp_shard × cp | File |
 |---|---|---|
@@ -18,17 +18,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import ParallelConfig
-from megatfm.engines.interface import MOMENTS, MemoryNeeds, OptimizerGroup, Precision
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.passes import GradientSync
-from megatfm.engines.pipeline import count_max_block_inputs
-from megatfm.parallel.layout import iter_blocks
-from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh
-from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
-from megatfm.parallel.pipeline_stages import Pipeline
 
 
 @dataclass(frozen=True)
@@ -102,53 +97,3 @@ def compute_state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[
         if group.state_dtype and name in weights
     )
     return 1 - saved_bytes / max(sum(bytes_of.values()), 1)
-
-
-def estimate_memory_needs(
-    model: nn.Module,
-    weights: Iterable[ShardedTensor],
-    precision: Precision,
-    zero_options: ZeroOptions,
-    mesh: Mesh,
-    pipeline: Pipeline | None,
-    *,
-    state_size: float,
-    microbatches: int,
-    block_input: int,
-) -> MemoryNeeds:
-    """Return a lower bound of the memory that a step needs on a rank, besides the weights that it holds already.
-
-    | ZeRO | Gradients | Optimizer state | Gathered weights |
-    |---|---|---|---|
-    | 0 | all | all | – |
-    | 1 | all | shard | – |
-    | 2 | shard; all if micro-batches accumulate unsharded | shard | all |
-    | 3 | as 2 | shard | a block, those prefetched, and weights in no block; all in pipelines that split backward |
-
-    "All" means the weights of this rank's stages, sharded by tensor parallelism. Only the activations that every
-    recompute mode keeps are counted: the input of each block, for the micro-batches that a rank holds at a time.
-
-    weights: this rank's blocks. state_size: see `compute_state_size_ratio`. block_input: bytes of a micro-batch between
-    two blocks.
-    """
-    sizes = [sum(p.numel() for p in block.parameters()) for block in iter_blocks(model)]
-    total, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    local = sum(block.tensor.nbytes for block in weights) * trained // max(total, 1)
-    is_unsharded = pipeline is not None or (microbatches > 1 and zero_options.grad_accumulation == "unsharded")
-    splits_backward = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
-    gathered = 0
-    if zero_options.zero == 2 or (zero_options.zero == 3 and splits_backward):
-        gathered = total * precision.compute_dtype.itemsize
-    elif zero_options.zero == 3:
-        depth = zero_options.get_prefetch_depth(mesh.device_mesh.device_type)
-        gathered_blocks = sum(sorted(sizes)[-1 - depth :])  # the block that runs, and those prefetched
-        gathered = (total - in_blocks + gathered_blocks) * precision.compute_dtype.itemsize
-    if mesh.count_shards(DENSE_DATA_AXES) == 1 and not precision.is_mixed:
-        gathered = 0  # the stored weights themselves
-    return MemoryNeeds(
-        gradients=trained * precision.param_dtype.itemsize if zero_options.zero < 2 or is_unsharded else local,
-        optimizer_state=int(MOMENTS * local * state_size),
-        gathered=gathered,
-        block_inputs=count_max_block_inputs(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
-    )

@@ -136,19 +136,25 @@ class DotProductAttention(nn.Module):
         if self.sinks is not None:
             sinks_by_shard = self.sinks.weight.view(-1, n_heads)
             sinks = sinks_by_shard[head_shard % len(sinks_by_shard)]
-        request = AttentionRequest.from_inputs(
+        request = self.describe_call(q_BNTH, k_BKSH, v_BKSH, mask, bias)
+        kernel = choose_kernel(request)
+        log_kernel(kernel.name, self.pattern_name, request)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, mask, bias, self.options, rng_keys, sinks)
+
+    def describe_call(
+        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: AttentionMask, bias: Tensor | None
+    ) -> AttentionRequest:
+        """Return what the choice of a kernel depends on."""
+        return AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
             mask,
             self.options,
-            has_dropout=rng_keys is not None,
+            has_dropout=self.dropout.active,
             bias=bias,
-            sinks=sinks is not None,
+            sinks=self.sinks is not None,
             v_width=v_BKSH.shape[-1],
         )
-        kernel = choose_kernel(request)
-        log_kernel(kernel.name, self.pattern_name, request)
-        return kernel.run(q_BNTH, k_BKSH, v_BKSH, mask, bias, self.options, rng_keys, sinks)
 
 
 class Sinks(nn.Module):

@@ -26,7 +26,7 @@ from megatfm.layers.attention.patterns.pattern import (
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, BuiltinMask
+from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, UnstructuredMask
 
 # B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block
 
@@ -92,12 +92,8 @@ def _find_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None) -> 
     return CompressedBlocks(positions_BS, is_first_token_BS, token_indices_BSF, is_local_BSF)
 
 
-class CompressedKeyMask:
+class CompressedKeyMask(UnstructuredMask):
     """An `AttentionMask`: compressed keys of the query's document whose position is no later than the query's."""
-
-    builtin_mask: BuiltinMask | None = None
-    block_size: int | None = None
-    window: tuple[int, int] | None = None
 
     def __init__(self, sequence: SequenceMetadata, positions_BS: Tensor, factor: int) -> None:
         self._sequence, self._positions, self._factor = sequence, positions_BS, factor
@@ -132,22 +128,6 @@ class CompressedKeyMask:
         rows = b % len(self._positions)
         is_earlier = self._positions[rows, k] <= self._sequence.indices[q]
         return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
-
-    def find_translation_invariant_blocks(self, size: int) -> None:
-        return None
-
-    def cu_seqlens(self) -> Tensor:
-        """Raises NotImplementedError: this mask has no window."""
-        raise NotImplementedError
-
-    def document_spans(self) -> None:
-        return None
-
-    def bands(self, *, fused: bool) -> None:
-        return None
-
-    def shard_bands(self) -> None:
-        return None
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached(("blocks", key, self._factor), make)

@@ -120,8 +120,32 @@ class AttentionMask(Protocol):
         """Return a value that all layers with this mask share; `make` is called once for each key."""
 
 
+class UnstructuredMask:
+    """Base of masks without a window, repeated blocks, document spans and bands."""
+
+    builtin_mask: BuiltinMask | None = None
+    block_size: int | None = None
+    window: tuple[int, int] | None = None
+
+    def cu_seqlens(self) -> Tensor:
+        """Raises NotImplementedError: this mask has no window."""
+        raise NotImplementedError
+
+    def find_translation_invariant_blocks(self, size: int) -> None:
+        """Return None: there are none."""
+
+    def document_spans(self) -> None:
+        """Return None: the mask is not known by documents."""
+
+    def bands(self, *, fused: bool) -> None:
+        """Return None: the mask has no such form."""
+
+    def shard_bands(self) -> None:
+        """Return None: the mask has no such form."""
+
+
 @dataclass(frozen=True)
-class DenseMask:
+class DenseMask(UnstructuredMask):
     """A mask from a built-in one, a boolean tensor [B or 1, N or 1, T, S], or a window and documents' cumulative
     lengths."""
 
@@ -148,18 +172,6 @@ class DenseMask:
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert self.dense is not None
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
-
-    def find_translation_invariant_blocks(self, size: int) -> None:
-        return None
-
-    def document_spans(self) -> None:
-        return None
-
-    def bands(self, *, fused: bool) -> None:
-        return None
-
-    def shard_bands(self) -> None:
-        return None
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return make()

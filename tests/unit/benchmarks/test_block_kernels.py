@@ -3,19 +3,40 @@
 import importlib.util
 import itertools
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.support.documentation import load_script
 from tests.support.layouts import EXTENDED, SLOW
+from tests.support.workers import Workers
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),
-    # Dynamo looks at the gradient of whatever it meets.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
+
+
+@contextmanager
+def ignore_torch_s_warnings() -> Iterator[None]:
+    """Dynamo looks at the gradient of whatever it meets, and inductor at what is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def compile_for_a_gpu(preset: str, dtype: str, ways: list[str]) -> list[tuple[str, str, int, int]]:
+    """Way, name, registers and spilled bytes of each kernel; in a rank, which has imported inductor."""
+    with ignore_torch_s_warnings():
+        compiled = itertools.takewhile(
+            lambda row: row[0] in ways, load_script("compiled_kernels").compile_preset(preset, dtype)
+        )
+        return [(way, kernel.name, use.registers, use.spilled) for way, kernel, use in compiled]
+
+
+def list_kernel_names(case: str) -> list[list[str]]:
+    with ignore_torch_s_warnings():
+        module = load_script("compiled_kernels")
+        return [[kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case))]
 
 
 @pytest.mark.parametrize(("preset", "dtype", "ways"), [
@@ -27,14 +48,15 @@ pytestmark = [
         for dtype in ("bf16", "fp32")
     ),
 ])  # fmt: skip
-def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str, ways: list[str]) -> None:
+def test_block_kernels_compile_for_a_gpu_without_spills(
+    workers: Workers, preset: str, dtype: str, ways: list[str]
+) -> None:
     """Kernels include dropout: Triton takes no constant of 64 bits beside an index of 32."""
-    compiled = load_script("compiled_kernels").compile_preset(preset, dtype)
-    checked_kernels = list(itertools.takewhile(lambda row: row[0] in ways, compiled))
-    assert list(dict.fromkeys(way for way, _, _ in checked_kernels)) == ways
-    for _, kernel, resources in checked_kernels:
-        assert resources.registers <= 128, kernel.name
-        assert resources.spilled == 0, kernel.name
+    (kernels,) = workers.run(compile_for_a_gpu, 1, preset, dtype, ways, timeout=250.0)
+    assert list(dict.fromkeys(way for way, *_ in kernels)) == ways
+    for _, name, registers, spilled in kernels:
+        assert registers <= 128, name
+        assert spilled == 0, name
 
 
 BUDGETS = {"GPT-2 (LayerNorm, GELU)": (4, 11), "Llama (RMSNorm, SwiGLU, RoPE)": (8, 9)}
@@ -44,9 +66,8 @@ ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 
 
 @pytest.mark.parametrize("case", BUDGETS)
-def test_neighbouring_operations_fuse_into_one_kernel(case: str) -> None:
-    module = load_script("compiled_kernels")
-    forward, backward = ([kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case)))
+def test_neighbouring_operations_fuse_into_one_kernel(workers: Workers, case: str) -> None:
+    ((forward, backward),) = workers.run(list_kernel_names, 1, case, timeout=250.0)
     assert len(forward) <= BUDGETS[case][0], forward
     assert len(backward) <= BUDGETS[case][1], backward
     norms = [name for name in forward if NORM.search(name)]

@@ -28,7 +28,7 @@ from megatfm.checkpoint import (
     save,
 )
 from megatfm.checkpoint.directory import find_latest_intact
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.checkpoint_schemas import METADATA, edit_metadata, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
@@ -56,54 +56,25 @@ class MaliciousPickle:
         return os.system, (f"touch {BOMB_TRACE}",)
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def extend(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def blow_up(file: Path) -> None:
-    os.truncate(file, 2**40)
-
-
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-def link(file: Path) -> None:
-    moved = file.rename(file.with_name("elsewhere"))
-    file.symlink_to(moved)
-
-
-def folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def plant(file: Path) -> None:
-    file.write_bytes(pickle.dumps(MaliciousPickle()))
-
-
-HARM = [truncate, empty, extend, blow_up, remove, link, folder, pipe, plant]
+HARM: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "empty": lambda file: os.truncate(file, 0),
+    "extended": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "blown up": lambda file: os.truncate(file, 2**40),
+    "removed": Path.unlink,
+    "a link": lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a pickle": lambda file: file.write_bytes(pickle.dumps(MaliciousPickle())),
+}
 
 
 @pytest.mark.parametrize("name", [SHARD, METADATA])
 @pytest.mark.parametrize("harm", HARM)
 def test_harm_is_named_and_the_one_before_is_used(
-    path: Path, harm: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
+    path: Path, harm: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harm(path / name)
+    HARM[harm](path / name)
     for use in (read_tensors, check_all_bytes, lambda path: load(path, {"w": torch.zeros(4, 6)})):
         with pytest.raises(MegatfmError, match=re.escape(str(path / name))) as error:
             use(path)
@@ -138,8 +109,8 @@ def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
 
 
 def test_no_whole_checkpoint_is_no_fresh_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    remove(path / SHARD)
-    truncate(path.parent / "step-00000001" / METADATA)
+    (path / SHARD).unlink()
+    HARM["truncated"](path.parent / "step-00000001" / METADATA)
     with pytest.raises(MegatfmError, match="none of its 2 checkpoints is intact"):
         find_latest(path.parent)
     assert "step-00000001 is not used" in caplog.text
@@ -170,7 +141,7 @@ def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.L
 
 def test_links_in_a_checkpoint_folder_are_refused_at_start(path: Path, tmp_path: Path) -> None:
     path.with_name("step-00000008").symlink_to(path)
-    with pytest.raises(MegatfmError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
+    with pytest.raises(UsageError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
         find_latest_intact(path.parent)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(MegatfmError, match=r"link is a symbolic link to no folder"):
@@ -314,7 +285,7 @@ def test_forged_files_are_refused(path: Path, content: bytes) -> None:
 
 
 def test_the_store_is_read_without_its_tensors(path: Path) -> None:
-    remove(path / SHARD)
+    (path / SHARD).unlink()
     assert read_state(path) == {"step": 2}
     assert read_tensor_specs(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
 

@@ -102,7 +102,7 @@ def fail_at_each(folder: Path, rank: int, operations: int, code: int, lasting: b
     return [fail_at(folder / str(number), rank, number, code, lasting)[0] for number in range(1, operations + 1)]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, pytest.param(errno.EROFS, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code: int, rank: int) -> None:
     lasting = code != errno.EIO

@@ -67,16 +67,16 @@ def test_cover_is_what_counting_cells_says(case: tuple[tuple[int, ...], list[Pie
             check_cover("w", shape, pieces)
 
 
-def test_overlap_made_good_by_a_gap() -> None:
-    with pytest.raises(MegatfmError, match=r"the pieces at \(0, 0\) and \(1, 1\) overlap"):
-        check_cover("w", (4, 2), [((0, 0), (2, 2)), ((1, 1), (2, 1)), ((3, 0), (1, 2))])
+CELLS = [((row, column), (1, 1)) for row in range(2) for column in range(2)]
 
 
-def test_a_cell_of_a_grid_that_is_there_twice_in_the_place_of_another() -> None:
-    cells = [((row, column), (1, 1)) for row in range(2) for column in range(2)]
-    check_cover("w", (2, 2), cells)
-    with pytest.raises(MegatfmError, match=r"the pieces at \(0, 0\) and \(0, 0\) overlap"):
-        check_cover("w", (2, 2), [cells[0], *cells[:3]])
+@pytest.mark.parametrize(("shape", "pieces", "second"), [
+    ((4, 2), [((0, 0), (2, 2)), ((1, 1), (2, 1)), ((3, 0), (1, 2))], "1, 1"),
+    ((2, 2), [CELLS[0], *CELLS[:3]], "0, 0"),
+])  # fmt: skip
+def test_overlap_made_good_by_a_gap(shape: tuple[int, ...], pieces: list[Piece], second: str) -> None:
+    with pytest.raises(MegatfmError, match=rf"the pieces at \(0, 0\) and \({second}\) overlap"):
+        check_cover("w", shape, pieces)
 
 
 def planned(by_rank: list[dict[str, ShardedTensor]]) -> tuple[PlannedGroup, ...]:

@@ -1,5 +1,6 @@
 """Saved under one layout, loaded under another: bit for bit, on 1, 2 and 4 ranks."""
 
+import itertools
 import socket
 from collections import Counter
 from math import prod
@@ -22,7 +23,6 @@ from megatfm.checkpoint import (
 )
 from megatfm.errors import MegatfmError
 from tests.support.checkpoint_schemas import write_schema_1
-from tests.support.layouts import extend
 from tests.support.workers import Workers
 
 HOST = socket.gethostname()
@@ -73,65 +73,63 @@ def arrange(layout: str, tensors: dict[str, Tensor], rank: int, world: int) -> d
     return {name: shard(tensor, parts) for name, tensor in tensors.items()}
 
 
-def save_as(folder: Path, layout: str, piece_bytes: int = 64) -> Path:
-    sharded_tensor.PIECE_BYTES, before = piece_bytes, sharded_tensor.PIECE_BYTES
-    try:
-        return save(folder, 1, arrange(layout, reference(), dist.get_rank(), dist.get_world_size()), {"a": 1})
-    finally:
-        sharded_tensor.PIECE_BYTES = before
+def save_as(folder: Path, *layouts: str) -> list[Path]:
+    """Save under each layout, in pieces of at most 64 bytes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_tensor, "PIECE_BYTES", 64)
+        return [save(folder / name, 1, arrange(name, reference(), rank, world), {"a": 1}) for name in layouts]
 
 
-def load_as(path: Path, layouts: tuple[str, ...]) -> None:
-    for layout in layouts:
-        expected = arrange(layout, reference(), dist.get_rank(), dist.get_world_size())
+def load_as(paths: list[Path], layouts: tuple[str, ...] = LAYOUTS) -> None:
+    """Load each checkpoint under each layout."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for path, layout in itertools.product(paths, layouts):
+        expected = {
+            name: ShardedTensor.from_tensor(part) for name, part in arrange(layout, reference(), rank, world).items()
+        }
         target = {
             name: ShardedTensor(torch.full_like(part.tensor, 9), part.global_shape, part.offsets)
-            if isinstance(part, ShardedTensor)
-            else torch.full_like(part, 9)
             for name, part in expected.items()
         }
         assert load(path, target) == {"a": 1}
         for name, part in expected.items():
-            assert torch.equal(
-                ShardedTensor.from_tensor(target[name]).tensor, ShardedTensor.from_tensor(part).tensor
-            ), (layout, name)
+            assert torch.equal(target[name].tensor, part.tensor), (path, layout, name)
 
 
-@pytest.mark.parametrize(
-    ("world", "saved"),
-    extend(
-        [(world, saved) for world in (2, 4) for saved in LAYOUTS],
-        kept=[(2, "rows"), (2, "stages"), (4, "columns"), (4, "replicated"), (4, "grid")],
-    ),
-)
-def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, world: int) -> None:
-    paths = workers.run(save_as, world, tmp_path, saved)
-    assert set(paths) == {tmp_path / "step-00000001"}
-    check_all_bytes(paths[0])
-    tensors = read_tensors(paths[0])
+def check_whole(path: Path) -> None:
+    check_all_bytes(path)
+    tensors = read_tensors(path)
     assert tensors.keys() == SHAPES.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in reference().items())
-    for other in (1, 2, 4):
-        workers.run(load_as, other, paths[0], LAYOUTS)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, world: int) -> None:
+    paths = [tmp_path / layout / "step-00000001" for layout in LAYOUTS]
+    assert workers.run(save_as, world, tmp_path, *LAYOUTS) == [paths] * world
+    for path in paths:
+        check_whole(path)
+    workers.run(load_as, 1, paths, LAYOUTS[:1])  # alone, all layouts are one
+    for other_world in (2, 4):
+        workers.run(load_as, other_world, paths)
 
 
 @pytest.mark.parametrize("world", [3, 5])
 def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world: int) -> None:
     """Each rank's names are sent to rank 0, as no two of them have the same."""
-    path = workers.run(save_as, world, tmp_path, "stages")[0]
-    check_all_bytes(path)
-    workers.run(load_as, world, path, ("stages", "rows", "columns"))
+    paths = workers.run(save_as, world, tmp_path, "stages")[0]
+    check_whole(paths[0])
+    workers.run(load_as, world, paths, ("stages", "rows", "columns"))
 
 
-@pytest.mark.parametrize("saved", ["columns", "stages"])
-def test_checkpoints_of_earlier_versions_load_under_any_layout(workers: Workers, tmp_path: Path, saved: str) -> None:
-    path = workers.run(save_as, 4, tmp_path, saved)[0]
-    write_schema_1(path)
-    check_all_bytes(path)
-    assert find_latest_intact(tmp_path) == path
-    workers.run(load_as, 4, path, LAYOUTS)
-    actual = read_tensors(path)
-    assert all(torch.equal(actual[name], tensor) for name, tensor in reference().items())
+def test_checkpoints_of_earlier_versions_load_under_any_layout(workers: Workers, tmp_path: Path) -> None:
+    paths = workers.run(save_as, 4, tmp_path, "columns", "stages")[0]
+    for path in paths:
+        write_schema_1(path)
+        check_whole(path)
+        assert find_latest_intact(path.parent) == path
+    workers.run(load_as, 4, paths)
 
 
 def save_hsdp(folder: Path) -> Path:
@@ -159,9 +157,9 @@ def test_replicas_are_written_once_and_by_turns(workers: Workers, tmp_path: Path
 
 
 def test_the_layout_decides_the_bytes_and_nothing_else_does(workers: Workers, tmp_path: Path) -> None:
-    first, second = (workers.run(save_as, 4, tmp_path / name, "grid")[0] for name in "ab")
+    (first,), (second,) = (workers.run(save_as, 4, tmp_path / name, "grid")[0] for name in "ab")
     assert {f.name: f.read_bytes() for f in first.iterdir()} == {f.name: f.read_bytes() for f in second.iterdir()}
-    assert workers.run(save_as, 4, tmp_path / "a", "grid")[0] == first
+    assert workers.run(save_as, 4, tmp_path / "a", "grid")[0] == [first]
 
 
 def save_wrongly(folder: Path, fault: str) -> str:
@@ -224,7 +222,7 @@ def load_damaged(path: Path) -> str:
 
 
 def test_one_rank_s_damaged_file_stops_all(workers: Workers, tmp_path: Path) -> None:
-    path = workers.run(save_as, 2, tmp_path, "rows")[0]
+    (path,) = workers.run(save_as, 2, tmp_path, "rows")[0]
     file = path / "rank-00001-000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

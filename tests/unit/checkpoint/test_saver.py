@@ -20,7 +20,6 @@ from megatfm.checkpoint import (
     ShardedTensor,
     check_all_bytes,
     file_format,
-    file_io,
     find_latest,
     read_state,
     read_tensors,
@@ -231,9 +230,8 @@ def fill_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
 def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tmp_path: Path, mode: str) -> None:
     (output, saved), (second_output, _) = workers.run(fill_disk, 2, tmp_path, 1, mode)
     assert output == second_output
-    named = r"rank 1 on \S+: can't write .*/rank-00001-000\.safetensors: No space left on device"
+    named = rf"rank 1 on {HOST}: can't write .*/rank-00001-000\.safetensors: No space left on device"
     assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", output)
-    assert f"rank 1 on {HOST}" in output
     assert saved == ["step-00000001", "step-00000003"]
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
@@ -340,7 +338,6 @@ def test_a_copy_without_memory_is_refused_with_a_remedy(tmp_path: Path, monkeypa
         with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
             saving.wait_for_save()
     assert not tmp_path.joinpath("step-00000001").exists()
-    assert file_io.NFS_VISIBILITY_SECONDS > 0
 
 
 def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(

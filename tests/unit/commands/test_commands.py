@@ -10,17 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 import megatfm
-from megatfm.cli import main
 from megatfm.commands import finetuning, training
 from megatfm.commands.training import enable_expandable_segments
-from megatfm.config import list_presets, load_config
+from megatfm.config import Config, list_presets, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
+from megatfm.data.contact_sheet import CaptionedImage, draw_contact_sheet
 from megatfm.errors import LockedError, UsageError
 from megatfm.train import corpora
-from tests.support.hf_folders import run_command
+from tests.support.command_line import run_command
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.trained_runs import tokenizer_model
 
@@ -216,6 +217,58 @@ class RowsOfOneImage(RowsWithoutImages):
         }
 
 
+class RowsOfTwoImages(RowsOfOneImage):
+    """Row N has images 2 N and 2 N + 1, each of one patch, of the classes 1 and 0."""
+
+    @staticmethod
+    def draw(number: int) -> np.ndarray:
+        """Return the pixels [16, 16, 3] of an image: shades that differ along each dim."""
+        return (10 * number + np.arange(3) + 5 * np.arange(16)[:, None] + np.arange(16)[:, None, None]).astype(np.uint8)
+
+    def read_rows(self, positions: list[int]) -> dict[str, np.ndarray]:
+        (position,) = positions
+        images = np.stack([self.draw(2 * position), self.draw(2 * position + 1)])
+        return {
+            "encoder_patches": images.transpose(0, 3, 1, 2).reshape(1, 2, 3 * 16 * 16),
+            "encoder_grid": np.array([[[0, 0, 1, 1], [0, 0, 1, 1]]]),
+            "encoder_documents": np.array([[0, 1]]),
+            "labels": np.array([[1, 0]]),
+        }
+
+
+def test_the_first_images_of_training_are_drawn_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    provenance, opened = {"classes": ["cat", "dog"]}, list[str]()
+    monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
+    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(provenance=provenance)))
+
+    def open_training_rows(config: Config, _: object) -> SimpleNamespace:
+        opened.extend([config.data.train, str(config.data.validation)])
+        return SimpleNamespace(train=RowsOfTwoImages())
+
+    monkeypatch.setattr(corpora, "open_corpora", open_training_rows)
+    sheet = tmp_path / "sheet.png"
+    words = ["data", "show", str(tmp_path), "--config", "vit-b16", "--images", str(sheet), "--count", "5"]
+    assert run_command(*words) == 0
+    assert f"{sheet}: 5 images of 3 rows of training" in capfd.readouterr().out
+    assert opened == [str(tmp_path), "{}"]
+    images = [CaptionedImage(RowsOfTwoImages.draw(n), ("dog", "cat")[n % 2]) for n in range(5)]
+    assert Image.open(sheet).tobytes() == draw_contact_sheet(images).tobytes()
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--images", "a.png"], "--images needs --config, the training config"),
+    (["--images", "a.jpg", "--config", "vit-b16"], "--images a.jpg --count 32: give a name that ends in .png"),
+    (["--images", "a.png", "--config", "vit-b16", "--count", "0"], "--images a.png --count 0: give a name that"),
+])  # fmt: skip
+def test_a_sheet_without_config_name_or_count_is_refused(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("data", "show", "corpora/texts", *words) == 2
+    assert f"error: {message}" in capfd.readouterr().err
+
+
 def test_images_that_cannot_be_drawn_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,17 +292,11 @@ def test_images_that_cannot_be_drawn_are_one_line(
 # ------------------------------------------------------------------------------------------- megatfm estimate
 
 
-CONFIG = ("gpt2-124m",)
-
-
-def run_estimate(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["estimate", *arguments])
-    return int(stop.value.code or 0)
+GPT2 = ("estimate", "gpt2-124m")
 
 
 def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_estimate(*CONFIG, "--gpus", "8") == 0
+    assert run_command(*GPT2, "--gpus", "8") == 0
     text = capsys.readouterr().out
     assert "124,439,808 parameters, on 8 × NVIDIA H100" in text
     assert "fits:" in text
@@ -258,14 +305,14 @@ def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_estimate_suggests_changes_for_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("train.micro_batch=16", "parallel.zero=0")
-    assert run_estimate("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", *overrides) == 1
+    assert run_command("estimate", "gpt2-xl", "--gpus", "4", "--device", "a100-40gb", *overrides) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: every rank needs" in text
     assert "fits with" in text
 
 
 def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_estimate(*CONFIG, "--gpus", "2", "--json") == 0
+    assert run_command(*GPT2, "--gpus", "2", "--json") == 0
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["step_seconds"] == pytest.approx(sum(parsed["causes"].values()))
     assert parsed["memory"][0]["total"] > 2**30
@@ -283,17 +330,17 @@ def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options_of_estimate_are_refused(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_estimate(*CONFIG, *arguments) == 2
+    assert run_command(*GPT2, *arguments) == 2
     assert text in capsys.readouterr().err
 
 
 def test_estimate_reads_a_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text('[device.mine]\nextends = "h100"\nname = "My GPU"\nmemory_gib = 4.0\n', encoding="utf-8")
-    assert run_estimate(*CONFIG, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
+    assert run_command(*GPT2, "--gpus", "2", "--hardware", str(path), "--device", "mine") == 1
     assert "My GPU" in capsys.readouterr().out
     path.write_text('[device.mine]\nname = "My GPU"\n', encoding="utf-8")
-    assert run_estimate(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
+    assert run_command(*GPT2, "--hardware", str(path), "--device", "mine") == 2
     assert "[device.mine] lacks memory_gib" in capsys.readouterr().err
 
 
@@ -375,6 +422,7 @@ def test_presets_are_described_in_whole_sentences(
     assert run_command("config", "presets") == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(list_presets())
+    assert all(len(line.split()) > 3 and line.endswith(".") for line in lines), lines
     assert not [line for line in lines if line.count("(") != line.count(")")]
     monkeypatch.setenv("COLUMNS", "60")
     assert run_command("config", "presets") == 0

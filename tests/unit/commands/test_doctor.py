@@ -39,6 +39,19 @@ def test_doctor_passes_on_a_machine_that_can_train(capsys: pytest.CaptureFixture
     assert all(" → " in line for line in lines if line.split()[0] == "missing")
 
 
+def test_doctor_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that is too long goes on below what was found."""
+    long = Finding("sbatch", False, "sbatch: fatal: Could not establish a source", "run it where jobs are submitted")
+    monkeypatch.setattr(doctor, "SECTIONS", {"SLURM": lambda: iter([long])})
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor_command(ARGS)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1
+    assert all(len(line) <= 80 for line in lines)
+    assert all(line.startswith(" " * 26) for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == f"missing sbatch {long.detail} → {long.advice}"
+
+
 def test_doctor_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))

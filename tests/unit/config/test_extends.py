@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatfm import cli
 from megatfm.config import load_config, to_toml
 from megatfm.config.load import load_section
 from megatfm.config.marked_strings import FromFile
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config, list_presets
 from megatfm.errors import UsageError
+from tests.support.command_line import run_command
 
 
 def write(path: Path, text: str) -> Path:
@@ -249,9 +249,7 @@ def test_extends_is_no_override() -> None:
 
 def test_config_show_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
-    with pytest.raises(SystemExit) as end:
-        cli.main(["config", "show", str(path), "train.steps=50"])
-    assert end.value.code == 0
+    assert run_command("config", "show", str(path), "train.steps=50") == 0
     first, displayed = capsys.readouterr().out.split("\n", 1)
     assert first == f"# {path}, which extends preset quickstart; then train.steps=50"
     assert displayed == to_toml(load_config(path, ["train.steps=50"]))

@@ -195,8 +195,8 @@ def test_the_schema_refuses_what_loading_refuses() -> None:
 
 def test_no_torch_is_needed() -> None:
     code = (
-        "import sys; from megatfm.config import load_config; import megatfm.config.prep, megatfm.cli; "
-        "load_config('quickstart'); print('torch' in sys.modules, 'numpy' in sys.modules)"
+        "import sys, megatfm, megatfm.config.prep, megatfm.cli; megatfm.load_config('quickstart'), megatfm.Config; "
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert completed.stdout.split() == ["False", "False"]

@@ -116,6 +116,8 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
      "model.attention.pattern.global_tokens names position 9999, but rows have data.sequence_length = "),
     ("lr_schedule.warmup_steps=11", "lr_schedule.warmup_steps = 11 is longer than the run, train.steps = 10: ch"),
     ("train.micro_batch=3", "train.global_batch = 4 is not a multiple of train.micro_batch = 3: the nearest"),
+    ("data.rampup=[{steps = 2}, {steps = 2, sequence_length = 3}]",
+     "data: rampup[1].sequence_length = 3 does not divide data.sequence_length = 8: the nearest that does is 2"),
     ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
     ("parallel.ep=2", "parallel.ep = 2, but the model has no experts to divide: set parallel.ep = 1, or"),
     ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: pp_schedule = '1f1b' has 1 on each rank: leave i"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatfm import cli
 from megatfm.config import Config, load_config, to_toml
 from megatfm.config.sources import find_config
 from megatfm.errors import UsageError
+from tests.support.command_line import run_command
 
 
 def quickstart(*overrides: str) -> Config:
@@ -153,9 +153,7 @@ SHOW = ("config", "show", "quickstart")
     (("trian", "quickstart"), "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'"),
 ])  # fmt: skip
 def test_mistakes_of_a_command_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(words)
-    assert end.value.code == 2
+    assert run_command(*words) == 2
     assert message in capsys.readouterr().err
 
 

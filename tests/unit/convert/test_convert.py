@@ -55,7 +55,7 @@ def run(*words: str) -> int:
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("shards", ["5GB", "9KB"])
-def test_gpt2_survives_conversion_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
+def test_every_form_opens_and_survives_conversion(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
     expected = make()
     expected.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
     assert run(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
@@ -64,15 +64,8 @@ def test_gpt2_survives_conversion_there_and_back(make: Callable[[], Any], shards
     check_same_tensors(tmp_path)
     loaded = load_complete(type(expected), tmp_path / "back")
     assert get_public_config(loaded) == get_public_config(expected)
-    assert torch.equal(copy_to_aligned_memory(loaded)(DECODER_TOKENS).logits, expected(DECODER_TOKENS).logits)
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_every_form_opens(make: Callable[[], Any], tmp_path: Path) -> None:
-    expected = make()
-    expected.save_pretrained(tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     expected_logits = expected(DECODER_TOKENS).logits
+    assert torch.equal(copy_to_aligned_memory(loaded)(DECODER_TOKENS).logits, expected_logits)
     for path in ("theirs", "ours", "ours/checkpoints/step-00000000"):
         logits = megatfm.load(tmp_path / path)(DECODER_TOKENS).logits
         torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
@@ -153,12 +146,7 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
         ("theirs", "x", "hf", "already in that format: use --to megatfm"),
         ("empty", "x", "megatfm", "already in that format: use --to hf"),
         ("nothing", "x", "hf", "there is no such folder: give one with a run or checkpoint"),
-        (
-            "texts",
-            "x",
-            "megatfm",
-            r"config\.json; for megatfm's it is neither a .*`megatfm prep` turns text",
-        ),
+        ("texts", "x", "megatfm", r"config\.json; for megatfm's it is neither a .*`megatfm prep` turns text"),
     ):
         with pytest.raises(UsageError, match=message):
             convert(tmp_path / source, tmp_path / target, to)
@@ -175,6 +163,8 @@ def test_max_shard_size_is_parsed() -> None:
     *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
     (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
     (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
+    (["moe"], "--to moe needs --experts"),
+    (["hf", "--experts", "4"], "--experts is for --to moe"),
     (["megatfm", "--hf-config", "c", "--base", "b"], "--to megatfm: leave it out with --hf-config"),
 ])  # fmt: skip
 def test_options_of_another_format_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
@@ -246,10 +236,8 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
 @pytest.mark.parametrize("steps", [(1, 1), (2, 2), (0, 0), (3, None)])
 def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | None], tmp_path: Path) -> None:
     """Which blocks have experts is read off the modules that transformers builds."""
-    values: dict[str, Any] = {
-        **SWITCH_OPTIONS, "num_layers": 4, "num_decoder_layers": 4, "num_sparse_decoder_layers": 1,
-    }  # fmt: skip
-    values |= {"num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
+    values: dict[str, Any] = {**SWITCH_OPTIONS, "num_layers": 4, "num_decoder_layers": 4}
+    values |= {"num_sparse_decoder_layers": 1, "num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
     values |= {} if steps[1] is None else {"decoder_sparse_step": steps[1]}
     reference = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**values))
     perturb(reference)

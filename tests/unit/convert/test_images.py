@@ -26,98 +26,77 @@ from tests.support.hf_folders import (
     edit_config,
     perturb_parameters,
 )
-from tests.support.hf_images import draw_images, make_image_batch
+from tests.support.hf_images import (
+    HF_IMAGES,
+    PIXELS,
+    SMALL_SWIN,
+    SMALL_VIT,
+    build_hf_image_model,
+    draw_images,
+    image_logits,
+    make_image_batch,
+    write_pixels,
+)
 from tests.support.images import draw_pixels, make_batch
 
-SMALL = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "image_size": 16,
-    "patch_size": 4, "id2label": {0: "cat", 1: "dog", 2: "ant"}, "label2id": {"cat": 0, "dog": 1, "ant": 2},
-}  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "ViTForImageClassification": {"layer_norm_eps": 1e-6, "hidden_dropout_prob": 0.1},
-    "DeiTForImageClassification": {},
-    "Dinov2ForImageClassification": {"mlp_ratio": 2, "layerscale_value": 1e-5, "use_mask_token": False},
-    "Dinov2WithRegistersForImageClassification": {"mlp_ratio": 2, "num_register_tokens": 2},
-    "DINOv3ViTModel": {"num_register_tokens": 2, "key_bias": True},
-    "SiglipVisionModel": {"vision_use_head": False},
-    "CLIPVisionModel": {},
-}
-PIXELS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 
-
-def make(name: str, folder: Path) -> PreTrainedModel:
-    kind = getattr(transformers, name)
-    options = SMALL | CASES[name]
-    if "mlp_ratio" in options:
-        del options["intermediate_size"]
-    model = perturb_parameters(kind(kind.config_class(**options)))
+def save_hf_image_model(name: str, folder: Path) -> PreTrainedModel:
+    model = build_hf_image_model(name)
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    write_pixels(folder)
     return model
 
 
-def answers(expected: Any, image: torch.Tensor) -> torch.Tensor:
-    """Logits, or last vectors, of pixels normalised by hand."""
-    mean, std = (torch.tensor(PIXELS[key])[:, None, None] for key in ("image_mean", "image_std"))
-    output = expected(pixel_values=((image.double() / 255 - mean) / std).float()[None])
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", HF_IMAGES)
 def test_image_models_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
-    expected = make(name, tmp_path / "theirs")
+    expected = save_hf_image_model(name, tmp_path / "theirs")
     any_size = {"image_size": 224} if name == "DINOv3ViTModel" else {}
     loaded = convert_there_and_back(tmp_path, expected, **any_size)
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
+    size = HF_IMAGES[name]["image_size"]
     assert {key: written[key] for key in PIXELS} == PIXELS
-    assert written["size"] == dict.fromkeys(("height", "width"), any_size.get("image_size", 16))
-    image = draw_pixels(16, 16, seed=1)
-    assert torch.equal(answers(copy_to_aligned_memory(loaded), image), answers(expected, image))
+    assert written["size"] == dict.fromkeys(("height", "width"), any_size.get("image_size", size))
+    logits = image_logits(expected, size, is_megatfm=False, name=name)
+    assert torch.equal(image_logits(copy_to_aligned_memory(loaded), size, is_megatfm=False, name=name), logits)
     for folder in ("theirs", "ours"):
-        model = megatfm.load(tmp_path / folder)
-        output = model(**make_batch([image], 4, model.config.embedding.n_special_tokens, [[0]]))
-        actual = output.predictions["classifier"] if "Classification" in name else output.hidden
-        expected_answers = answers(expected, image)
-        if name == "CLIPVisionModel":  # whose last norm transformers keeps for the class token
-            expected_answers = expected.post_layernorm(expected_answers)
-        torch.testing.assert_close(actual, expected_answers, rtol=1e-5, atol=1e-5)
-    # These have a mask token in transformers that no pass uses.
+        actual = image_logits(megatfm.load(tmp_path / folder), size, is_megatfm=True, name=name)
+        torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
     if not name.startswith(("Dinov2WithRegisters", "DINOv3")):
         check_same_tensors(tmp_path, "vision_model.")
 
 
 def test_names_as_in_memory(tmp_path: Path) -> None:
     """A file that holds a state_dict of transformers 5 is the same model."""
-    expected = make("ViTForImageClassification", tmp_path / "theirs")
-    in_file = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert in_file.keys() != expected.state_dict().keys()
-    save_file(dict(expected.state_dict()), tmp_path / "theirs" / "model.safetensors")
-    image = draw_pixels(16, 16, seed=1)
-    logits = megatfm.load(tmp_path / "theirs")(**make_batch([image], 4, 1, [[0]])).predictions["classifier"]
-    torch.testing.assert_close(logits, answers(expected, image), rtol=1e-5, atol=1e-5)
+    name = "ViTForImageClassification"
+    expected = save_hf_image_model(name, tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() != expected.state_dict().keys()
+    save_file(dict(expected.state_dict()), tmp_path / "model.safetensors")
+    actual, logits = (
+        image_logits(model, 16, is_megatfm=model is not expected, name=name)
+        for model in (megatfm.load(tmp_path), expected)
+    )
+    torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ViTModel", "Dinov2Model"])
 def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
-    options = {key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"}
+    options = {key: value for key, value in SMALL_VIT.items() if "label" not in key and key != "intermediate_size"}
     model = getattr(transformers, kind)
     reference = perturb_parameters(model(model.config_class(**options, layer_norm_eps=1e-6)))
     reference.save_pretrained(tmp_path / "theirs")
     opened = HfFolder(tmp_path / "theirs")
     assert not opened.config.extra_heads
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    image = draw_pixels(16, 16, seed=1)
-    mean, std = opened.config.embedding.mean, opened.config.embedding.std
-    expected = reference(
-        pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[None]
-    ).last_hidden_state
+    image, embedding = draw_pixels(16, 16, seed=1), opened.config.embedding
+    mean, std = (torch.tensor(values)[:, None, None] for values in (embedding.mean, embedding.std))
+    expected = reference(pixel_values=((image / 255.0 - mean) / std)[None]).last_hidden_state
     hidden = megatfm.load(tmp_path / "ours")(**make_batch([image], 4, 1, [[0]])).hidden
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{"do_rescale": False}, {"rescale_factor": 0.5}])
 def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    make("ViTForImageClassification", tmp_path)
+    save_hf_image_model("ViTForImageClassification", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS | change))
     with pytest.raises(UsageError, match="divides pixels by 255"):
         HfFolder(tmp_path)
@@ -126,7 +105,7 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: P
 def test_training_continues_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--from` keeps the table of positions, which is interpolated to the images of the run."""
     monkeypatch.chdir(tmp_path)
-    make("ViTForImageClassification", tmp_path / "theirs")
+    save_hf_image_model("ViTForImageClassification", tmp_path / "theirs")
     overrides = ["data.train=digits", "data.images.size=24", "data.sequence_length=37", "name=larger"]
     alone, _ = continue_from_config(tmp_path / "theirs", None, ["data.train=digits"])
     assert alone.objective.name == "image_classification"
@@ -142,15 +121,9 @@ def test_training_continues_at_another_resolution(tmp_path: Path, monkeypatch: p
 # ------------------------------------------------------------------------------------------- Swin and Swin-V2
 
 
-SMALL_SWIN = {
-    "image_size": 36, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4,
-    "mlp_ratio": 2.5, "drop_path_rate": 0.3, "id2label": {0: "cat", 1: "dog", 2: "ant"},
-    "label2id": {"cat": 0, "dog": 1, "ant": 2},
-}  # fmt: skip
 SWIN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Swin": ("SwinForImageClassification", {}),
     "Swin-V2": ("Swinv2ForImageClassification", {"pretrained_window_sizes": [0, 0]}),
-    "Swin-V2, larger windows": ("Swinv2ForImageClassification", {"pretrained_window_sizes": [3, 2]}),
     "backbone": ("SwinModel", {}),
 }
 

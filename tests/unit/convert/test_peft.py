@@ -1,6 +1,7 @@
 """Adapters to PEFT's format and back, against PEFT itself: logits, gradients, files, and what is refused."""
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -139,12 +140,10 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
     names = {"attn.wq": "self_attn.q_proj", "attn.wo": "self_attn.o_proj", "ffn.w_up": "mlp.up_proj"}
     expected = {name: p.grad for name, p in peft_model.named_parameters() if p.grad is not None}
     assert len(expected) == 12
-    for layer in range(2):
-        for name, peft_name in names.items():
-            for factor in "ab":
-                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{name}.lora.{factor}.weight").grad
-                key = f"base_model.model.model.layers.{layer}.{peft_name}.lora_{factor.upper()}.default.weight"
-                torch.testing.assert_close(actual, expected[key], rtol=1e-9, atol=1e-12)
+    for layer, (name, peft_name), factor in itertools.product(range(2), names.items(), "ab"):
+        actual = lora_model.get_parameter(f"decoder.layers.{layer}.{name}.lora.{factor}.weight").grad
+        key = f"base_model.model.model.layers.{layer}.{peft_name}.lora_{factor.upper()}.default.weight"
+        torch.testing.assert_close(actual, expected[key], rtol=1e-9, atol=1e-12)
     assert all(p.grad is None for n, p in lora_model.named_parameters() if ".lora." not in n)
 
 

@@ -355,6 +355,29 @@ def test_exports_write_both_files_or_none(exported_from: Path, tmp_path: Path, m
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.idx", "mine")]
 
 
+@pytest.mark.parametrize("interrupt", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("name", ["new/folders/tars", "new/a.jsonl", "new/a.bin", "new/a.parquet"])
+def test_an_export_that_fails_midway_leaves_no_folder(
+    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, interrupt: BaseException
+) -> None:
+    def fail(self: Path, target: Path) -> Path:
+        raise interrupt
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises((MegatfmError, KeyboardInterrupt)):
+        export_corpus(exported_from, tmp_path / name, CODEC)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_of_tars_leaves_does_not_stop_the_next(exported_from: Path, tmp_path: Path) -> None:
+    (tmp_path / ".tars.partial").mkdir()
+    (tmp_path / ".tars.partial" / "shard-00099.tar").write_text("of a killed one")
+    export_corpus(exported_from, tmp_path / "tars", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tars"]
+    assert not (tmp_path / "tars" / "shard-00099.tar").exists()
+    check_corpus(tmp_path / "tars")
+
+
 @pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
 def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
     assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
@@ -367,7 +390,7 @@ def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: P
     ("https://example.com#top", "example.com"), ("http://a:b@www.example.com:80?x=http://b.org/", "example.com"),
     ("https://example.com/?at=me@other.org", "example.com"), ("http://[2001:DB8::1]:80/a", "2001:db8::1"),
     ("http://user@[::1]?x", "::1"), (" http://sub.example.com\\a", "sub.example.com"), ("example.com/a", ""),
-    ("", ""), ("http://", ""), ("http://[broken/", "broken"),
+    ("", ""), ("http://", ""), ("http://[broken/", "broken"), ("http://example.com\n", "example.com"),
 ])  # fmt: skip
 def test_spellings_of_a_host_are_one_domain(url: str, domain: str) -> None:
     assert get_domain(url) == domain
@@ -382,6 +405,56 @@ def test_fields_without_number_are_not_all_counted(tmp_path: Path) -> None:
     assert text.count("field") == 99 + 1, "with `shared`, a hundred; and the line below them"
     assert "there are more than 100 fields: further ones are not counted" in text
     assert re.search(r"a +110 +110 +110", text)
+
+
+def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
+    """Lengths on both sides of powers of two, sources with and without a folder, and ids and values that tie."""
+    documents = [  # source, ids, bytes of text, metadata
+        ("web/a.jsonl#0", [7] * 4, 40, {"url": "https://www.a.example/x", "stars": 2}),
+        ("web/b.jsonl#1", [7] * 5, 50, {"url": "https://a.example", "stars": 2.5}),
+        ("books.txt#0", [8] * 8 + [9] * 9, 10, {"ok": True, "list": [1]}),
+        ("#3", [], 0, {}),
+    ]
+    with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint16", frame_bytes=1) as writer:
+        for number, (source, ids, size, fields) in enumerate(documents):
+            writer.add(str(number), np.array(ids, np.uint16), source, size, fields=fields)
+        writer.finish({})
+    tables = [
+        [" ".join(line.split()) for line in table.splitlines()] for table in tabulate_stats(tmp_path).split("\n\n")
+    ]
+    heading, percentiles, by_length, by_source, *by_field, by_id = tables
+    assert heading == ["4 documents, 26 tokens, 100 bytes of text"]
+    assert percentiles[1:] == [
+        *(f"{percent} % {length}" for percent, length in
+          ((1, 4), (10, 4), (25, 4), (50, 5), (75, 17), (90, 17), (99, 17))),
+        "all 17",
+    ]  # fmt: skip
+    assert by_length[1:] == [
+        "1 1 0 0.0 %",
+        "4 1 4 15.4 %",
+        "8 1 5 19.2 %",
+        "32 1 17 65.4 %",
+    ]
+    assert by_source[1:] == ["books.txt 1 17 10", "web 2 9 90", "(no name) 1 0 0"]
+    assert {table[0].split()[0]: table[1:] for table in by_field} == {
+        "domain": ["a.example 2 9 90"],
+        "stars": ["2.5 1 5 50", "2 1 4 40"],
+        "ok": ["True 1 17 10"],
+    }
+    assert by_id == ["3 ids occur", "id piece times", "7 9", "9 9", "8 8"]
+
+
+def test_long_tables_say_how_many_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatfm.corpus.inspect.MAX_VALUES", 25)
+    with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint16") as writer:
+        for number in range(30):
+            fields = {"even": number % 2 == 0, "some": number % 25, "many": number}
+            writer.add(str(number), np.array([100 - number]), "x", 1, fields=fields)
+        writer.finish({})
+    text = tabulate_stats(tmp_path)
+    assert "many: more than 25 values" in text
+    assert re.search(r"^some .*\n0 +2 +2 +2\n1 .*\n2 .*\n3 .*\n4 +2 +2 +2\n10 +1 .*\n(.*\n){14}and 5 more$", text, re.M)
+    assert [line.split()[0] for line in text.splitlines()[-20:]] == [str(i) for i in range(71, 91)]
 
 
 def test_statistics_are_counted(exported_from: Path) -> None:

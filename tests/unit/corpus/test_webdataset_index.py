@@ -25,7 +25,17 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.packed_corpora import assert_refused, edit_manifest
-from tests.support.webdatasets import GOOD, HASH, IDS, draw_documents, encode_npy, make_member, make_tar, write_wds
+from tests.support.webdatasets import (
+    GOOD,
+    HASH,
+    IDS,
+    draw_documents,
+    encode_npy,
+    forge_header,
+    make_member,
+    make_tar,
+    write_wds,
+)
 
 
 @pytest.fixture
@@ -149,23 +159,6 @@ def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None)
     assert_refused(lambda: Corpus.open(folder), "some-0.index.zst", "two sizes")
 
 
-def pax_bomb(size: int) -> bytes:
-    info = tarfile.TarInfo("././@PaxHeader")
-    info.type, info.size = tarfile.XHDTYPE, size
-    return info.tobuf(tarfile.GNU_FORMAT)
-
-
-def sparse_header() -> bytes:
-    """Return a header of GNU's old format that announces a continuation."""
-    info = tarfile.TarInfo("0.npy")
-    info.type = tarfile.GNUTYPE_SPARSE
-    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    header[482:483] = b"\1"
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header)
-
-
 HOSTILE = {
     "leads up": (make_tar(make_member("../up.npy", IDS)), "'../up.npy' at byte 0: its name leads out of the folder"),
     "absolute": (make_tar(GOOD, make_member("/etc/x.npy", IDS)), "'/etc/x.npy' at byte 1024: its name leads out"),
@@ -194,8 +187,9 @@ HOSTILE = {
     "a header that is no Python": (make_tar(make_member("0.npy", IDS[:30] + bytes(98) + IDS[128:])),
                                "no array of token ids"),
     "an odd integer": (make_tar(make_member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
-    "sparse": (sparse_header(), "not a whole tar"),
-    "huge pax header": (pax_bomb(2**33) + bytes(2048), "a header of 8589934592 bytes"),
+    "a sparse file, continued": (forge_header("0.npy", 0, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "not a whole tar"),
+    "huge pax header": (forge_header("././@PaxHeader", 2**33, tarfile.XHDTYPE) + bytes(2048),
+                        "a header of 8589934592 bytes"),
 }  # fmt: skip
 
 

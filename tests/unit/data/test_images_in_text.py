@@ -125,6 +125,17 @@ def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
     assert max(map(len, numbers)) > 1
 
 
+def test_the_log_says_how_many_texts_lose_their_end(tmp_path: Path) -> None:
+    """A row holds 40 tokens: the begin token, four patches an image, and words."""
+    texts = {5: [IMG] + [9] * 60, 6: [IMG] * 3 + [9] * 27, 11: [IMG] * 3 + [9] * 28}
+    (note,) = (note for note in rows_of(write(tmp_path, changes=texts), objective()).warnings if "truncated" in note)
+    assert note.startswith(f"{tmp_path}: 2 of 40 texts are truncated at data.target_length = 40,")
+    notes = rows_of(write(tmp_path / "whole"), objective()).warnings
+    assert not any("truncated" in note for note in notes)
+    assert any(note.endswith("its images don't fill such rows: choose other lengths (data.sequence_length, "
+                             "data.target_length)") for note in notes)  # fmt: skip
+
+
 batches = partial(read_global_batches, global_batch=BATCH)
 
 

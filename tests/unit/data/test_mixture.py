@@ -116,21 +116,6 @@ def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) 
     assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [first.find_source(p) for p in range(100)]
 
 
-def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
-    mixture = make_mixture()
-
-    def steps(n: int, **options: Any) -> list[bytes]:
-        with DataLoader(mixture, global_batch=12, micro_batch=2, **options) as loader:
-            return [b"".join(part["tokens"].tobytes() for part in next(loader)) for _ in range(n)]
-
-    full = steps(30)
-    for ranks in (2, 3, 6):
-        parts = [steps(30, data_rank=rank, data_ranks=ranks) for rank in range(ranks)]
-        assert [b"".join(step) for step in zip(*parts, strict=True)] == full
-    for stop in (1, 10, 11, 29):
-        assert steps(30 - stop, position=12 * stop) == full[stop:]
-
-
 def test_identities_are_json_and_distinguish_mixtures(make_mixture: Any) -> None:
     plain = make_mixture().order_config()
     assert json.loads(json.dumps(plain)) == plain

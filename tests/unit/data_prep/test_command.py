@@ -5,9 +5,8 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.senti
 
 
 @pytest.fixture
-def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Prep:
+def prep(changeable_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Prep:
     """`prep("key=value", …)`: run the command in `tmp_path` on the corpus, into `out`."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(changeable_corpus.parent)
     return lambda *overrides: data_prep.cli(["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides])
 
 
@@ -53,7 +52,7 @@ def test_a_folder_in_the_place_of_a_config(tmp_path: Path, capfd: pytest.Capture
 def test_nothing_held_out_nothing_mended_and_mostly_copies(
     prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [f"def number_{i}(self): return 'caf\u00c3\u00a9 {i}' * {i % 7}" for i in range(4000)]
+    lines = [f"def number_{i}(self): return 'caf\u00c3\u00a9 {i}' * {i % 7}" for i in range(1000)]
     page = {"text": "\n".join(lines), "url": "https://www.example.org/a"}
     other = {"text": "\n".join(lines[::-1]), "url": "http://b.org:80/"}
     records = [json.dumps(item) for item in (page, page, page, other)]
@@ -79,7 +78,8 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert "note: 5 of 7 documents are exact copies of others" in capfd.readouterr().err
 
 
-def test_skipped_files_are_listed(prep: Prep, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_skipped_files_are_listed(prep: Prep, changeable_corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    corpus = changeable_corpus
     write_file(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
     assert prep("read.on_error=skip", "compress=false") == 0
@@ -124,22 +124,23 @@ def test_usage_errors_are_one_line_with_exit_code_2(
 
 
 def test_a_bad_input_file_and_an_out_that_is_a_file_are_named(
-    prep: Prep, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    prep: Prep, changeable_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_file(tmp_path / "file", b"")
     assert prep("out=file") == 1
     assert "choose another out" in error_line(capfd)
-    path = write_file(corpus / "bad.txt", b"caf\xe9")
+    path = write_file(changeable_corpus / "bad.txt", b"caf\xe9")
     assert prep() == 1
     assert f"{path}: is not valid UTF-8 at byte 3" in error_line(capfd)
 
 
-def test_an_unreadable_corpus(prep: Prep, corpus: Path, capfd: pytest.CaptureFixture[str], unprivileged: None) -> None:
-    corpus.chmod(0)
+@pytest.mark.usefixtures("unprivileged")
+def test_an_unreadable_corpus(prep: Prep, changeable_corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changeable_corpus.chmod(0)
     try:
         assert prep() == 1
     finally:
-        corpus.chmod(0o755)
+        changeable_corpus.chmod(0o755)
     assert "corpus: can't list this folder (Permission denied)" in error_line(capfd)
 
 
@@ -159,21 +160,25 @@ def test_errors_of_the_system_are_said(
     assert error_line(capfd) == message
 
 
-def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
-    """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
-    complete = file_hashes(data_prep.run(config("whole")).out)
-    path = tmp_path / "prep.toml"
-    for kilobytes in (16, 56):
-        small = config(f"out{kilobytes}")
-        path.write_text(to_toml(small))
-        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (kilobytes * 1024, resource.RLIM_INFINITY))
-        command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
-        limited = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
-        assert limited.returncode == 1, limited.stderr
-        assert ": File too large: make room" in limited.stderr.splitlines()[-1]
-        assert "Traceback" not in limited.stderr
-        assert nothing_half_written(Path(small.out), complete)
-        assert file_hashes(data_prep.run(small).out) == complete
+@contextmanager
+def limited_file_size(kilobytes: int) -> Iterator[None]:
+    """Files of this process can't grow further: any user can set that, and it stands for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("kilobytes", [16, 56])
+def test_files_that_can_not_grow(
+    config: Make, prepared_hashes: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], kilobytes: int
+) -> None:
+    (tmp_path / "prep.toml").write_text(to_toml(config()))
+    with limited_file_size(kilobytes):
+        assert data_prep.cli([str(tmp_path / "prep.toml")]) == 1
+    assert ": File too large: make room" in error_line(capfd)
+    assert nothing_half_written(tmp_path / "out", prepared_hashes)
+    assert file_hashes(data_prep.run(config()).out) == prepared_hashes
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ import errno
 import gzip
 import json
 import random
+import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,16 +16,17 @@ from megatfm import data_prep
 from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
+from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, shard_texts, write_file
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes, shard_texts, write_file
 
 Make = Callable[..., PrepConfig]
 
 
-def test_every_document_comes_out_once(config: Make, corpus: Path) -> None:
+def test_every_document_comes_out_once(prepared: PrepSummary, corpus: Path) -> None:
     """Read the shards with zstd, tar, numpy and sentencepiece alone, and compare with the files."""
-    out = data_prep.run(config()).out
-    texts = {**shard_texts(out, "train"), **shard_texts(out, "validation")}
+    texts = {**shard_texts(prepared.out, "train"), **shard_texts(prepared.out, "validation")}
     files = {str(path.relative_to(corpus)): path for path in corpus.rglob("*") if path.is_file()}
     for left_out in ("zz_copy.py", "empty.txt", ".hidden/secret.txt"):
         del files[left_out]
@@ -33,33 +36,30 @@ def test_every_document_comes_out_once(config: Make, corpus: Path) -> None:
     assert texts == {name: path.read_text() for name, path in files.items()}
 
 
-def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
-    summary = data_prep.run(config())
-    train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
+def test_the_splits_share_no_package_and_have_the_share(prepared: PrepSummary) -> None:
+    train, validation = (shard_texts(prepared.out, name) for name in ("train", "validation"))
     assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
     held_out, remaining = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
     assert 0.05 <= held_out / (held_out + remaining) <= 0.1
-    assert summary.result["held_out"]["level"] == "top-level folder"
-    assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
+    assert prepared.result["held_out"]["level"] == "top-level folder"
+    assert sorted({name.split("/")[0] for name in validation}) == prepared.result["held_out"]["names"]
 
 
-def test_nothing_in_training_is_near_the_held_out(config: Make, corpus: Path) -> None:
-    before = data_prep.run(config())
-    held_out = shard_texts(before.out, "validation")
-    name = max(held_out, key=lambda name: len(held_out[name]))
-    twin = held_out[name].replace("self", "this", 3)
-    write_file(corpus / "json" / "twin.py", twin.encode())
-    after = data_prep.run(config(out="other"))
-    assert after.result["held_out"] == before.result["held_out"]
+def test_nothing_in_training_is_near_the_held_out(config: Make, prepared: PrepSummary, changeable_corpus: Path) -> None:
+    held_out = shard_texts(prepared.out, "validation")
+    # A short one, so that the split stays as it is.
+    name = min((name for name in held_out if len(held_out[name]) > 1000), key=lambda name: len(held_out[name]))
+    write_file(changeable_corpus / "json" / "twin.py", f"{held_out[name]}# and a few words more\n".encode())
+    after = data_prep.run(config(read={"folder": str(changeable_corpus)}))
+    assert after.result["held_out"] == prepared.result["held_out"]
     assert "json/twin.py" not in shard_texts(after.out, "train")
     dropped = after.result["steps"][-1]["dropped"]["near_validation_document"]
     assert any(example.startswith(f"json/twin.py ~ {name}") for example in dropped["examples"])
 
 
-def test_the_numbers_add_up(config: Make) -> None:
-    summary = data_prep.run(config())
-    result = json.loads((summary.out / "prep.json").read_text())
-    assert result == summary.result
+def test_the_numbers_add_up(prepared: PrepSummary) -> None:
+    result = json.loads((prepared.out / "prep.json").read_text())
+    assert result == prepared.result
     steps = {step["step"]: step for step in result["steps"]}
     for step in steps.values():
         dropped = sum(drop["documents"] for drop in step["dropped"].values())
@@ -67,7 +67,7 @@ def test_the_numbers_add_up(config: Make) -> None:
     for before, step in pairwise(result["steps"]):
         assert (before["documents_out"], before["bytes_out"]) == (step["documents_in"], step["bytes_in"])
     for name in ("train", "validation"):
-        corpus = Corpus.open(summary.out / name)
+        corpus = Corpus.open(prepared.out / name)
         totals = [result[name][key] for key in ("documents", "tokens", "text_bytes", "fingerprint")]
         assert [corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint] == totals
         assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
@@ -76,27 +76,26 @@ def test_the_numbers_add_up(config: Make) -> None:
     held_out = steps["split"]["dropped"]["held_out"]
     assert held_out["documents"] == result["validation"]["documents"] > 0
     assert held_out["bytes"] == result["validation"]["text_bytes"]
-    assert json.loads((summary.out / "tokenizer.json").read_text()) == result["tokenizer"]
+    assert json.loads((prepared.out / "tokenizer.json").read_text()) == result["tokenizer"]
 
 
-def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> None:
-    before = data_prep.run(config())
-    name = before.result["held_out"]["names"][0]
-    path = next(path for path in sorted((corpus / name).rglob("*.py")) if path.stat().st_size > 500)
+def test_the_tokenizer_never_sees_held_out_text(config: Make, prepared: PrepSummary, changeable_corpus: Path) -> None:
+    name = prepared.result["held_out"]["names"][0]
+    path = next(path for path in sorted((changeable_corpus / name).rglob("*.py")) if path.stat().st_size > 500)
     # As many bytes as before, so that the split stays as it is.
     path.write_bytes(b"zqxj" * (path.stat().st_size // 4) + b"." * (path.stat().st_size % 4))
-    after = data_prep.run(config(out="other"))
-    assert after.result["held_out"] == before.result["held_out"]
-    assert after.result["validation"] != before.result["validation"]
-    assert after.result["tokenizer"] == before.result["tokenizer"]
+    after = data_prep.run(config(read={"folder": str(changeable_corpus)}))
+    assert after.result["held_out"] == prepared.result["held_out"]
+    assert after.result["validation"] != prepared.result["validation"]
+    assert after.result["tokenizer"] == prepared.result["tokenizer"]
 
 
-def test_workers_and_place_change_no_byte(config: Make) -> None:
-    configs = (config(out=f"out{workers}", tokenizer_threads=workers) for workers in (1, 2, 5))
-    trees = [file_hashes(data_prep.run(settings).out) for settings in configs]
-    assert trees[0] == trees[1] == trees[2]
-    assert set(trees[0]) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
-    assert not any(name.startswith(".") or "/." in name for name in trees[0])
+def test_workers_and_place_change_no_byte(config: Make, prepared_hashes: dict[str, str]) -> None:
+    for workers in (1, 5):
+        summary = data_prep.run(config(f"out{workers}", tokenizer_threads=workers))
+        assert file_hashes(summary.out) == prepared_hashes
+    assert set(prepared_hashes) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
+    assert not any(name.startswith(".") or "/." in name for name in prepared_hashes)
 
 
 def test_prep_runs_without_cpu_affinity(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +104,10 @@ def test_prep_runs_without_cpu_affinity(config: Make, monkeypatch: pytest.Monkey
     assert data_prep.run(config()).result["train"]["documents"]
 
 
-def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
-    full = data_prep.run(config())
-    part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
-    assert part.result["tokenizer"] != full.result["tokenizer"]
-    assert part.result["train"]["text_bytes"] == full.result["train"]["text_bytes"]
+def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make, prepared: PrepSummary) -> None:
+    part = data_prep.run(config(tokenizer={"train_bytes": 100_000}))
+    assert part.result["tokenizer"] != prepared.result["tokenizer"]
+    assert part.result["train"]["text_bytes"] == prepared.result["train"]["text_bytes"]
 
 
 @pytest.mark.parametrize(("files", "level"), [(1, "part of a file"), (40, "file")])
@@ -136,28 +134,33 @@ def test_a_second_run_does_nothing(config: Make) -> None:
     assert {path: path.stat().st_mtime_ns for path in first.out.rglob("*")} == times
 
 
-def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None:
-    first = data_prep.run(config())
-    before = file_hashes(first.out)
+@pytest.fixture
+def finished(prepared: PrepSummary, tmp_path: Path) -> Path:
+    """The corpus that `config()` makes, in its place."""
+    return shutil.copytree(prepared.out, tmp_path / "out")
+
+
+def test_another_config_is_refused_unless_it_may_overwrite(
+    config: Make, finished: Path, prepared_hashes: dict[str, str]
+) -> None:
     with pytest.raises(UsageError, match=r"tokenizer.vocab_size was 700, is 800.*overwrite=true"):
         data_prep.run(config(tokenizer={"vocab_size": 800}))
-    assert file_hashes(first.out) == before
+    assert file_hashes(finished) == prepared_hashes
     data_prep.run(config(tokenizer={"vocab_size": 800}, overwrite=True))
+    assert file_hashes(finished) != prepared_hashes
     data_prep.run(config(overwrite=True))
-    assert file_hashes(first.out) == before
+    assert file_hashes(finished) == prepared_hashes
 
 
 def test_a_corpus_of_another_version_or_with_a_file_gone_is_not_overwritten_unasked(
-    config: Make, monkeypatch: pytest.MonkeyPatch
+    config: Make, finished: Path, prepared_hashes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = data_prep.run(config()).out
-    before = file_hashes(out)
     with monkeypatch.context() as patch:
         patch.setattr("megatfm.data_prep.execution.config_identity.VERSION", 99)
         with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
             data_prep.run(config())
-    assert file_hashes(out) == before
-    (out / "train" / "manifest.json").unlink()
+    assert file_hashes(finished) == prepared_hashes
+    (finished / "train" / "manifest.json").unlink()
     with pytest.raises(MegatfmError, match=r"train/manifest.json: is missing.*overwrite=true"):
         data_prep.run(config())
 
@@ -170,20 +173,21 @@ def test_a_folder_with_other_things_is_left_alone(config: Make, tmp_path: Path) 
     assert file_hashes(tmp_path / "out").keys() == {"train/precious.txt"}
 
 
-def test_a_mistake_in_the_last_stage_costs_only_that_stage(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_last_stage_costs_only_that_stage(
+    config: Make, prepared_hashes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
     monkeypatch.setattr("megatfm.data_prep.clean.DocumentReader", None)  # reading again would fail
-    mended = data_prep.run(config())
-    monkeypatch.undo()
-    assert file_hashes(mended.out) == file_hashes(data_prep.run(config(out="clean")).out)
+    assert file_hashes(data_prep.run(config()).out) == prepared_hashes
 
 
-def test_text_that_was_added_after_a_mistake_is_read(config: Make, corpus: Path) -> None:
+def test_text_that_was_added_after_a_mistake_is_read(config: Make, changeable_corpus: Path) -> None:
+    read = {"folder": str(changeable_corpus)}
     with pytest.raises(UsageError, match="or add text"):
-        data_prep.run(config(tokenizer={"vocab_size": 900_000}))
-    write_file(corpus / "more.txt", b"a few more words, which no other file has\n" * 100)
-    summary = data_prep.run(config())
+        data_prep.run(config(read=read, tokenizer={"vocab_size": 900_000}))
+    write_file(changeable_corpus / "more.txt", b"a few more words, which no other file has\n" * 100)
+    summary = data_prep.run(config(read=read))
     assert "more.txt" in shard_texts(summary.out, "train") | shard_texts(summary.out, "validation")
 
 
@@ -225,18 +229,17 @@ def test_no_record_is_on_both_sides(config: Make, tmp_path: Path, many: int, mon
 
 
 @pytest.fixture
-def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., PrepConfig]:
+def every_step(config: Make, changeable_corpus: Path, tmp_path: Path) -> Callable[..., PrepConfig]:
     """A config with every kind of step and search, and records beside the text."""
-    source = (corpus / "json" / "decoder.py").read_text()
+    source = (changeable_corpus / "json" / "decoder.py").read_text()
     rows = [
         {"text": source.replace("self", f"this{number % 3}", number), "url": "http://good.org"} for number in range(4)
     ]
     rows += [{"text": f"from a bad place {number}", "url": "http://bad.com/x"} for number in range(3)]
-    write_file(
-        corpus / "rows.jsonl.gz", gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0)
-    )
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    write_file(changeable_corpus / "rows.jsonl.gz", gzip.compress(lines, mtime=0))
     secret = " ".join(f"word{number}" for number in range(20))
-    write_file(corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())
+    write_file(changeable_corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())
     blocked = write_file(tmp_path / "blocked.txt", b"bad.com\n")
     leaked = write_file(tmp_path / "set.txt", secret.encode())
     steps = [
@@ -244,7 +247,7 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
         {"name": "decontaminate", "files": [str(leaked)]}, {"name": "sample", "rate": 0.95},
     ]  # fmt: skip
     duplicates = [{"name": "minhash"}, {"name": "lines"}, {"name": "exact_substrings", "min_bytes": 300}]
-    return lambda out="out", **settings: config(out, **{"steps": steps, "dedup": duplicates, **settings})
+    return partial(config, read={"folder": str(changeable_corpus)}, steps=steps, dedup=duplicates)
 
 
 def test_parts_and_memory_change_nothing(every_step: Make) -> None:
@@ -254,15 +257,14 @@ def test_parts_and_memory_change_nothing(every_step: Make) -> None:
 
 
 @pytest.mark.extended
-def test_kills_change_nothing(every_step: Make, tmp_path: Path) -> None:
+def test_kills_change_nothing(every_step: Make) -> None:
     full = file_hashes(data_prep.run(every_step()).out)
     small = every_step(task_bytes=60_000)
-    moments = count_moments(tmp_path, small)
-    lasts = sorted(random.Random(0).sample(range(moments), 3))
+    moments = count_moments(small)
     # One folder, killed again and again, and then left to finish.
-    statuses = run_killed_at(tmp_path, small, [("again", last) for last in lasts])
-    assert KILLED in statuses
-    assert file_hashes(data_prep.run(every_step("again", task_bytes=60_000)).out) == full
+    again = every_step("again", task_bytes=60_000)
+    assert KILLED in [run_killed_at(again, last) for last in sorted(random.Random(0).sample(range(moments), 3))]
+    assert file_hashes(data_prep.run(again).out) == full
 
 
 def test_the_summary_counts_each_step(every_step: Make) -> None:

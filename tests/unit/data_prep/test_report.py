@@ -19,7 +19,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import MAX_VALUES
 from megatfm.data_prep.documents import TokenizedDocument
 from megatfm.data_prep.execution import progress
-from megatfm.data_prep.execution.progress import Reporter
+from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.report.page import format_count, format_file_size, make_bars, render_report
 from megatfm.data_prep.split_statistics import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
@@ -68,10 +68,10 @@ def test_fields_are_counted_up_to_a_number() -> None:
     assert fields["field 0"] == [["x", MAX_VALUES + 10, MAX_VALUES + 10, 0]]
 
 
-def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
-    write_file(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
-    write_file(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
-    summary = data_prep.run(config())
+def test_the_page_is_whole_and_harmless(config: Make, changeable_corpus: Path) -> None:
+    for name in ("<script>alert(1)</script>.txt", "again.txt"):
+        write_file(changeable_corpus / name, b"<script>alert(2)</script> is empty? \n")
+    summary = data_prep.run(config(read={"folder": str(changeable_corpus)}))
     page = (summary.out / "report.html").read_text()
     assert page == render_report(summary.result)
     assert "<script" not in page
@@ -87,8 +87,8 @@ def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
             assert f"<summary>{reason} <small>{dropped['documents']:,} document" in page
 
 
-def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
-    result = copy.deepcopy(data_prep.run(config()).result)
+def test_a_result_of_an_older_version_has_a_page(prepared: PrepSummary) -> None:
+    result = copy.deepcopy(prepared.result)
     for name in ("train", "validation"):
         for key in ("lengths", "sources", "more_sources", "vocabulary"):
             del result[name][key]

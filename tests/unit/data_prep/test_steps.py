@@ -244,18 +244,6 @@ def test_redaction_leaves_harmless_numbers(text: str) -> None:
 
 
 def test_redaction_takes_no_time_on_long_runs() -> None:
-    """Patterns that try each place anew would take hours."""
-    for text in (
-        "a" * 10**6,
-        "1" * 10**6,
-        "1." * 5 * 10**5,
-        "a:" * 5 * 10**5,
-        "+1 " * 3 * 10**5,
-        "a.b@" * 2 * 10**5,
-        "0 " * 5 * 10**5,
-        "tel: " * 2 * 10**5,
-        "call 1" * 2 * 10**5,
-        "(0" * 5 * 10**5,
-        "12-" * 3 * 10**5,
-    ):
-        build_step("pii")(Document("x", text))
+    """Patterns that try each place anew would take an hour."""
+    for part in ("a", "1", "1.", "a:", "+1 ", "a.b@", "0 ", "tel: ", "call 1", "(0", "12-"):
+        build_step("pii")(Document("x", part * (400_000 // len(part))))

@@ -2,10 +2,9 @@
 
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,13 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
+from tests.support.forked_commands import ForkedCommand
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
 from tests.support.layouts import EXTENDED, SLOW
-from tests.support.prep_files import KILLED, SIGNAL_SCRIPT, count_moments, file_hashes, run_killed_at, write_file
+from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes, write_file
 from tests.support.prep_tasks import hold_first_task, run_task, run_tasks, stop_before_commit
 
+Make = Callable[..., PrepConfig]
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
     "plain tars": {"compress": False},
@@ -66,9 +68,10 @@ def mark_case(case: tuple[str, str, str, int]) -> ParameterSet:
     return pytest.param(*case, marks=SLOW if case not in SOON else [EXTENDED] * (case in LATER))
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., PrepConfig]:
-    """`make("out", **settings)`: a config for a few records in several parts."""
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few records."""
+    folder = tmp_path_factory.mktemp("texts")
     records = [
         {
             "text": f"Record {number} tells of {number * 7919 % 1000}.\nA line of all.\n{'Ä b c. ' * 20}",
@@ -78,22 +81,40 @@ def make(tmp_path: Path) -> Callable[..., PrepConfig]:
     ]
     for name, selected in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
         lines = "".join(json.dumps(record) + "\n" for record in selected)
-        write_file(tmp_path / "texts" / f"{name}.jsonl", lines.encode())
+        write_file(folder / f"{name}.jsonl", lines.encode())
+    return folder
 
-    def config(out: str, **settings: Any) -> PrepConfig:
-        values: dict[str, Any] = {
-            "out": str(tmp_path / out),
-            "tokenizer_threads": 1,
-            "task_bytes": 1024,
-            "dedup_memory_bytes": 2**21,
-            "read": {"folder": str(tmp_path / "texts"), "metadata_keys": ["lang"]},
-            "split": {"validation": 0.2, "partition_by": "lang"},
-            "dedup": [{"name": "lines"}],
-            "tokenizer": {"kind": "byte-bpe", "vocab_size": 270, "sentinels": 0, "ul2_modes": False},
-        }
-        return PrepConfig.model_validate({**values, **settings})
 
-    return config
+def make_config(texts: Path, folder: Path, **settings: Any) -> PrepConfig:
+    """A config that prepares the records in several parts."""
+    values: dict[str, Any] = {
+        "out": str(folder / "out"),
+        "tokenizer_threads": 1,
+        "task_bytes": 1024,
+        "dedup_memory_bytes": 2**21,
+        "read": {"folder": str(texts), "metadata_keys": ["lang"]},
+        "split": {"validation": 0.2, "partition_by": "lang"},
+        "dedup": [{"name": "lines"}],
+        "tokenizer": {"kind": "byte-bpe", "vocab_size": 270, "sentinels": 0, "ul2_modes": False},
+    }
+    return PrepConfig.model_validate({**values, **settings})
+
+
+@pytest.fixture
+def make(tmp_path: Path, texts: Path) -> Make:
+    return partial(make_config, texts, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hash_fresh(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Callable[[str], dict[str, str]]:
+    """`hash_fresh(name)`: the hashes of a corpus that was never stopped, with the other settings of this name."""
+
+    @cache
+    def prepare_fresh(name: str) -> dict[str, str]:
+        config = make_config(texts, tmp_path_factory.mktemp("fresh"), **OTHERS.get(name, {}))
+        return file_hashes(data_prep.run(config).out)
+
+    return prepare_fresh
 
 
 def prepare(config: PrepConfig, tasks: int) -> None:
@@ -109,31 +130,32 @@ def stop(config: PrepConfig, stage: str, tasks: int) -> None:
 
 @pytest.mark.parametrize(("other", "stage", "then", "tasks"), [mark_case(case) for case in CASES])
 def test_leftovers_of_other_settings_reach_no_corpus(
-    make: Callable[..., PrepConfig], other: str, stage: str, then: str, tasks: int
+    make: Make, hash_fresh: Callable[[str], dict[str, str]], other: str, stage: str, then: str, tasks: int
 ) -> None:
-    settings: dict[str, Any] = OTHERS[other]
-    stop(make("out"), stage, tasks)
-    stop(make("out", **settings), stage, 3 - tasks)
-    last = {} if then == "back" else settings
-    prepare(make("out", **last), tasks)
-    assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh", **last)).out)
+    stop(make(), stage, tasks)
+    stop(make(**OTHERS[other]), stage, 3 - tasks)
+    last = "" if then == "back" else other
+    prepare(make(**OTHERS.get(last, {})), tasks)
+    assert file_hashes(Path(make().out)) == hash_fresh(last)
 
 
 @pytest.mark.parametrize(
     ("other", "name"), [("memory", "dedup_memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")]
 )
-def test_a_task_with_another_config_is_refused_by_name(make: Callable[..., PrepConfig], other: str, name: str) -> None:
+def test_a_task_with_another_config_is_refused_by_name(
+    make: Make, hash_fresh: Callable[[str], dict[str, str]], other: str, name: str
+) -> None:
     """Two tasks of an array, between which the config was edited."""
-    with hold_first_task(make("out")):
+    with hold_first_task(make()):
         with pytest.raises(UsageError, match=rf"out: other tasks are preparing it with another config \({name}"):
-            run_task(make("out", **OTHERS[other]), 2)
+            run_task(make(**OTHERS[other]), 2)
         with pytest.raises(UsageError, match="another prep is working here"):
-            data_prep.run(make("out"))
-    assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh")).out)
+            data_prep.run(make())
+    assert file_hashes(Path(make().out)) == hash_fresh("")
 
 
 def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
-    make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatfm.data_prep.execution.executors.POLL_SECONDS", 1.0)
     encoded = list[str]()
@@ -145,12 +167,12 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
         return encode(self, texts, threads)
 
     monkeypatch.setattr(FastEncoder, "encode_batch", count)
-    prepare(make("out", split={"validation": 0}), 2)
+    prepare(make(split={"validation": 0}), 2)
     assert len(encoded) == 24
 
 
-def test_files_of_finished_stages_are_removed(make: Callable[..., PrepConfig]) -> None:
-    config = make("out", dedup=[{"name": "lines"}, {"name": "minhash"}])
+def test_files_of_finished_stages_are_removed(make: Make) -> None:
+    config = make(dedup=[{"name": "lines"}, {"name": "minhash"}])
     stop(config, "finish", 1)
     work = Path(config.out, ".work")
     for needless in (
@@ -161,83 +183,75 @@ def test_files_of_finished_stages_are_removed(make: Callable[..., PrepConfig]) -
     assert list(work.rglob("train.*.zst"))
 
 
-Make = Callable[..., PrepConfig]
-
-
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
-    full = file_hashes(data_prep.run(config()).out)
-    moments = count_moments(tmp_path, config())
+def test_killed_at_any_moment(config: Make, prepared_hashes: dict[str, str], tmp_path: Path, count: int) -> None:
+    moments = count_moments(config())
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
     lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), count)})
-    assert run_killed_at(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
     for last in lasts:
+        assert run_killed_at(config(f"killed{last}"), last) == KILLED
         left = file_hashes(tmp_path / f"killed{last}")
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
-        assert finals.items() <= full.items()
-        assert file_hashes(data_prep.run(config(f"killed{last}")).out) == full
+        assert finals.items() <= prepared_hashes.items()
+        assert file_hashes(data_prep.run(config(f"killed{last}")).out) == prepared_hashes
 
 
-def test_finished_stages_are_not_repeated(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def fail(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("megatfm.data_prep.shards.ShardWriter.finish", fail)
+
+def run_and_fail(config: PrepConfig, place: str) -> None:
+    """Prepare, and be interrupted where a function of `megatfm.data_prep` is called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"megatfm.data_prep.{place}", fail)
         with pytest.raises(KeyboardInterrupt):
-            data_prep.run(config())
+            data_prep.run(config)
+
+
+def test_finished_stages_are_not_repeated(
+    config: Make, prepared_hashes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_and_fail(config(), "shards.ShardWriter.finish")
     for done in (
         "clean.DocumentReader", "split.plan_by_files", "split.plan_by_documents", "tokenize.make_tokenizer_files",
     ):  # fmt: skip
         monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)
-    out = data_prep.run(config()).out
-    monkeypatch.undo()
-    assert file_hashes(out) == file_hashes(data_prep.run(config("clean")).out)
+    assert file_hashes(data_prep.run(config()).out) == prepared_hashes
 
 
-OTHER_SETTINGS: list[dict[str, Any]] = [
+@pytest.mark.extended
+@pytest.mark.parametrize("settings", [
     {"read": {"exclude": ["dbm"]}},
     {"split": {"seed": 1}},
     {"tokenizer": {"vocab_size": 800}},
     {"tokenizer": {"kind": "byte-bpe"}},
-]
-
-
-@pytest.mark.extended
-def test_stages_of_other_settings_are_not_used(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clean = file_hashes(data_prep.run(config("clean")).out)
-
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    for number, settings in enumerate(OTHER_SETTINGS):
-        with monkeypatch.context() as patch:
-            patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", fail)
-            with pytest.raises(KeyboardInterrupt):
-                data_prep.run(config(f"{number}", **settings))
-        assert file_hashes(data_prep.run(config(f"{number}")).out) == clean
+])  # fmt: skip
+def test_stages_of_other_settings_are_not_used(
+    config: Make, prepared_hashes: dict[str, str], settings: dict[str, Any]
+) -> None:
+    run_and_fail(config(**settings), "execution.workspace.Workspace.finish")
+    assert file_hashes(data_prep.run(config()).out) == prepared_hashes
 
 
 def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    command = [sys.executable, "-m", "megatfm.data_prep", path]
     with Workspace(config()).lock():
-        second = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    assert second.returncode == 2
-    assert "another prep is working here" in second.stderr
+        second = ForkedCommand([path], tmp_path / "output", program="megatfm.data_prep")
+        assert second.wait() == 2
+    assert "another prep is working here" in second.output
     assert not data_prep.run(config()).already_done
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_stop_request_ends_with_75_and_the_same_command_resumes(config: Make, tmp_path: Path, name: str) -> None:
+def test_a_stop_request_ends_with_75_and_the_same_command_resumes(
+    config: Make, prepared_hashes: dict[str, str], tmp_path: Path, name: str
+) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    falling = [sys.executable, str(SIGNAL_SCRIPT), name, "9", "-", str(path)]
-    stopped = subprocess.run(falling, capture_output=True, text=True)
-    assert stopped.returncode == 75, stopped.stderr
-    assert stopped.stderr.strip().splitlines()[-1].startswith("interrupted: ")
-    assert "Traceback" not in stopped.stderr
-    data_prep.run(config())
-    assert file_hashes(tmp_path / "out") == file_hashes(data_prep.run(config("clean")).out)
+    stopped = ForkedCommand([name, 9, "-", path], tmp_path / "output", program=str(SIGNAL_SCRIPT))
+    assert stopped.wait() == 75, stopped.output
+    assert stopped.output.splitlines()[-1].startswith("interrupted: ")
+    assert "Traceback" not in stopped.output
+    assert file_hashes(data_prep.run(config()).out) == prepared_hashes

@@ -23,112 +23,97 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.cli import cli
 from megatfm.data_prep.execution.dask import _DaskPreparation, connect_dask_workers
 from megatfm.data_prep.execution.executors import LockExecutor, get_mpi_rank, get_mpi_world, parse_task, supports_flock
+from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes
+from tests.support.forked_commands import ForkedCommand
+from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes, make_prep_config
 
 Make = Callable[..., PrepConfig]
 ROOT = Path(__file__).parents[3]
-PART = 20_000  # the corpus has 20 parts of this size
+PART = 8000  # the corpus has 20 parts of this size
 ALL: dict[str, Any] = {  # one step of each kind: what sees a document, a line, the whole corpus
     "steps": [{"name": "language"}, {"name": "pii"}],
     "dedup": [{"name": "lines"}, {"name": "minhash"}],
 }
 
 
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, str]:
+    """The hashes of the corpus of one process that works alone, in one part."""
+    return file_hashes(data_prep.run(make_prep_config(tmp_path_factory.mktemp("alone"), corpus, **ALL)).out)
+
+
 @pytest.fixture
-def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(*words, before=[…], falls=[…])`: prepare the corpus in small parts into `together`, in a process of its
-    own, which may fall (see tests/support/signal_prep.py)."""
-    path = tmp_path / "prep.toml"
-    path.write_text(to_toml(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)))
-    started = []
-
-    def go(*words: str, before: tuple[str, ...] = (), falls: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        how = (str(SIGNAL_SCRIPT), *falls) if falls else ("-m", "megatfm.data_prep")
-        process = subprocess.Popen(
-            [*before, sys.executable, *how, str(path), *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield go
-    for process in started:
-        process.kill()
-        process.communicate()
+def together(config: Make, tmp_path: Path) -> PrepConfig:
+    """A config for many parts, which is also in `prep.toml`."""
+    config_ = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
+    (tmp_path / "prep.toml").write_text(to_toml(config_))
+    return config_
 
 
-def test_the_size_of_parts_changes_nothing(config: Make) -> None:
-    full = file_hashes(data_prep.run(config()).out)
-    assert file_hashes(data_prep.run(config("small", task_bytes=PART)).out) == full
+def test_the_size_of_parts_changes_nothing(config: Make, prepared_hashes: dict[str, str]) -> None:
+    assert file_hashes(data_prep.run(config(task_bytes=PART)).out) == prepared_hashes
 
 
 def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
-    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    together: PrepConfig, full: dict[str, str], tmp_path: Path
 ) -> None:
-    full = file_hashes(data_prep.run(config(**ALL)).out)
-    victim = start("--task", "2/2", falls=("SIGSTOP", "9", "-"))
+    words = ["SIGSTOP", 9, "-", tmp_path / "prep.toml", "--task", "2/2"]
+    victim = ForkedCommand(words, tmp_path / "victim", program=str(SIGNAL_SCRIPT))
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
     while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert list(work.glob("*/.clean.*.partial")), "in the middle of a part, which it holds"
-    other = start("--task", "1/2")
+    words = [tmp_path / "prep.toml", "--task", "1/2"]
+    other = ForkedCommand(words, tmp_path / "other", program="megatfm.data_prep")
     while len(list(work.glob("*/clean.*.json"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    victim.kill()
-    _, output = other.communicate(timeout=120)
-    assert other.returncode == 0, output
+    victim.end()
+    assert other.wait() == 0, other.output
     assert file_hashes(tmp_path / "together") == full
-    late = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
-    assert data_prep.run(late, make_executor=lambda folder: LockExecutor(2, 2, folder)).already_done
+    assert data_prep.run(together, make_executor=lambda folder: LockExecutor(2, 2, folder)).already_done
 
 
-@pytest.fixture
-def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The command that starts two ranks, whoever runs the tests and however few cores there are."""
+def run_two_ranks(*command: object, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python under mpirun, whoever runs the tests and however few cores there are."""
     if not shutil.which("mpirun"):
         pytest.skip("needs MPI: run `make system-deps`")
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
-        monkeypatch.setenv(name, "1")
-    return ("mpirun", "-n", "2")
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe")
+    return subprocess.run(
+        ["mpirun", "-n", "2", *options, sys.executable, *map(str, command)],
+        env={**os.environ, **dict.fromkeys(names, "1"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
 
-def test_ranks_under_mpirun_make_the_same(
-    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
-) -> None:
-    full = file_hashes(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
-    # The first time they claim parts, as below; to replace a corpus they take turns, which needs MPI.
-    together = start("overwrite=true", before=mpirun)
-    _, output = together.communicate(timeout=120)
-    assert together.returncode == 0, output
+@pytest.mark.usefixtures("together")
+def test_ranks_under_mpirun_make_the_same(full: dict[str, str], prepared: PrepSummary, tmp_path: Path) -> None:
+    command = ("-m", "megatfm.data_prep", tmp_path / "prep.toml", "overwrite=true")
+    shutil.copytree(prepared.out, tmp_path / "together")
+    ended = run_two_ranks(*command)  # to replace a corpus they take turns, which needs MPI
+    assert ended.returncode == 0, ended.stderr
     assert file_hashes(tmp_path / "together") == full
-    assert output.count("clean | done") == 1, "rank 0 speaks for all"
+    assert ended.stderr.count("clean | done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
-    failing = start("overwrite=true", before=mpirun)
-    _, output = failing.communicate(timeout=120)
+    failing = run_two_ranks(*command)
     assert failing.returncode == 2, "a mistake that one rank sees ends all"
-    assert "'a stranger', which no prep made" in output
+    assert "'a stranger', which no prep made" in failing.stderr
 
 
 @pytest.mark.extended
-def test_a_rank_that_dies_costs_its_part_only(
-    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
-) -> None:
-    version_text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" not in version_text:
+@pytest.mark.usefixtures("together")
+def test_a_rank_that_dies_costs_its_part_only(full: dict[str, str], tmp_path: Path) -> None:
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in version:
         pytest.skip("another mpirun ends all ranks when one dies")
-    full = file_hashes(data_prep.run(config(**ALL)).out)
-    together = start(before=(*mpirun, "--enable-recovery"), falls=("SIGKILL", "3", "1"))
-    _, version_text = together.communicate(timeout=120)
-    assert file_hashes(tmp_path / "together") == full, version_text
+    command = (SIGNAL_SCRIPT, "SIGKILL", 3, 1, tmp_path / "prep.toml")
+    ended = run_two_ranks(*command, options=("--enable-recovery",))
+    assert file_hashes(tmp_path / "together") == full, ended.stderr
     assert (tmp_path / "fallen").exists()
 
 
@@ -172,12 +157,11 @@ def test_a_part_that_makes_no_sense_is_refused(text: str) -> None:
     assert parse_task("3/8") == (3, 8)
 
 
-def test_several_tasks_replace_nothing(config: Make, tmp_path: Path) -> None:
-    data_prep.run(config())
-    before = file_hashes(tmp_path / "out")
+def test_several_tasks_replace_nothing(config: Make, prepared: PrepSummary, tmp_path: Path) -> None:
+    out = shutil.copytree(prepared.out, tmp_path / "out")
     with pytest.raises(UsageError, match="delete it first"):
         data_prep.run(config(overwrite=True), make_executor=lambda folder: LockExecutor(1, 2, folder))
-    assert file_hashes(tmp_path / "out") == before
+    assert file_hashes(out) == file_hashes(prepared.out)
 
 
 def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +181,6 @@ def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- Dask
-
-
-DASK_STEPS: dict[str, Any] = {
-    "steps": [{"name": "pii"}],
-    "dedup": [{"name": "lines"}, {"name": "minhash"}],
-    "task_bytes": 20_000,
-    "tokenizer_threads": 1,
-}
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +206,11 @@ def _written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_errors_of_a_team_are_those_of_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
-    (corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
-    wrong = config(**DASK_STEPS)
+def test_errors_of_a_team_are_those_of_one_process(
+    config: Make, cluster: LocalCluster, changeable_corpus: Path
+) -> None:
+    (changeable_corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
+    wrong = config(read={"folder": str(changeable_corpus)}, task_bytes=PART, tokenizer_threads=1, **ALL)
     with pytest.raises(MegatfmError) as alone:
         data_prep.run(wrong)
     with pytest.raises(MegatfmError) as together, connect_dask_workers(cluster.scheduler_address, wrong) as team:
@@ -243,12 +221,10 @@ def test_errors_of_a_team_are_those_of_one_process(config: Make, cluster: LocalC
 
 
 def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
-    config: Make, cluster: LocalCluster, tmp_path: Path
+    together: PrepConfig, full: dict[str, str], cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    full = file_hashes(data_prep.run(config(**DASK_STEPS)).out)
     assert cluster.scheduler_address.startswith("tls://")
     pids = [nanny.pid for nanny in cluster.workers.values()]
-    together = config("together", **DASK_STEPS)
     work = tmp_path / "together" / ".work"
 
     def kill() -> None:
@@ -277,14 +253,14 @@ def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.C
     assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--task", "1/2"]) == 2
 
 
-def test_workers_leave_when_their_client_is_gone(config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_leave_when_their_client_is_gone(together: PrepConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
     monkeypatch.setattr("megatfm.data_prep.execution.dask.CLIENT_SECONDS", 0.05)
-    member = _DaskPreparation(config(**DASK_STEPS))
+    member = _DaskPreparation(together)
     member._thread.join(60)
     assert member.has_ended
     monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskPreparation.run_parts", LockExecutor.run_parts)
-    member = _DaskPreparation(config(**DASK_STEPS))
+    member = _DaskPreparation(together)
     member._thread.join(60)
     assert member.has_ended
-    assert not data_prep.run(config(**DASK_STEPS)).already_done
+    assert not data_prep.run(together).already_done

@@ -3,8 +3,10 @@
 import io
 import json
 import random
+import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.config_identity import identify_config
-from megatfm.data_prep.execution.workspace import Workspace
+from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigatoken
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
-from tests.support.prep_files import file_hashes
+from tests.support.prep_files import file_hashes, make_prep_config, write_file
+from tests.support.prep_tasks import stop_before_commit
 
 Make = Callable[..., PrepConfig]
 FILES = {
@@ -35,9 +38,29 @@ FILES = {
 }
 
 
+@pytest.fixture(scope="module")
+def prepare_kind(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[str], PrepSummary]:
+    """`prepare_kind("byte-bpe")`: the corpus with a tokenizer of this kind, to be read and copied only."""
+
+    @cache
+    def prepare(kind: str) -> PrepSummary:
+        return data_prep.run(make_prep_config(tmp_path_factory.mktemp("kind"), corpus, tokenizer={"kind": kind}))
+
+    return prepare
+
+
+@pytest.fixture
+def byte_bpe(prepare_kind: Callable[[str], PrepSummary], tmp_path: Path) -> Path:
+    """A corpus with a tokenizer of Hugging Face, in a folder of its own."""
+    return shutil.copytree(prepare_kind("byte-bpe").out, tmp_path / "byte-bpe")
+
+
 @pytest.mark.parametrize("kind", FILES)
-def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
-    summary = data_prep.run(config(tokenizer={"kind": kind}))
+def test_a_corpus_of_each_kind(
+    config: Make, corpus: Path, prepare_kind: Callable[[str], PrepSummary], tmp_path: Path, kind: str
+) -> None:
+    summary = prepare_kind(kind)
+    out = shutil.copytree(summary.out, tmp_path / "out")
     result = {path.name for path in summary.out.iterdir()}
     assert result == {*FILES[kind], "train", "validation", "prep.json", "report.html"}
     tokenizer = tokenizers.load(summary.out)
@@ -59,15 +82,15 @@ def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
         if tokenizer.lossless:
             assert tokenizer.decode(sample.tokens) == text
     assert data_prep.run(config(tokenizer={"kind": kind})).already_done
-    (summary.out / "tokenizer.json").unlink()
+    (out / "tokenizer.json").unlink()
     with pytest.raises(Exception, match=r"tokenizer.json: is missing from a finished prep"):
         data_prep.run(config(tokenizer={"kind": kind}))
 
 
 @pytest.mark.parametrize("kind", ["byte-bpe", "wordpiece"])
-def test_transformers_opens_the_folder(config: Make, kind: str) -> None:
+def test_transformers_opens_the_folder(prepare_kind: Callable[[str], PrepSummary], kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    out = data_prep.run(config(tokenizer={"kind": kind})).out
+    out = prepare_kind(kind).out
     actual, reference = tokenizers.load(out), transformers.AutoTokenizer.from_pretrained(out)
     for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep"):
         assert getattr(reference, f"{role}_token_id") == getattr(actual, role), role
@@ -75,66 +98,51 @@ def test_transformers_opens_the_folder(config: Make, kind: str) -> None:
     assert reference(text, add_special_tokens=False)["input_ids"] == actual.encode(text).tolist()
 
 
-def test_options_reach_the_training(config: Make) -> None:
+def test_options_reach_the_training(texts: Sequence[str]) -> None:
     options: tuple[dict[str, Any], ...] = (
         *({"kind": "byte-bpe", **more} for more in ({}, {"pretokenizer": "llama3"}, {"ul2_modes": False})),
         *({"kind": "wordpiece", **more} for more in ({}, {"lowercase": False})),
-        {"ul2_modes": True},
+        *({"kind": "sentencepiece-bpe", **more} for more in ({}, {"ul2_modes": True})),
     )
-    runs = [data_prep.run(config(out=f"{number}", tokenizer=item)) for number, item in enumerate(options)]
-    assert len({run.result["tokenizer"]["blake3"] for run in runs}) == 6
+    files = [make_tokenizer_files(TokenizerConfig(vocab_size=700, **item), texts[:3]) for item in options]
+    assert len({item.get("tokenizer.model", item["tokenizer.json"]) for item in files}) == len(options)
 
 
-def test_a_tokenizer_can_be_brought_along(config: Make, tmp_path: Path) -> None:
-    first = data_prep.run(config(tokenizer={"kind": "byte-bpe"})).out
+def test_a_tokenizer_can_be_brought_along(config: Make, byte_bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "elsewhere" / name).write_bytes((first / name).read_bytes())
-    result = [
-        data_prep.run(brought(config, out, place))
-        for out, place in (("a", first), ("b", tmp_path / "elsewhere" / "tokenizer.json"))
-    ]
-    assert file_hashes(result[0].out) == file_hashes(result[1].out)
-    shards = {name: value for name, value in file_hashes(first).items() if ".zst" in name}
-    assert shards.items() <= file_hashes(result[0].out).items()
+        shutil.copy(byte_bpe / name, tmp_path / "elsewhere")
+    result = file_hashes(data_prep.run(brought(config, "a", byte_bpe)).out)
+    again = data_prep.run(brought(config, "b", tmp_path / "elsewhere" / "tokenizer.json"))
+    assert file_hashes(again.out) == result
+    shards = {name: value for name, value in file_hashes(byte_bpe).items() if ".zst" in name}
+    assert shards.items() <= result.items()
     assert data_prep.run(brought(config, "a", tmp_path / "elsewhere")).already_done
 
 
-def test_a_model_that_is_brought_along_is_described(config: Make) -> None:
-    first = data_prep.run(config()).out
-    result = data_prep.run(brought(config, "again", first / "tokenizer.model")).out
+def test_a_model_that_is_brought_along_is_described(config: Make, prepared: PrepSummary) -> None:
+    result = data_prep.run(brought(config, "again", prepared.out / "tokenizer.model")).out
     for name in ("tokenizer.model", "tokenizer.json"):
-        assert (result / name).read_bytes() == (first / name).read_bytes()
+        assert (result / name).read_bytes() == (prepared.out / name).read_bytes()
 
 
-def test_chat_templates_of_a_tokenizer_belong_to_the_corpus(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = data_prep.run(config(tokenizer={"kind": "byte-bpe"})).out
+def test_chat_templates_of_a_tokenizer_belong_to_the_corpus(config: Make, byte_bpe: Path) -> None:
     templates = ["chat_template.jinja", "additional_chat_templates/rag.jinja"]
-    (first / "additional_chat_templates").mkdir()
     for name in templates:
-        (first / name).write_text(name)
-    with monkeypatch.context() as stopped:
-        stopped.setattr(Workspace, "finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            data_prep.run(brought(config, "again", first))
-    out = data_prep.run(brought(config, "again", first)).out  # goes on beside the templates
+        write_file(byte_bpe / name, name.encode())
+    with stop_before_commit("finish"):
+        data_prep.run(brought(config, "again", byte_bpe))
+    out = data_prep.run(brought(config, "again", byte_bpe)).out  # goes on beside the templates
     assert [(out / name).read_text() for name in templates] == templates
     data_prep.run(config(out="again", tokenizer={"kind": "byte-bpe"}, overwrite=True))
     assert tokenizers.list_chat_templates(out) == []
     assert not (out / "additional_chat_templates").exists()
 
 
-def stop(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, tmp_path: Path) -> None:
-    tokenizer_file = tmp_path / "mine.json"
-    for number, modes in enumerate((True, False)):
-        out = data_prep.run(config(out=f"{number}", tokenizer={"kind": "byte-bpe", "ul2_modes": modes})).out
-        tokenizer_file.write_bytes((out / "tokenizer.json").read_bytes())
-        if number == 0:
-            data_prep.run(brought(config, "kept", tokenizer_file))
+def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, byte_bpe: Path, tmp_path: Path) -> None:
+    tokenizer_file = Path(shutil.copy(byte_bpe / "tokenizer.json", tmp_path / "mine.json"))
+    data_prep.run(brought(config, "kept", tokenizer_file))
+    tokenizer_file.write_text(tokenizer_file.read_text() + "\n")
     with pytest.raises(UsageError, match=r"another config \(tokenizer.file was '[0-9a-f]{64}', is '"):
         data_prep.run(brought(config, "kept", tokenizer_file))
 

@@ -93,11 +93,8 @@ def test_the_state_on_a_rank_is_printed_for_several_ranks_only() -> None:
         (["parallel.ep=2", "parallel.dp_shard=-1"], "of 2: weights"),
         (["parallel.tp=2", "parallel.zero=0"], "of 2: weights"),
     ):
-        printed = dict(
-            to_lines(
-                describe(load_config("quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words])),
-            ),
-        )  # fmt: skip
+        config = load_config("quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words])
+        printed = dict(to_lines(describe(config)))
         assert (expected is None) == ("  on a rank" not in printed), words
         assert expected is None or expected in printed["  on a rank"], words
 

@@ -13,13 +13,14 @@ from megatfm import checkpoint
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers import initialisation
 from megatfm.layers.initialisation import draw
 from megatfm.models import build
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.layouts import extend
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
-from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save
+from tests.support.sharded_engines import assert_same_after_resume, get_tensor, load_checkpoint, train_steps
 from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
 from tests.support.workers import Workers
 
@@ -79,15 +80,16 @@ def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 
-def check_misaligned_state(path: Path, optimizer: OptimizerSection) -> None:
+def check_misaligned_state(folder: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
-    engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
+    trained, engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(3))
+    train_steps(trained, 0, 2)
+    path = checkpoint.save(folder, 2, trained.state_dict(), {})
+    load_checkpoint(engine, path)
+    state = other.empty_state_dict(checkpoint.read_tensor_specs(path))
+    checkpoint.load(path, state)
+    other.load_state_dict({name: moved(part) for name, part in state.items()})
     for target in (engine, other):
-        state = target.empty_state_dict(checkpoint.read_tensor_specs(path))
-        checkpoint.load(path, state)
-        if target is other:
-            state = {name: moved(part) for name, part in state.items()}
-        target.load_state_dict(state)
         batches = [microbatches(target, global_batch(seed=step)) for step in range(2)]
         with assert_aligned_inputs():
             for batch in batches:
@@ -110,8 +112,7 @@ AS_ANOTHER = ("adamw", "lamb", "adamw, weights averaged")
 
 @pytest.mark.parametrize("name", extend(OPTIMIZERS, kept=OPTIMIZERS.keys() - {*AS_ANOTHER}))
 def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: str) -> None:
-    ((path, _),) = workers.run(train_and_save, 1, tmp_path / "a", ParallelConfig(), OPTIMIZERS[name])
-    workers.run(check_misaligned_state, 1, path, OPTIMIZERS[name])
+    workers.run(check_misaligned_state, 1, tmp_path, OPTIMIZERS[name])
 
 
 WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
@@ -120,12 +121,7 @@ WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
 @pytest.mark.parametrize("layout", extend(["one", "zero 1", "zero 3", "tp"], kept=["one", "zero 1"]))
 def test_soap_resumes_to_the_bit_when_its_bases_turn_each_step(workers: Workers, tmp_path: Path, layout: str) -> None:
     """LAPACK gives bases by columns, a checkpoint by rows."""
-    ranks, parallel = LAYOUTS[layout]
-    straight = workers.run(train_and_save, ranks, tmp_path / "a", parallel, WIDE)
-    resumed = workers.run(load_and_train, ranks, straight[0][0], parallel, WIDE, tmp_path / "b")
-    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
-        for key, tensor in expected.items():
-            assert torch.equal(tensor, actual[key]), key
+    assert_same_after_resume(workers, tmp_path, *LAYOUTS[layout], WIDE)
 
 
 def check_initial_alignment(parallel: ParallelConfig) -> None:
@@ -136,11 +132,8 @@ def check_initial_alignment(parallel: ParallelConfig) -> None:
 
 def test_drawn_weights_and_buffers_lie_in_torchs_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     workers.run(check_initial_alignment, 1, ParallelConfig())
-    name = "megatfm.layers.initialisation.draw"
-    monkeypatch.setattr(name, lambda *args, **kwargs: misalign(draw(*args, **kwargs)))
-    from megatfm.layers.initialisation import initialise
-
+    monkeypatch.setattr(initialisation, "draw", lambda *args, **kwargs: misalign(draw(*args, **kwargs)))
     model = build(ODD)
-    initialise(model, 0)
+    initialisation.initialise(model, 0)
     assert wrong(dict(model.named_parameters())) == []
     assert wrong(dict(model.named_buffers())) == []

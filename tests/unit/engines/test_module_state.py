@@ -1,6 +1,6 @@
 """State that no gradient moves, and root mean squares by layer, under every kind of layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tests.support.parity import (
     one_device_reference,
     uneven_microbatches,
 )
+from tests.support.sharded_engines import load_checkpoint
 from tests.support.workers import Workers
 
 
@@ -115,15 +116,13 @@ def take_steps(engine: NativeEngine) -> None:
         engine.step(LR, clip=0.0, skip=step == 1)
 
 
-def compare(
-    config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig], folder: Path
-) -> None:
+def compare(config: ModelConfig, layouts: list[ParallelConfig], folder: Path) -> None:
     model, state = reference_steps(config)
     weights = dict(model.named_parameters())
     assert state
     assert all(float(value.min()) > 0.25 for value in state.values())
     for number, parallel in enumerate(layouts):
-        engine = make(config, parallel, ADAMW)
+        engine = build_engine(config, parallel, ADAMW)
         take_steps(engine)
         sharded = engine.weights()
         drifts = {name: box.tensor for name, box in sharded.items() if name in state}
@@ -136,12 +135,8 @@ def compare(
                 torch.testing.assert_close(box.tensor, expected, rtol=1e-7, atol=1e-9)
         stored = engine.state_dict()
         assert {f"model.{name}" for name in drifts} <= stored.keys()
-        checkpoint.save(folder / str(number), 3, stored, {})
-        resumed = make(config, parallel, ADAMW)
-        path = folder / str(number) / "step-00000003"
-        room = resumed.empty_state_dict(checkpoint.read_tensor_specs(path))
-        checkpoint.load(path, room)
-        resumed.load_state_dict(room)
+        resumed = build_engine(config, parallel, ADAMW)
+        load_checkpoint(resumed, checkpoint.save(folder / str(number), 3, stored, {}))
         for name, drift in drifts.items():
             assert torch.equal(resumed.weights()[name].tensor, drift)
 
@@ -149,12 +144,12 @@ def compare(
 @pytest.mark.parametrize("name", extend(LAYOUTS, kept=["one", "two"]))
 def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, name: str) -> None:
     ranks, layouts = LAYOUTS[name]
-    workers.run(compare, ranks, DRIFTING, build_engine, layouts, tmp_path)
+    workers.run(compare, ranks, DRIFTING, layouts, tmp_path)
 
 
 @pytest.mark.parametrize("config", extend([DEEPER, SHARED], kept=[SHARED]), ids=["own", "shared"])
 def test_stages_that_share_a_module_count_together(workers: Workers, tmp_path: Path, config: ModelConfig) -> None:
-    workers.run(compare, 2, config, build_engine, STAGES, tmp_path)
+    workers.run(compare, 2, config, STAGES, tmp_path)
 
 
 def flipped(parallel: ParallelConfig) -> str:
@@ -198,16 +193,14 @@ def test_traffic_of_module_state_is_what_verify_expects(workers: Workers, ranks:
         assert find_traffic_mismatches([answers[i] for answers in by_rank], expected) == [], layout
 
 
+def stored_names() -> list[str]:
+    return list(build_engine(UNTIED_MODEL.with_changes({"position.name": "alibi"}), ParallelConfig()).state_dict())
+
+
 def test_a_plain_model_has_none(workers: Workers) -> None:
-    (names,) = workers.run(names_of, 1)
+    (names,) = workers.run(stored_names, 1)
     assert names
     assert not any("slopes" in name for name in names)
-
-
-def names_of() -> list[str]:
-    return list(
-        build_engine(UNTIED_MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict()
-    )
 
 
 class UnusedModule(nn.Module):
@@ -257,13 +250,10 @@ STATISTICS_LAYOUTS = [
     ParallelConfig(tp=2),
     ParallelConfig(tp=2, sequence_parallel=False),
 ]
-STATISTICS_STAGES = {
-    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")],
-    4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)],
-}
+STATISTICS_STAGES = {2: STAGES, 4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)]}
 
 
-def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
+def one_device_statistics(config: ModelConfig) -> dict[str, dict[str, float]]:
     """By plain tensors: every parameter and gradient of a layer in one vector."""
     model, batch = one_device(config), global_batch(seed=3)
     outputs = {}
@@ -286,10 +276,10 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
     return actual
 
 
-def compare_statistics(config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]) -> None:
-    expected_statistics = expected(config)
+def compare_statistics(config: ModelConfig, layouts: list[ParallelConfig]) -> None:
+    expected_statistics = one_device_statistics(config)
     for parallel in layouts:
-        engine = make(config, parallel, ADAMW)
+        engine = build_engine(config, parallel, ADAMW)
         for watches in (True, False):
             engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches)
             statistics = engine.layer_statistics()
@@ -302,13 +292,13 @@ def compare_statistics(config: ModelConfig, make: Callable[..., NativeEngine], l
 
 
 def test_norms_are_those_of_one_device(workers: Workers) -> None:
-    workers.run(compare_statistics, 2, UNTIED_MODEL, build_engine, STATISTICS_LAYOUTS)
+    workers.run(compare_statistics, 2, UNTIED_MODEL, STATISTICS_LAYOUTS)
 
 
 @pytest.mark.parametrize("ranks", STATISTICS_STAGES)
 def test_norms_over_pipeline_stages_are_those_of_one_device(workers: Workers, ranks: int) -> None:
     """Every rank knows all layers by their global names; a tied table, which two stages hold, counts once."""
-    workers.run(compare_statistics, ranks, TIED_MODEL, build_engine, STATISTICS_STAGES[ranks])
+    workers.run(compare_statistics, ranks, TIED_MODEL, STATISTICS_STAGES[ranks])
 
 
 def compare_content() -> None:

@@ -17,7 +17,13 @@ from tests.support.batches import CAUSAL, global_batch
 from tests.support.layouts import EXTENDED, SLOW, extend, make_cases
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
-from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
+from tests.support.sharded_engines import (
+    assert_same_after_resume,
+    gather_whole,
+    get_tensor,
+    load_and_train,
+    train_steps,
+)
 from tests.support.workers import Workers
 
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
@@ -91,19 +97,13 @@ MARKS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIMIZERS])
 def test_optimizer_state_is_saved_loaded_and_training_continues(workers: Workers, tmp_path: Path, name: str) -> None:
-    optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
-    straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
-    path = straight[0][0]
-    saved = workers.run(load_and_train, 1, path, ParallelConfig(), optimizer, tmp_path / "b")[0][0]
+    path = assert_same_after_resume(workers, tmp_path, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
+    ((saved, _),) = workers.run(load_and_train, 1, path, ParallelConfig(), OPTIMIZERS[name], tmp_path / "alone")
     before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(saved)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
     assert {key.rpartition(".")[2] for key in before if key.startswith("optimizer.")} == KEYS[name]
-    resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "c")
-    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
-        for key, tensor in expected.items():
-            assert torch.equal(tensor, actual[key]), key
 
 
 def weights(engine: NativeEngine) -> dict[str, Tensor]:
@@ -142,18 +142,10 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig, name: str) -> None
         assert torch.allclose(stored, tensor, rtol=1e-12, atol=1e-14), name
         assert not torch.allclose(stored, trained[name], rtol=1e-4) or not tensor.numel(), name
 
-    def whole(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts = engine.mesh.gather_objects({n: (engine.regions[n], t) for n, t in blocks.items()}, ("dp_shard", "tp"))
-        result = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
-        for rank in parts:
-            for n, ((offsets, sizes), values) in rank.items():
-                result[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
-        return result
-
     batch, losses = global_batch(seed=50), {}
     for kind, blocks in (("average", x), ("trained", trained)):
         model = one_device(UNTIED_MODEL)
-        model.load_state_dict(whole(blocks))
+        model.load_state_dict(gather_whole(engine, blocks))
         losses[kind], _ = one_device_gradients(model, batch)
     # Far beyond the 1e-12 at which they are told apart below.
     assert abs(losses["average"] - losses["trained"]) > 1e-6 * losses["trained"]

@@ -17,7 +17,7 @@ from megatfm.models import build
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
-from tests.support.sharded_engines import OverflowOnRankOne, overflow_on_one_rank
+from tests.support.sharded_engines import OverflowOnRankOne, load_checkpoint, overflow_on_one_rank
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -146,9 +146,7 @@ def save_and_load(folder: Path) -> None:
     path = checkpoint.save(folder, 1, engine.state_dict(), {})
     for precision, has_scale in (("fp16", True), ("bf16", False)):
         other = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW, precision=precision)
-        state = other.empty_state_dict(checkpoint.read_tensor_specs(path))
-        checkpoint.load(path, state)
-        other.load_state_dict(state)
+        load_checkpoint(other, path)
         if has_scale:
             assert other.loss_scale is not None
             assert (other.loss_scale.value, other.loss_scale._steps) == (2.0**7, 5)

@@ -1,6 +1,5 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -10,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatfm.cli import main
 from megatfm.config import load_config
 from megatfm.errors import UsageError
-from megatfm.estimate import calibrate, trials
+from megatfm.estimate import calibrate, trial_configs, trials
+from megatfm.estimate.clock import measure_in_turns
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.page import (
-    MEMORY_PARTS,
     WIDTH,
     ScalePoint,
     compute_scaling_lines,
     draw_memory,
     draw_timeline,
-    list_memory_parts,
     write_estimate_page,
 )
 from megatfm.estimate.roofline import (
@@ -93,10 +90,11 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
             write_estimate_page(opened, estimate, tmp_path / "page.html")
     memory, timeline = draw_memory(estimate), draw_timeline(estimate)
     assert timeline is not None
-    assert len(memory.boxes) == 4 * len(MEMORY_PARTS)
+    n_parts = 7
+    assert len(memory.boxes) == 4 * n_parts
     for rank, rank_memory in zip(range(4), estimate.memory, strict=True):
-        widths = [box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]]
-        assert sum(list_memory_parts(rank_memory).values()) == rank_memory.total
+        widths = [box.width for box in memory.boxes[rank * n_parts : (rank + 1) * n_parts]]
+        assert sum(rank_memory.parts.values()) == rank_memory.total
         assert memory.limit is not None
         share = rank_memory.total / estimate.cluster.device.memory_bytes
         assert sum(widths) == pytest.approx(memory.limit * share)
@@ -169,8 +167,12 @@ def test_measured_times_come_before_the_roofline() -> None:
 
     assert moved("add", 2**20) == pytest.approx(1e-3)
     assert moved("add", 2**15) == pytest.approx(math.sqrt(1e-6 * 1e-3))
+    slope = (1e-3 - 1e-6) / (2**20 - 2**10)
+    assert moved("add", 2**23) == pytest.approx(1e-3 + 7 * 2**20 * slope), "slower than memory"
     beyond = 7 * 2**20 / (device.memory_bandwidth * device.memory_efficiency)
-    assert moved("add", 2**23) == pytest.approx(1e-3 + beyond)
+    assert moved("gelu(tanh)", 2**23) == pytest.approx(6e-3 + beyond), "measured at one size"
+    assert moved("add", 2**8) == pytest.approx(1e-6), "no time below the launch's"
+    assert moved("gelu(tanh)", 2**19) == pytest.approx((6e-3 + device.launch_seconds) / 2)
     assert moved("add", 1) == pytest.approx(1e-6)
     assert moved("gelu(tanh)", 2**20) == pytest.approx(6e-3)
     attention = Operator("attention", "attention", 1e15, {}, {})
@@ -184,13 +186,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a moment, and no processes."""
     monkeypatch.setattr(calibrate, "MATMUL_SIZES", {"cpu": (16, 32)})
     monkeypatch.setattr(calibrate, "MOVED_BYTES", {"cpu": (2**12, 2**21)})
-    monkeypatch.setattr(calibrate, "MIN_SECONDS", 1e-5)
+    monkeypatch.setattr(trials, "measure_in_turns", partial(measure_in_turns, rounds=3))
     link = {"name": "none", "bandwidth": 1e9, "efficiency": 1.0, "latency": 1e-5}
     monkeypatch.setattr(calibrate, "measure_link", lambda kind: link)
     sizes = ("model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.vocab_size=128")
     trial = load_config("gpt2-124m", [*sizes, "data.sequence_length=32", "train.micro_batch=1", "train.global_batch=1"])
     settings = {"train.device": "cpu", "train.precision": "fp32", "train.compile": False}
-    monkeypatch.setattr(trials, "list_trials", lambda config, kind, precision: [trial.with_changes(settings)])
+    monkeypatch.setattr(trial_configs, "list_trials", lambda config, kind, precision: [trial.with_changes(settings)])
 
 
 def run(*words: str) -> int:
@@ -226,38 +228,6 @@ def test_products_that_take_too_long_are_left_out() -> None:
     shapes = calibrate.list_matmul_shapes("cpu")
     assert (2048, 2048, 768) in shapes
     assert (2048, 2048, 2048) not in shapes
-
-
-def test_functions_take_turns_until_their_least_times_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disturbed function goes on until three calls agree; the first two calls warm up."""
-    now, order = 0.0, list[str]()
-    durations = {"steady": itertools.repeat(1.0), "disturbed": iter([9.0, 9.0, 4.0, 2.0, 3.0, 2.01, 2.02, 2.0])}
-
-    def call(name: str) -> None:
-        nonlocal now
-        order.append(name)
-        now += next(durations[name])
-
-    clock = calibrate.Clock(torch.device("cpu"))
-    monkeypatch.setattr(clock, "read_seconds", lambda: now)
-    functions = [partial(call, "steady"), partial(call, "disturbed")]
-    assert clock.measure_fastest(functions, rounds=3) == pytest.approx([1.0, 2.0])
-    assert order[4:] == ["steady", "disturbed"] * 3 + ["disturbed"] * 2
-
-
-def test_a_disturbed_measurement_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls = 0.0, 0
-
-    def call() -> None:
-        nonlocal now, calls
-        calls += 1
-        now += 2.0**-calls + 1.0
-
-    clock = calibrate.Clock(torch.device("cpu"))
-    monkeypatch.setattr(clock, "read_seconds", lambda: now)
-    monkeypatch.setattr(calibrate, "AGREEMENT", 0.0)
-    clock.measure_fastest([call], rounds=3)
-    assert calls == 2 + calibrate.MAX_ROUNDS
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """Trials of a calibration: small steps whose operators are measured, and what is fitted to them."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,64 +11,31 @@ from torch import Tensor
 
 from megatfm.config import Config, load_config
 from megatfm.describe import describe
-from megatfm.estimate import trials
-from megatfm.estimate.calibrate import Clock
+from megatfm.errors import MegatfmError
+from megatfm.estimate.clock import Clock
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.roofline import name_matmuls
 from megatfm.estimate.trials import (
-    CallCollector,
     Trial,
     TrialTimes,
     fit_overheads,
-    list_trials,
+    fit_to_steps,
     measure_trials,
+    record_calls,
     tabulate_attention,
     tabulate_matmuls,
     tabulate_operators,
+    time_step_and_operators,
 )
-from megatfm.parallel.mesh import compute_axis_sizes
 
 ON_CPU = ("train.device=cpu", "train.precision=fp32")
 
 
-@pytest.mark.parametrize(
-    ("preset", "min_widths"),
-    [
-        ("vit-b16", 2),
-        pytest.param("llama3-8b", 3, marks=pytest.mark.extended),
-        pytest.param("t5-base", 2, marks=pytest.mark.extended),
-    ],
-)
-def test_trials_are_small_copies_on_one_rank(preset: str, min_widths: int) -> None:
-    configs = list_trials(load_config(preset), "cpu", "fp32")
-    assert len({config.model.d_model for config in configs}) >= min_widths
-    assert len({(c.train.micro_batch, c.data.sequence_length) for c in configs}) > 1
-    for config in configs:
-        sizes = compute_axis_sizes(config.parallel, 1)
-        assert set(sizes.values()) == {1}
-        tokens = describe(config).tokens_per_row * config.train.micro_batch
-        assert 6 * describe(config).active * tokens <= trials.MAX_FLOPS["cpu"]
-        assert describe(config).parameters <= trials.MAX_PARAMETERS["cpu"]
-
-
-def test_a_model_that_can_not_be_divided_has_no_trials() -> None:
-    assert list_trials(load_config("gpt2-xl"), "cpu", "fp32") == [], "25 heads"
-
-
-def test_trials_run_on_a_machine_that_the_config_is_not_for() -> None:
-    config = load_config("gpt2-124m", ["train.device=cuda", "train.cuda_graphs=true", "train.precision=bf16"])
-    trials_here = list_trials(config, "cpu", "fp32")
-    assert trials_here
-    assert {(trial.train.device, trial.train.precision) for trial in trials_here} == {("cpu", "fp32")}
-
-
 def collect(function: Callable[[], object]) -> list[Operator]:
-    calls: dict[Any, Any] = {}
-    with CallCollector(calls).record():
-        function()
-    return [call.operator for call in calls.values()]
+    """The operators of different calls."""
+    return [call.operator for call in dict.fromkeys(record_calls(function))]
 
 
 def test_a_linear_layer_has_a_matmul_of_each_layout() -> None:
@@ -88,7 +55,19 @@ def test_batched_matmuls_have_tables_of_their_own() -> None:
     q, k = torch.randn(5, 6, 4), torch.randn(5, 7, 4)
     (operator,) = (op for op in collect(lambda: q @ k.mT) if op.kind == "matmul")
     assert name_matmuls(operator) == "fp32 batched nt"
+    heads = torch.randn(6, 5, 4).transpose(0, 1)  # another head's row lies between two rows of a head
+    (operator_of_heads,) = (op for op in collect(lambda: torch.bmm(heads, k.mT)) if op.kind == "matmul")
+    assert name_matmuls(operator_of_heads) == "fp32 batched nt strided"
     assert tabulate_matmuls(TrialTimes([(operator, 10.0)])) == {"fp32 batched nt": [[6, 7, 4, 2.0]]}
+
+
+def test_products_measured_alone_take_as_long_as_those_of_steps() -> None:
+    """Alone at 4e9 FLOP/s, within steps at 8e9 and 16e9."""
+    alone = [[m, n, k, 2 * m * n * k / 4e9] for m, n, k in itertools.product((32, 128, 512), repeat=3)]
+    within = [[64, 64, 64, 2 * 64**3 / 8e9], [96, 96, 128, 2 * 96 * 96 * 128 / 16e9]]
+    share = sum(row[3] for row in within) / (2 * (64**3 + 96 * 96 * 128) / 4e9)
+    assert fit_to_steps(alone, within) == [pytest.approx([*row[:3], row[3] * share]) for row in alone]
+    assert fit_to_steps(alone, []) == alone
 
 
 @pytest.mark.parametrize(
@@ -97,6 +76,8 @@ def test_batched_matmuls_have_tables_of_their_own() -> None:
         (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), "gelu(tanh)"),
         (lambda x: x.T.contiguous(), "clone(strided)"),
         (lambda x: x.long() * 3, "mul(int64)"),
+        (lambda x: x.bfloat16() * (x > 0), "mul(bfloat16, bool)"),
+        (lambda x: x.bfloat16() * torch.tensor(2.0), "mul(bfloat16)"),
         (lambda x: x.sum(0), "sum([0])"),
         (lambda x: x.sum(1), "sum([1])"),
         (lambda x: x * x, "mul"),
@@ -107,10 +88,36 @@ def test_operators_have_variants(function: Callable[[Tensor], object], variant: 
     assert variant in tabulate_operators(TrialTimes([(op, 1.0) for op in collect(lambda: function(x))]))
 
 
-def test_equal_calls_are_measured_once_and_other_shapes_again() -> None:
+def test_equal_calls_are_measured_together_and_other_sizes_apart() -> None:
     x, y = torch.randn(6, 4), torch.randn(6, 5)
     operators = collect(lambda: (x * x, x * 2.0, x * 3.0, y * y, x * x))
     assert sorted(op.moved_bytes for op in operators) == [2 * 96, 2 * 96, 2 * 120]
+    assert [op.moved_bytes for op in collect(lambda: (torch.ones(3), torch.ones(5), torch.ones(3)))] == [12, 20]
+
+
+def test_steps_of_other_operators_are_not_compared() -> None:
+    runs = itertools.count()
+
+    def step() -> None:
+        for _ in range(1 + next(runs)):
+            torch.ones(2).add_(1)
+
+    with pytest.raises(MegatfmError, match=r"^--calibrate: two equal steps ran 2 and 6 operators, so they can't be "):
+        time_step_and_operators(Clock(torch.device("cpu")), step, len(record_calls(step)))
+
+
+def test_sums_over_other_dimensions_are_measured_apart() -> None:
+    x = torch.randn(6, 4)
+    tables = tabulate_operators(TrialTimes([(op, 1.0) for op in collect(lambda: (x.sum(0), x.sum(1), x.sum(0)))]))
+    assert tables == {"sum([0])": [[4 * (24 + 4), 1.0]], "sum([1])": [[4 * (24 + 6), 1.0]]}
+
+
+def test_a_product_added_in_place_is_a_matmul() -> None:
+    """As a head's gradient is added up over chunks of the logits: G += gᵀ x."""
+    total, gradient, x = torch.zeros(3, 4), torch.randn(6, 3), torch.randn(6, 4)
+    (operator,) = (op for op in collect(lambda: total.addmm_(gradient.T, x)) if op.kind == "matmul")
+    assert (name_matmuls(operator), operator.dims) == ("fp32 tn", (1, 3, 4, 6))
+    assert operator.flops == 2 * 3 * 4 * 6
 
 
 def test_attention_counts_the_visible_pairs() -> None:
@@ -132,6 +139,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("equal_seconds")
 @pytest.mark.parametrize(
     ("preset", "overrides"),
     [
@@ -143,8 +151,7 @@ SMALL = (
 def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequence[str]) -> None:
     """An estimate's operators are recorded without memory, a trial's where they run: both have the same names."""
     config = load_config(preset, [*SMALL, *overrides])
-    clock = Clock(torch.device("cpu"))
-    times = measure_trials([config], replace_measurement(clock))
+    times, _ = measure_trials([config], Clock(torch.device("cpu")))
     measured = set(tabulate_matmuls(times)) | set(tabulate_operators(times)) | set(tabulate_attention(times))
     with open_estimator(config, load_cluster("cpu", 1)) as opened:
         parts = opened.profile(opened.base).parts
@@ -159,23 +166,19 @@ def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequen
     assert times.trials[0].update > 0
 
 
-def replace_measurement(clock: Clock) -> Clock:
-    """Make a clock call each function once, and give each a second."""
-
-    def measure(functions: Sequence[Callable[[], object]], rounds: int = 0) -> list[float]:
-        for function in functions:
-            function()
-        return [1.0] * len(functions)
-
-    clock.measure_fastest = measure  # type: ignore[method-assign]
-    return clock
+def test_a_part_makes_no_gradients_of_its_outputs() -> None:
+    """They come from the part behind it."""
+    with open_estimator(load_config("gpt2-124m", SMALL), load_cluster("cpu", 1)) as opened:
+        backward = [op.name for part in opened.profile(opened.base).parts for op in part.backward]
+    assert not [name for name in backward if name.startswith("ones")]
 
 
+@pytest.mark.usefixtures("equal_seconds")
 def test_steps_that_are_held_out_give_no_operators() -> None:
     config = load_config("gpt2-124m", SMALL)
     wide = load_config("gpt2-124m", [*SMALL, "model.d_model=48"])
-    clock = replace_measurement(Clock(torch.device("cpu")))
-    times = measure_trials([config], clock, [wide])
+    times, others = measure_trials([config], Clock(torch.device("cpu")), [wide], [lambda: [7.0]])
+    assert others == [1.0]
     sizes = {size for operator, _ in times.operators for size in operator.dims or ()}
     assert 32 in sizes
     assert 48 not in sizes

@@ -14,18 +14,19 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.traced import run_trace
 from megatfm.imaginary.compiled import Fusion
+from tests.support.layouts import EXTENDED
 
 WIDTHS = [
     "model.n_layers=2", "train.micro_batch=1", "model.d_model=512", "model.attention.n_heads=8", "model.ffn.d_ff=1024",
 ]  # fmt: skip
+SMALL = [*WIDTHS, "model.vocab_size=512"]
 
 
 def trace_and_estimate(preset: str, gpus: int, *overrides: str) -> tuple[Any, int]:
     """Return the facts of a trace, and the modelled bytes that a block saves."""
     facts = run_trace(preset, overrides, gpus, 0).facts
-    with open_estimator(
-        load_config(preset, [*overrides, "train.precision=bf16"]), load_cluster("h100", gpus)
-    ) as opened:
+    config = load_config(preset, [*overrides, "train.precision=bf16"])
+    with open_estimator(config, load_cluster("h100", gpus)) as opened:
         estimate = opened.estimate(opened.base)
     assert facts["is_compiled"]
     assert estimate.compiled
@@ -33,27 +34,15 @@ def trace_and_estimate(preset: str, gpus: int, *overrides: str) -> tuple[Any, in
 
 
 @pytest.mark.usefixtures("forked_traces")
-@pytest.mark.parametrize(
-    ("preset", "gpus", "overrides"),
-    [
-        ("gpt2-124m", 1, [*WIDTHS, "parallel.zero=1", "train.global_batch=2", "model.vocab_size=512"]),
-        pytest.param(
-            "bert-base", 1, [*WIDTHS, "train.global_batch=2", "model.vocab_size=512"], marks=pytest.mark.extended
-        ),
-        pytest.param(
-            "albert-base", 1, [*WIDTHS, "train.global_batch=2", "model.vocab_size=512"], marks=pytest.mark.extended
-        ),
-        pytest.param(
-            "vit-s16", 1, ["model.n_layers=2", "train.micro_batch=2", "train.global_batch=4"],
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            "llama3-8b", 2, [*WIDTHS, "model.attention.n_kv_heads=2", "train.global_batch=4", "model.vocab_size=512"],
-            marks=pytest.mark.extended,
-        ),
-    ],
-    ids=["gpt2, dropout", "bert, dropout", "albert, one block for all", "vit", "llama, zero3"],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "gpus", "overrides"), [
+    pytest.param("gpt2-124m", 1, [*SMALL, "parallel.zero=1", "train.global_batch=2"], id="gpt2, dropout"),
+    pytest.param("bert-base", 1, [*SMALL, "train.global_batch=2"], id="bert, dropout", marks=EXTENDED),
+    pytest.param("albert-base", 1, [*SMALL, "train.global_batch=2"], id="albert, one block for all", marks=EXTENDED),
+    pytest.param("vit-s16", 1, ["model.n_layers=2", "train.micro_batch=2", "train.global_batch=4"], id="vit",
+                 marks=EXTENDED),
+    pytest.param("llama3-8b", 2, [*SMALL, "model.attention.n_kv_heads=2", "train.global_batch=4"], id="llama, zero3",
+                 marks=EXTENDED),
+])  # fmt: skip
 def test_a_compiled_block_is_traced_whole_and_saves_what_is_modelled(
     preset: str, gpus: int, overrides: list[str]
 ) -> None:
@@ -71,11 +60,11 @@ def test_a_compiled_block_is_traced_whole_and_saves_what_is_modelled(
     assert any(line.startswith("layers/linear.py") for _, layer, line in owners if layer != "-")
 
 
-@pytest.mark.extended
+@EXTENDED
 @pytest.mark.usefixtures("forked_traces")
 def test_experts_break_the_graph_of_a_compiled_block() -> None:
-    experts = ["model.ffn.n_experts=8", "parallel.ep=4", "train.global_batch=4", "model.vocab_size=512"]
-    facts, modelled = trace_and_estimate("olmoe-1b-7b", 4, *WIDTHS, *experts)
+    experts = ["model.ffn.n_experts=8", "parallel.ep=4", "train.global_batch=4"]
+    facts, modelled = trace_and_estimate("olmoe-1b-7b", 4, *SMALL, *experts)
     *_, last = facts["saved"].values()
     assert modelled == pytest.approx(last, rel=0.02)
     assert any(line.startswith("layers/block.py") for line in facts["graph_breaks"])
@@ -94,10 +83,9 @@ def test_a_block_that_can_not_be_compiled_is_one_line(tmp_path: Path, monkeypatc
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["plugins=['breaking']", "model.ffn.activation=breaking", "parallel.zero=1", "train.global_batch=1"]
-    with pytest.raises(
-        MegatfmError, match=r"block can't be compiled: .*graph_break.*: trace eager ones by train.compile"
-    ):
-        run_trace("gpt2-124m", [*WIDTHS, "model.vocab_size=512", *words], 1, 0)
+    message = r"block can't be compiled: .*graph_break.*: trace eager ones by train.compile"
+    with pytest.raises(MegatfmError, match=message):
+        run_trace("gpt2-124m", [*SMALL, *words], 1, 0)
 
 
 def test_pointwise_operators_between_matmuls_are_one_kernel_and_store_what_is_read() -> None:

@@ -100,11 +100,9 @@ def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -
     pair, actual = pair_of(model, seed), []
     search = {"num_beams": beams, "length_penalty": alpha, "early_stopping": "never"}
     expected = generate_by_transformers(pair, model, seed, **search).tolist()
-    for cache in (True, False):
-        actual = beam_search(
-            pair.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
-            penalty=power(alpha), cache=cache,
-        )  # fmt: skip
+    options = {"beams": beams, "max_tokens": NEW, "stop_token": STOP, "penalty": power(alpha)}
+    for cache in (True, False) if beams == 3 else (True,):
+        actual = beam_search(pair.model, prompts_of(model, seed), **options, cache=cache)
         assert [item.tokens.tolist() for item in actual] == [until_stop(row) for row in expected]
     if beams > 1:
         greedy = generate(pair.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()

@@ -1,6 +1,8 @@
 """Prompts of different lengths together, with and without cache, under every kind of position."""
 
 import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.inference.beam_search import beam_search
+from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import DecodingState, Prompts, generate
 from megatfm.layers.attention.patterns import PATTERNS as SHIPPED
 from megatfm.layers.initialisation import initialise_buffers
@@ -95,30 +97,25 @@ def alone(prompts: Prompts, row: int) -> Prompts:
     return Prompts([prompts.tokens[row]], encoder, prompts.prefix)
 
 
-@pytest.mark.parametrize(("parts", "side"), [
-    *(
-        (parts, side)
-        for parts, side in itertools.product(MODELS, SIDES)
-        if not parts.startswith("latent") or side != "encoder_decoder"
-    ),
-    *((parts, "decoder") for parts in PATTERNS),
-    ("window", "encoder_decoder"),
-])  # fmt: skip
+CASES = [*itertools.product(MODELS, SIDES), *((parts, "decoder") for parts in PATTERNS), ("window", "encoder_decoder")]
+CASES = [case for case in CASES if not (case[0].startswith("latent") and case[1] == "encoder_decoder")]
+
+
+@pytest.mark.parametrize(("parts", "side"), CASES)
 def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> None:
     model, prompts = build_case(parts, side)
     together = steps(model, prompts, cache=True)
     torch.testing.assert_close(together, steps(model, prompts, cache=False), rtol=1e-10, atol=1e-10)
-    for row in range(len(LENGTHS)):
-        for cache in (True, False):
-            single = steps(model, alone(prompts, row), cache=cache)
-            torch.testing.assert_close(together[row : row + 1], single, rtol=1e-10, atol=1e-10)
+    for row, cache in ((0, False), (1, False), (2, False), (2, True)):
+        single = steps(model, alone(prompts, row), cache=cache)
+        torch.testing.assert_close(together[row : row + 1], single, rtol=1e-10, atol=1e-10)
 
 
 def test_every_pattern_of_decoders_is_tried() -> None:
     """Beside full attention, the decoder's default, and patterns of encoders and images."""
-    message = [option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")]
+    tried = {options["name"] for kind in PATTERNS.values() for key, options in kind.items() if key.endswith("pattern")}
     shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
-    assert shipped - {"full", "longformer", "windows_2d"} == {options["name"] for _, options in message}
+    assert shipped - {"full", "longformer", "windows_2d"} == tried
     with pytest.raises(UsageError, match="choose family = 'encoder'"):
         build(ModelConfig.from_dotted(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
 
@@ -154,6 +151,28 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
         torch.testing.assert_close(logits[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_prompt_whose_likeliest_tokens_all_end_it_does_not_stop_the_others(beams: int) -> None:
+    model, prompts = build_case("rope", "decoder")
+    rows = list(prompts.tokens[:2])
+    likeliest = DecodingState(model, Prompts(rows), NEW).logits().sort(descending=True).indices
+    stops = [token for token in likeliest[0, :6].tolist() if token not in likeliest[1, : 2 * beams]][: 2 * beams]
+    assert len(stops) == 2 * beams
+
+    def search(prompts: list[Tensor]) -> list[tuple[list[int], float]]:
+        results = beam_search(model, Prompts(prompts), beams=beams, max_tokens=NEW, stop_token=stops)
+        return [(result.tokens.tolist(), pytest.approx(result.score)) for result in results]
+
+    assert search(rows) == [*search(rows[:1]), *search(rows[1:])]
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, 1e4, -1e4])
+def test_a_length_penalty_beyond_all_numbers_is_refused(alpha: float) -> None:
+    with pytest.raises(UsageError, match=r"length penalty = .*: choose a number from -10 to 10, e\.g\. 0\.6"):
+        gnmt_penalty(alpha)
+    assert 0 < gnmt_penalty(-10)(10**6) < gnmt_penalty(10)(10**6) < math.inf
+
+
 def test_one_beam_is_greedy() -> None:
     model, prompts = build_case("rope", "decoder")
     greedy = generate(model, prompts, max_tokens=NEW)[:, -NEW:]
@@ -171,13 +190,16 @@ def test_sampling_counts_positions_without_padding() -> None:
     assert torch.equal(together[0, -NEW:], single[0, -NEW:])
 
 
-def test_a_window_s_cache_keeps_a_window() -> None:
-    model, prompts = build_case("windows of two kinds", "decoder")
+def decode(model: torch.nn.Module, prompts: Prompts) -> Any:
     decoding = DecodingState(model, prompts, NEW)
     for _ in range(NEW):
         decoding.logits()
-        decoding.append(torch.full((len(LENGTHS),), 3))
-    assert decoding.cache is not None
+        decoding.append(torch.full((len(prompts.tokens),), 3))
+    return decoding
+
+
+def test_a_window_s_cache_keeps_a_window() -> None:
+    decoding = decode(*build_case("windows of two kinds", "decoder"))
     assert decoding.cache.length == max(LENGTHS) + NEW - 1
     near, full = (
         layer.update(*[torch.zeros(3, 4, 1, 4).double()] * 2, n_last=keeps)[0]
@@ -198,16 +220,9 @@ HELD = {
 @pytest.mark.parametrize("parts", PATTERNS)
 def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
     model, prompts = build_case(parts, "decoder")
-    decoding = DecodingState(model, Prompts(prompts.tokens[:1]), NEW)
-    for _ in range(NEW):
-        decoding.logits()
-        decoding.append(torch.full((1,), 3))
-    assert decoding.cache is not None
-    keys = decoding.cache.layers[0]._keys
-    assert keys is not None
-    everything = decoding.cache.layers[0].capacity
-    expected = HELD.get(parts, everything)
-    assert keys.shape[2] == expected
+    layer = decode(model, alone(prompts, 0)).cache.layers[0]
+    keys = layer._keys
+    assert keys.shape[2] == HELD.get(parts, layer.capacity)
     assert keys.untyped_storage().nbytes() == keys.nbytes, "no more is held than what is looked at"
 
 
@@ -216,10 +231,7 @@ def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
     model, prompts = build_case("latent, queries and values of other widths", "decoder")
     decoding = DecodingState(model, prompts, NEW)
     decoding.logits()
-    assert decoding.cache is not None
     for layer in decoding.cache.layers:
-        assert layer._keys is not None
-        assert layer._values is not None
         assert layer._keys.shape == (3, 1, layer.capacity, 6 + 2)
         assert layer._values.numel() == 0
 

@@ -12,7 +12,6 @@ from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, Ro
 import megatfm
 from megatfm.errors import UsageError
 from megatfm.inference.embeddings import SentenceEmbedder
-from megatfm.tokenizers import SentencePieceTokenizer
 from tests.support.reference_gradients import perturb
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
 
@@ -47,13 +46,15 @@ def by_hand(expected: Any, inputs: Any, pooling: str) -> torch.Tensor:
     if pooling == "first":
         return hidden[:, 0]
     counted = inputs["attention_mask"].bool()
+    if pooling == "last":
+        return hidden[torch.arange(len(hidden)), counted.sum(1) - 1]
     if pooling == "masked":
         text = counted & (inputs["input_ids"] > 4)
         counted = torch.where(text.any(1, keepdim=True), text, counted)
     return torch.stack([rows[mask].mean(0) for rows, mask in zip(hidden, counted, strict=True)])
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first", "masked"])
+@pytest.mark.parametrize("pooling", ["mean", "first", "last", "masked"])
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_vectors_are_transformers(bert: Any, pooling: Any, batch: int) -> None:
     folder, expected, tokenizer = bert
@@ -123,11 +124,6 @@ def test_wrong_requests_for_embeddings_are_refused(bert: Any) -> None:
     assert SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
 
 
-def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([ids]), **fields).hidden[0].mean(0)
-
-
 @pytest.mark.parametrize("begins", [None, (), (7,)])
 def test_a_decoder_reads_what_stood_before_texts_in_training(
     begins: tuple[int, ...] | None, tmp_path: Path, tokenizer_model: bytes
@@ -136,10 +132,11 @@ def test_a_decoder_reads_what_stood_before_texts_in_training(
     if begins is not None:
         write_next_checkpoint(run, {"begins": [*begins]})
     model = megatfm.load(run)
-    tokenizer = SentencePieceTokenizer(tokenizer_model)
-    before = [tokenizer.bos] if begins is None else [*begins]
+    before = [model.tokenizer.bos] if begins is None else [*begins]
     for text in ("import textwrap", "Größe"):
-        by_reference = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
+        tokens = torch.tensor([[*before, *model.tokenizer.encode(text).tolist()]])
+        with torch.no_grad():
+            by_reference = model(tokens).hidden[0].mean(0)
         vector = model.encode([text, "a longer text beside it"])[0]
         torch.testing.assert_close(vector, by_reference, rtol=1e-5, atol=1e-5)
 
@@ -161,16 +158,6 @@ def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: by
     run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
         megatfm.load(run).encode("a")
-
-
-def test_the_last_token_s_vector(bert: Any) -> None:
-    folder, expected, tokenizer = bert
-    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        hidden = expected(**inputs).last_hidden_state
-    last = hidden[torch.arange(len(SENTENCES)), inputs["attention_mask"].sum(1) - 1]
-    vectors = megatfm.load(folder).encode(SENTENCES, pooling="last", batch=2)
-    torch.testing.assert_close(vectors, last, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last", "masked"])

@@ -74,12 +74,14 @@ def instances(requests: Sequence[Any]) -> list[SimpleNamespace]:
     return [SimpleNamespace(args=request) for request in requests]
 
 
-def test_the_interface_of_the_harness(
-    loaded: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def fake_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["lm_eval.api.model"].LM = FakeLM  # type: ignore[attr-defined]
+
+
+def test_the_interface_of_the_harness(loaded: TextModel, fake_harness: None, caplog: pytest.LogCaptureFixture) -> None:
     model = harness_model(loaded, batch_size=3)
     assert isinstance(model, FakeLM)
     assert model.tokenizer_name == loaded.tokenizer.hash
@@ -95,9 +97,8 @@ def test_the_interface_of_the_harness(
     prompts = [("import", {"until": "\n", "max_gen_toks": 6}), ("def " * 30, {"until": [], "max_gen_toks": 4})]
     texts = model.generate_until(instances(prompts))
     assert texts[0] == generate_texts(loaded, [TextRequest("import", 6, ("\n",))])[0]
-    assert texts == model.generate_until(
-        instances([(prompt, options | {"until": ["", *options["until"]]}) for prompt, options in prompts])
-    ), "an empty text ends none, as in the harness's own models"
+    with_empty = [(prompt, options | {"until": ["", *options["until"]]}) for prompt, options in prompts]
+    assert texts == model.generate_until(instances(with_empty)), "it ends none, as in the harness's own models"
     assert "1 of 2 prompts are cut at their start, for positions end at 24" in caplog.text
     with pytest.raises(UsageError, match="generation_kwargs: num_beams is none of"):
         model.generate_until(instances([("a", {"num_beams": 3})]))
@@ -213,13 +214,6 @@ def write_chat_model(folder: Path) -> Path:
 
 def open_chat_model(folder: Path) -> TextModel:
     return TextModel(load_hf_model(folder), **load_generation_fields(folder))
-
-
-@pytest.fixture
-def fake_harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["lm_eval.api.model"].LM = FakeLM  # type: ignore[attr-defined]
 
 
 def test_a_chat_template_renders_as_transformers_does(tmp_path: Path, fake_harness: None) -> None:

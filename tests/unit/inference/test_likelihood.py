@@ -5,7 +5,7 @@ import json
 import lzma
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,12 +82,12 @@ def check(results: list[Likelihood], expected: list[Likelihood]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch_size", [1, 7, 32])
-def test_any_batch_gives_what_each_row_alone_gives(name: str, batch_size: int) -> None:
+def test_any_batch_gives_what_each_row_alone_gives(name: str) -> None:
     model = random_model(MODELS[name])
     continuations = draw_continuations(23, encoder=name == "encoder-decoder")
     expected = [by_hand(model, continuation) for continuation in continuations]
-    check(score(model, continuations, batch_size=batch_size), expected)
+    for batch_size in (1, 7, 32):
+        check(score(model, continuations, batch_size=batch_size), expected)
 
 
 def test_all_tokens_of_a_prefix_see_one_another() -> None:
@@ -112,16 +112,13 @@ def test_a_greedy_continuation_is_marked() -> None:
 @pytest.mark.parametrize("make", [build_hf_gpt2, build_hf_llama])
 def test_likelihoods_are_transformers_s(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     reference = make().double()
-    reference.save_pretrained(tmp_path / "hf")
-    model = load_hf_model(tmp_path / "hf", dtype=torch.float64)
+    reference.save_pretrained(tmp_path)
+    model = load_hf_model(tmp_path, dtype=torch.float64)
     continuations = draw_continuations(8, vocabulary=60, longest=20)
-    expected = []
-    for row in continuations:
-        with torch.no_grad():
-            logs = reference(torch.tensor([row.tokens])).logits[0].log_softmax(-1)[len(row.context) - 1 :]
-        expected.append(float(sum(logs[place, target] for place, target in enumerate(row.targets))))
+    expected = [by_hand(reference, continuation) for continuation in continuations]
     actual = [likelihood.log_probability for likelihood in score(model, continuations, batch_size=3)]
-    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-10, atol=1e-10)
+    log_probabilities = [likelihood.log_probability for likelihood in expected]
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(log_probabilities), rtol=1e-10, atol=1e-10)
 
 
 def scored_on_rank() -> list[list[Likelihood]]:
@@ -132,12 +129,11 @@ def scored_on_rank() -> list[list[Likelihood]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_ranks_change_no_bit(workers: Workers, ranks: int) -> None:
+def test_ranks_change_no_bit(workers: Workers) -> None:
     """Ranks have different numbers of 23 rows; with 5 ranks and large batches some have none."""
     alone = scored_on_rank()
-    for results in workers.run(scored_on_rank, ranks):
-        assert results == alone
+    for ranks in (2, 3, 5):
+        assert workers.run(scored_on_rank, ranks) == [alone] * ranks
 
 
 def refused_on_rank() -> str:
@@ -207,18 +203,14 @@ def test_an_encoder_reads_the_context(tmp_path: Path, tokenizer_model: bytes) ->
 PROMPTS = [
     "import", "", "größer 東京 textwrap", "def wrap(self, text):" * 3, "x", "import textwrap as t", "y " * 9,
 ]  # fmt: skip
-CONFIGS = {
-    "decoder": (SMALL_DECODER, "causal"),
-    "encoder-decoder": (SMALL_DECODER.with_changes({"family": "encoder_decoder"}), "prefix"),
-}
 
 
 def write_run(folder: Path, tokenizer_model: bytes, name: str = "decoder") -> Path:
-    config, objective = CONFIGS[name]
-    return write_trained_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective)
+    objective = "prefix" if name == "encoder-decoder" else "causal"
+    return write_trained_run(folder / "run", tokenizer_model, random_model(MODELS[name], torch.float32), objective)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
 def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model: bytes, name: str) -> None:
     loaded = open_text_model(write_run(tmp_path, tokenizer_model, name), dtype="float64")
     vocabulary = loaded.tokenizer.vocab_size
@@ -235,11 +227,9 @@ def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model
         assert generate_texts(loaded, stopped, batch_size=batch_size) == [text.split(letter)[0] for text in alone]
 
 
-def write_task(folder: Path, kind: str, answers: list[str], more: str = "") -> Path:
-    rows = [
-        {"ask": prompt or "z", "answer": answer, "key": number % 3}
-        for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True))
-    ]
+def write_task(folder: Path, kind: str, answers: list[str], more: str = "", prompts: Sequence[str] = PROMPTS) -> Path:
+    pairs = enumerate(zip(prompts, answers, strict=True))
+    rows = [{"ask": prompt or "z", "answer": answer, "key": number % 3} for number, (prompt, answer) in pairs]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "task.toml"
     path.write_text(f'kind = "{kind}"\ndata = "rows.jsonl"\nprompt = "{{{{ ask }}}}"\n{more}')
@@ -291,6 +281,8 @@ METRICS = {
     "generation": {"exact_match", "f1"},
     "retrieval": {"recall_at_1", "recall_at_10", "reciprocal_rank"},
 }
+SUMS = {"bits_per_byte", "perplexity"}
+"""Metrics whose last bits depend on the batch."""
 
 
 @pytest.mark.parametrize(
@@ -313,13 +305,14 @@ def test_ranks_and_batches_change_no_decision(
         assert results == alone, "to the last bit at one batch size"
     first = alone[0].summary["metrics"]
     assert first.keys() == METRICS[kind]
-    for result in alone[1:]:
-        for metric, value in first.items():
-            is_sum = metric in ("bits_per_byte", "perplexity")
-            assert result.summary["metrics"][metric] == (pytest.approx(value, rel=1e-12, abs=0) if is_sum else value)
+    sums = {"bits_per_byte", "perplexity"}
+    expected = {
+        name: pytest.approx(value, rel=1e-12, abs=0) if name in sums else value for name, value in first.items()
+    }
+    assert [result.summary["metrics"] for result in alone[1:]] == [expected] * 2
     if kind == "generation" and not shots:
-        expected = [text == answer for text, answer in zip(texts, answers, strict=True)]
-        assert first["exact_match"] >= sum(expected) / len(PROMPTS)
+        n_exact = sum(text == answer for text, answer in zip(texts, answers, strict=True))
+        assert first["exact_match"] >= n_exact / len(PROMPTS)
         assert [record["text"] for record in alone[0].records] == texts
 
 
@@ -333,10 +326,7 @@ def test_a_question_beyond_the_positions_is_named_by_its_row(
 ) -> None:
     config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 20}})
     run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
-    task = write_task(tmp_path, kind, ["x"] * len(PROMPTS), OPTIONS.get(kind, ""))
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    rows = [rows[0] | {"ask": prompt} for prompt in ("a", "größer " * 30, "東京 " * 40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = write_task(tmp_path, kind, ["x"] * 3, OPTIONS.get(kind, ""), ("a", "größer " * 30, "東京 " * 40))
     with pytest.raises(UsageError, match=f"rows.jsonl, {message}"):
         evaluate_questions(open_text_model(run), open_evaluation_task(task))
 
@@ -388,15 +378,14 @@ def test_texts_are_compressed_one_after_the_other(monkeypatch: pytest.MonkeyPatc
     corpus: Any = SimpleNamespace(folder="a", n_text_bytes=24_000)
     actual = measure_compressors(corpus, tokenizer=None)  # type: ignore[arg-type]
     joined = b"".join(map(bytes, texts))
-    one_shot = {"gzip -9": partial(gzip.compress, mtime=0), "xz -9": partial(lzma.compress, preset=9)}
-    assert actual == {
-        key: value
-        for name, compress in one_shot.items()
-        for key, value in (
-            (f"{name}, per document", sum(len(compress(bytes(text))) for text in texts) / 3000),
-            (f"{name}, joined", len(compress(joined)) / 3000),
-        )
-    }
+    expected = {}
+    for name, compress in {
+        "gzip -9": partial(gzip.compress, mtime=0),
+        "xz -9": partial(lzma.compress, preset=9),
+    }.items():
+        expected[f"{name}, per document"] = sum(len(compress(bytes(text))) for text in texts) / 3000
+        expected[f"{name}, joined"] = len(compress(joined)) / 3000
+    assert actual == expected
 
 
 def test_a_corpus_without_text_has_nothing_to_compress() -> None:

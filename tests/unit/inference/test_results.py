@@ -30,13 +30,17 @@ def read_strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def open_with_task(monkeypatch: pytest.MonkeyPatch, run: Path, task: dict[str, str]) -> None:
+    """Have an evaluation open the run as one of a task, without its model."""
+    config = load_config(run / "config.toml").with_changes({"task": task})
+    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+
+
 @pytest.mark.parametrize("search", [{"length_penalty": 0.5}, {"length_penalty": 0.5, "beams": 1}])
 def test_a_length_penalty_without_a_beam_search_is_refused(
     search: dict[str, float], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(run / "config.toml")
-    config = config.with_changes({"task": {"form": "generation", "train": "a.jsonl", "label": "b"}})
-    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    open_with_task(monkeypatch, run, {"form": "generation", "train": "a.jsonl", "label": "b"})
     with pytest.raises(UsageError, match="--length-penalty: is for a beam search"):
         predict_file(run, "new.jsonl", search=search)
 
@@ -52,9 +56,7 @@ def test_a_finetuned_model_that_diverged_has_results(
     loss: float, stored_loss: object, perplexity: object, run: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    config = load_config(run / "config.toml")
-    config = config.with_changes({"task": {"form": "chat", "train": "a.jsonl", "validation": "b.jsonl"}})
-    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    open_with_task(monkeypatch, run, {"form": "chat", "train": "a.jsonl", "validation": "b.jsonl"})
     evaluated = run / "checkpoints/step-00000030", {"validation": EvaluatedFile(loss=loss, n_examples=3)}
     monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: evaluated)
     results = evaluate_task(run)
@@ -97,9 +99,7 @@ def test_predictions_do_not_replace_those_of_the_evaluation(
     other.parent.mkdir()
     for file in (evaluated, other):
         file.write_text("text,label\na,b\n")
-    config = load_config(run / "config.toml")
-    config = config.with_changes({"task": {"train": "a.csv", name: str(evaluated)}})
-    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    open_with_task(monkeypatch, run, {"train": "a.csv", name: str(evaluated)})
     monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: None)  # as on a rank other than 0
     with pytest.raises(UsageError, match=rf"predictions/{name}\.jsonl is for the predictions of task\.{name}"):
         predict_file(run, str(other))
@@ -107,15 +107,13 @@ def test_predictions_do_not_replace_those_of_the_evaluation(
         assert predict_file(run, str(file), out) is None
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"[1]", b'{"sets": 3}', b'{"sets": {"validation": {"threshold": []}}}', b"\xff"]
-)
+@pytest.mark.parametrize("content", [
+    b"{", b"[1]", b'{"sets": 3}', b'{"sets": {"validation": {"threshold": []}}}', b"\xff",
+])  # fmt: skip
 def test_a_damaged_threshold_is_one_line_before_anything_is_predicted(
     content: bytes, tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(run / "config.toml")
-    config = config.with_changes({"task": {"form": "span_extraction", "train": "a.json"}})
-    monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
+    open_with_task(monkeypatch, run, {"form": "span_extraction", "train": "a.json"})
     monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: pytest.fail("the file was predicted"))
     (tmp_path / "new.json").write_text("{}")
     (tmp_path / "task.json").write_bytes(content)

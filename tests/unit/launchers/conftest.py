@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatfm.config import load_config, to_toml
+from megatfm.launchers import snapshot
 from tests.support.launch_jobs import COMMANDS, STAND_IN, FakeSlurm, MakeRun
 from tests.support.slurm_attempts import RUNNING
 
@@ -68,10 +70,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     return run
 
 
+COLLECT_ONCE = cache(snapshot.collect_code)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Path:
-    """A folder to launch from, with corpora and nothing else."""
+    """A folder to launch from, with corpora and nothing else; the code of jobs is read and hashed once."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(snapshot, "collect_code", lambda plugins: COLLECT_ONCE(tuple(plugins)))
     return tmp_path
 
 

@@ -60,6 +60,25 @@ def test_a_refused_run_has_the_config_that_was_replaced(folder: Path, code: int,
     assert (run / "from.toml").read_text() == expected
 
 
+REFUSED_AFTER_A_STEP = """
+import json, sys
+with open("runs/quickstart/events.jsonl", "a") as file:
+    file.write(json.dumps({"event": "resumed"}) + "\\n" + json.dumps({"event": "failed"}) + "\\n")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(("program", "state"), [("import sys; sys.exit(2)", "DONE"), (REFUSED_AFTER_A_STEP, "FAILED")])
+def test_a_refused_start_leaves_the_state_of_a_finished_run(folder: Path, program: str, state: str) -> None:
+    assert run_launch("--nproc", "1") == 0
+    run = folder / "runs" / "quickstart"
+    records = {name: (run / name).read_bytes() for name in ("launch.json", "restarts.json")}
+    (folder / "fake_rank.py").write_text(program)
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == 2
+    assert get_run_status(run).state.name == state
+    assert (records == {name: (run / name).read_bytes() for name in records}) == (state == "DONE")
+
+
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
     status = json.loads(capfd.readouterr().out)
@@ -71,21 +90,17 @@ def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.C
     assert status["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
-def test_threads_without_affinity_are_of_all_cores(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("own_count", "expected"), [("", "3"), ("5", "5")], ids=["seven cores", "the user's count"])
+def test_threads_without_affinity_are_of_all_cores_and_the_user_s_count_wins(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_count: str, expected: str
 ) -> None:
     """macOS has no os.sched_getaffinity."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.setattr("os.cpu_count", lambda: 7)
+    if own_count:
+        monkeypatch.setenv("OMP_NUM_THREADS", own_count)
     assert run_launch("--nproc", "2") == 0
-    assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "3"
-
-
-def test_own_thread_count_wins(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run_launch("--nproc", "1") == 0
-    assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "3"
+    assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == expected
 
 
 def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
@@ -198,6 +213,15 @@ def test_impossible_launches_start_nothing(folder: Path, words: list[str], reaso
     assert not (folder / "runs").exists()
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_refused_before_anything_starts(folder: Path) -> None:
+    checkpoints = folder / "runs" / "quickstart" / "checkpoints"
+    (checkpoints / "step-00000002").mkdir(parents=True)
+    (checkpoints / "step-00000004").symlink_to(folder / "elsewhere")
+    with pytest.raises(UsageError, match="step-00000004 is a symbolic link: put the checkpoint itself there"):
+        run_launch("--nproc", "1")
+    assert sorted(path.name for path in checkpoints.parent.iterdir()) == ["checkpoints"]
+
+
 REFUSED = """
 import os, sys
 if os.environ.get("MEGATFM_NEW_RUN") != os.path.abspath("runs/quickstart"):
@@ -225,19 +249,14 @@ def test_a_run_that_began_keeps_its_files_when_it_is_refused(folder: Path, file:
     assert names == {Path(file).name, "launch.json", "restarts.json", "rank-1.log"}
 
 
-def test_ranks_of_a_folder_that_was_there_are_not_told_that_it_is_new(folder: Path) -> None:
-    (folder / "runs/quickstart").mkdir(parents=True)
-    (folder / "fake_rank.py").write_text(REFUSED)
-    assert run_launch("--nproc", "1") == 2
-    assert (folder / "not-new").read_text() == "x"
-    assert (folder / "runs/quickstart/restarts.json").exists()
-
-
-def test_ranks_of_a_second_attempt_are_not_told_that_the_folder_is_new(folder: Path) -> None:
-    (folder / "fake_rank.py").write_text(
-        "import os\nopen('runs/quickstart/plan.txt', 'w')\n"
-        f"if 'MEGATFM_NEW_RUN' in os.environ: raise SystemExit(3)\n{REFUSED}"
+@pytest.mark.parametrize("first_attempt", [False, True], ids=["it was there", "a first attempt made it"])
+def test_ranks_of_a_folder_that_is_not_new_are_not_told_that_it_is(folder: Path, first_attempt: bool) -> None:
+    attempt = (
+        "import os\nopen('runs/quickstart/plan.txt', 'w')\nif 'MEGATFM_NEW_RUN' in os.environ: raise SystemExit(3)\n"
     )
+    if not first_attempt:
+        (folder / "runs/quickstart").mkdir(parents=True)
+    (folder / "fake_rank.py").write_text(attempt * first_attempt + REFUSED)
     assert run_launch("--nproc", "1", "--max-restarts", "2") == 2
     assert (folder / "not-new").read_text() == "x"
     assert (folder / "runs/quickstart/restarts.json").exists()

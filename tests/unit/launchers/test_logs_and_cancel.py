@@ -13,6 +13,7 @@ import pytest
 
 from megatfm.launchers.logs import ERROR_PATTERN, ErrorScanner, follow_logs, print_tails, select_logs
 from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm
+from tests.support.waiting import wait_until
 
 
 def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,22 +42,16 @@ def test_following_shows_what_comes_and_who_gets_into_trouble(make: MakeRun) -> 
     thread = threading.Thread(target=follow_logs, args=(run, tails, False, over.is_set, out))
     thread.start()
 
-    def until(text: str) -> None:
-        deadline = time.monotonic() + 20
-        while text not in out.getvalue():
-            assert time.monotonic() < deadline, out.getvalue()
-            time.sleep(0.02)
-
     with (run / "logs" / "rank-0.log").open("a") as file:
         file.write("a new li")
         file.flush()
         time.sleep(0.1)
         assert "a new li" not in out.getvalue(), "whole lines only"
         file.write("ne\n")
-    until("rank 0 | a new line\n")
+    wait_until(lambda: "rank 0 | a new line\n" in out.getvalue())
     with (run / "logs" / "rank-1.log").open("a") as file:
         file.write("Traceback (most recent call last):\n")
-    until("rank 1 | old\nrank 1 | Traceback (most recent call last):\n")
+    wait_until(lambda: "rank 1 | old\nrank 1 | Traceback (most recent call last):\n" in out.getvalue())
     with (run / "logs" / "rank-0.log").open("a") as file:
         file.write("the last word\n")
     over.set()

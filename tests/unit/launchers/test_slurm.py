@@ -248,10 +248,13 @@ def test_flags_of_sbatch_are_in_the_script_once(capsys: pytest.CaptureFixture[st
 
 
 def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
+    run = submit(
+        "quickstart", "train.steps=77", nodes=2, chain=2, max_restarts=0, sbatch=["--exclusive", "--mail-type=FAIL"]
+    )
     assert run.run_dir == folder / "runs" / "quickstart"
     script = (run.run_dir / "slurm" / "pretrain.sbatch").read_text()
     assert "#SBATCH --exclusive\n#SBATCH --mail-type=FAIL\n" in script
+    assert "--max-restarts 0" in script
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     assert (run.state.name, run.progress.steps) == ("RUNNING", 77)
     with pytest.raises(TimeoutError, match=r"runs/quickstart: still RUNNING after 0\.1 s: job 12, n1"):
@@ -269,9 +272,3 @@ def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys
     ):
         with pytest.raises(UsageError, match=reason):
             submit("quickstart", **flags)
-
-
-@pytest.mark.usefixtures("fake_slurm")
-def test_submit_from_python_passes_a_zero_on() -> None:
-    run = submit("quickstart", max_restarts=0)
-    assert "--max-restarts 0" in (run.run_dir / "slurm" / "pretrain.sbatch").read_text()

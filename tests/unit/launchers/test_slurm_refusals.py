@@ -223,11 +223,6 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(explain_layout_error(config, 3))
 
 
-def test_a_micro_batch_that_would_fit_is_suggested() -> None:
-    config = load_config("quickstart", ["train.global_batch=16", "train.micro_batch=16"])
-    assert str(explain_layout_error(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
-
-
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-moe"])
 def test_small_presets_fit_the_processes_that_their_commands_start(name: str) -> None:
     config = load_config(name, [])

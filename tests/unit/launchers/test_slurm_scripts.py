@@ -59,17 +59,22 @@ printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
 """
 
 
+def write_programs(folder: Path, **contents: str) -> Path:
+    """Write scripts to put on PATH, by name; returns their folder."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, content in contents.items():
+        (programs / name).write_text(content)
+        (programs / name).chmod(0o755)
+    return programs
+
+
 @pytest.mark.parametrize("text", QUOTED)
 @pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
 def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendered script runs in a real bash, with commands that note their arguments."""
-    programs = folder / "bin"
-    programs.mkdir()
-    for name in ("srun", "scontrol", "squeue", "prepare"):
-        (programs / name).write_text(STUB)
-    (programs / "python it's").write_text(PYTHON)
-    for program in programs.iterdir():
-        program.chmod(0o755)
+    stubs = dict.fromkeys(("srun", "scontrol", "squeue", "prepare"), STUB)
+    programs = write_programs(folder, **stubs, **{"python it's": PYTHON})
     monkeypatch.setattr("sys.executable", str(programs / "python it's"))
     site = Site(
         environment={"HOSTILE": text}, container=["run", text], python=text, setup=[["prepare", text]],
@@ -100,14 +105,8 @@ def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, mo
 
 def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[int, list[str]]:
     """Run pretrain.sbatch in bash with an srun of the test's own; the code, and what the helper was asked."""
-    programs = folder / "bin"
-    programs.mkdir()
-    (programs / "srun").write_text(f"#!/bin/bash\n{srun}\n")
-    (programs / "python").write_text(
-        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in prolog) {plan} ;; epilog) exit 42 ;; esac\n'
-    )
-    for program in programs.iterdir():
-        program.chmod(0o755)
+    helper = f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in prolog) {plan} ;; epilog) exit 42 ;; esac\n'
+    programs = write_programs(folder, srun=f"#!/bin/bash\n{srun}\n", python=helper)
     script = (
         SlurmLauncher(Site()).render(make_job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
     )
@@ -146,10 +145,8 @@ def test_a_signal_during_the_prolog_starts_nothing_and_reaches_the_epilog(folder
 @pytest.mark.parametrize(("handled", "code"), [("trap 'exit 75' TERM; ", 75), ("", 75), ("trap 'exit 1' TERM; ", 1)])
 def test_a_signal_just_after_srun_began_reaches_a_preparation(folder: Path, handled: str, code: int) -> None:
     """Before bash has noted srun's process id; a preparation that has no handler yet dies of it, with 143."""
-    programs = folder / "bin"
-    programs.mkdir()
-    (programs / "srun").write_text(f"#!/bin/bash\n{handled}for _ in $(seq 200); do sleep 0.05; done\n")
-    (programs / "srun").chmod(0o755)
+    srun = f"#!/bin/bash\n{handled}for _ in $(seq 200); do sleep 0.05; done\n"
+    programs = write_programs(folder, srun=srun)
     script = SlurmLauncher(Site(requeue=False)).render(make_prep_job())["data_prep.sbatch"]
     script = script.replace("\nstep=$!", "\nkill -TERM $$\nstep=$!")
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
@@ -246,12 +243,6 @@ def test_usable_nodes_are_the_healthy_ones(fake_slurm: FakeSlurm) -> None:
         "sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\nn9 \nn10\n\n"
     )
     assert scheduler.list_usable_nodes("main") == {"n1", "n2", "n5", "n7"}
-
-
-def test_a_machine_without_slurm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match="squeue is not on PATH: run this on a login node"):
-        scheduler.run_slurm_command("squeue")
 
 
 def test_a_scheduler_that_hangs_is_given_up(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,26 +57,26 @@ def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Cap
     assert result["seconds_left"] == 120.0
 
 
-@pytest.mark.parametrize(("codes", "record", "state"), [
-    ((1, 0), "", "DONE: job 7: of a test"),
-    ((1, 76), "", "NO PROGRESS: job 7: of a test"),
-    ((75,), "", "STOPPED: job 7: of a test"),
-    ((2,), "", "FAILED: job 7: of a test"),
-    ((75,), "JobId=7 JobState=CANCELLED ExitCode=0:15", "CANCELLED: job 7: exit code 0:15"),
-    ((), "JobId=7 JobState=NODE_FAIL ExitCode=1:0", "NODE_FAIL: job 7: exit code 1:0"),
-    ((None,), "", "GONE: job 7: SLURM has forgotten it"),
+@pytest.mark.parametrize(("codes", "answers", "state"), [
+    ((1, 0), {}, "DONE: job 7: of a test"),
+    ((1, 76), {}, "NO PROGRESS: job 7: of a test"),
+    ((75,), {}, "STOPPED: job 7: of a test"),
+    ((2,), {}, "FAILED: job 7: of a test"),
+    ((75,), {"scontrol-show": "JobId=7 JobState=CANCELLED ExitCode=0:15\n"}, "CANCELLED: job 7: exit code 0:15"),
+    ((), {"scontrol-show": "JobId=7 JobState=NODE_FAIL ExitCode=1:0\n"}, "NODE_FAIL: job 7: exit code 1:0"),
+    ((), {"sacct": "OUT_OF_MEMORY|0:125\n"}, "OUT_OF_MEMORY: job 7: exit code 0:125"),
+    ((None,), {}, "GONE: job 7: SLURM has forgotten it"),
 ])  # fmt: skip
 def test_after_the_job_has_left_the_queue(
-    make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
+    make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], answers: dict[str, str], state: str
 ) -> None:
-    """squeue knows it no more; scontrol may, for some minutes; then the run's own record tells."""
+    """squeue knows it no more; scontrol may, for some minutes, and sacct; then the run's own record tells."""
     run = make(launcher="slurm", jobs=["7"])
     write_attempts(run, *codes)
-    fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
-    if record:
-        fake_slurm.answer("scontrol-show", f"{record}\n")
-    else:
-        fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
+    for command in {"squeue", "scontrol-show"} - answers.keys():
+        fake_slurm.fail(command, "slurm_load_jobs error: Invalid job id specified\n")
+    for command, answer in answers.items():
+        fake_slurm.answer(command, answer)
     result = get_run_status(run)
     assert f"{result.state.name}: {result.state.reason}" == state
     assert result.state.is_over
@@ -133,15 +133,6 @@ def test_status_shows_array_progress(make: MakeRun, fake_slurm: FakeSlurm, capsy
     assert (get_run_status(run).state.name, get_run_status(run).work) == ("DONE", "the corpus is finished")
 
 
-def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm) -> None:
-    run = make(launcher="slurm", jobs=["7"])
-    for command in ("squeue", "scontrol-show"):
-        fake_slurm.fail(command, "Invalid job id specified\n")
-    fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    state = get_run_status(run).state
-    assert (state.name, state.reason) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
-
-
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
@@ -177,6 +168,26 @@ def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: MakeRun) -> N
     os.utime(run / "lock", (1, 1))
     assert get_run_status(run).state.name == "DONE", "nobody does"
     assert not list(run.glob(".now*"))
+
+
+@pytest.mark.parametrize(("events", "state"), [
+    (["started", "finished"], "DONE"),
+    (["started", "finished early"], "DONE"),
+    (["resumed", "finished", "slow", "refused", "refused"], "DONE"),
+    (["resumed", "stopped", "refused"], "STOPPED"),
+    (["started", "failed", "refused"], "ENDED"),
+    (["finished", "resumed"], "ENDED"),
+])  # fmt: skip
+def test_the_state_of_a_run_is_that_of_its_last_start_that_was_not_refused(
+    make: MakeRun, events: list[str], state: str
+) -> None:
+    run, launched = make(), make("launched", launcher="local", host=socket.gethostname())
+    for folder in (run, launched):
+        lines = [json.dumps({"event": event, "detail": f"{n}"}) for n, event in enumerate(events)]
+        (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert get_run_status(run).state.name == state
+    assert get_run_status(run).event == f"{events[-1]}: {len(events) - 1}", "the last event is shown"
+    assert get_run_status(launched).state.name == state.replace("ENDED", "FAILED")
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "launch.json"])

@@ -5,7 +5,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ import pytest
 
 from megatfm.errors import MegatfmError
 from megatfm.launchers.supervisor import Child, _ChildGroup, supervise
+from tests.support.forked_commands import ForkedCommand
+from tests.support.waiting import wait_until
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """
@@ -68,33 +69,28 @@ def team(folder: Path, behaviours: list[str]) -> list[Child]:
     ]
 
 
+Launch = Callable[..., ForkedCommand]
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def launch(tmp_path: Path) -> Iterator[Launch]:
     """Start a launcher in a process of its own and wait until all its ranks are up."""
     started = []
+    program = tmp_path / "launcher.py"
+    program.write_text(LAUNCHER)
 
-    def start(*behaviours: str, hangup: str = "SIG_DFL") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LAUNCHER, hangup, str(tmp_path), *behaviours]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
+    def start(*behaviours: str, hangup: str = "SIG_DFL") -> ForkedCommand:
+        words = [hangup, tmp_path, *behaviours]
+        started.append(ForkedCommand(words, tmp_path / "output", ROOT, program=str(program)))
         wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(len(behaviours))))
-        return process
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-    for path in tmp_path.glob("pid-?"):  # whoever a failing test left running would keep the pipes open
+    for command in started:
+        command.end()
+    for path in tmp_path.glob("pid-?"):  # whoever a failing test left running
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.read_text()), signal.SIGKILL)
-    for process in started:
-        process.communicate()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_running(folder: Path, rank: int) -> bool:
@@ -127,11 +123,10 @@ def test_the_first_child_has_the_terminal_others_have_logs(tmp_path: Path, capfd
     assert log.count("rank 1 says why") == 2, "a second launch appends"
 
 
-def test_a_failed_rank_is_named_and_ends_others(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("save", "save", "exit3")
-    _, output = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert output == (
+def test_a_failed_rank_is_named_and_ends_others(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("save", "save", "exit3")
+    assert launcher.wait(30) == 1
+    assert launcher.output == (
         "megatfm: rank 2 failed first (exit code 3), so the others were ended; "
         f"the end of {tmp_path}/logs/rank-2.log:\n  some output\n  rank 2 says why\n"
     )
@@ -147,30 +142,27 @@ def test_a_rank_whose_log_is_gone_is_still_named(tmp_path: Path, capfd: pytest.C
     )
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("hang", "abort")
-    _, output = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert output.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("hang", "abort")
+    assert launcher.wait(30) == 1
+    assert launcher.output.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
     assert signals(tmp_path, 0) == ["SIGTERM"]
     assert not is_running(tmp_path, 0)
 
 
-def test_others_end_for_the_rank_that_is_stopped(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("save", "hang", "abort-later")
+def test_others_end_for_the_rank_that_is_stopped(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("save", "hang", "abort-later")
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
     (tmp_path / "now").touch()
-    _, output = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert launcher.wait(30) == 1
     reason = "stopped by a signal, and never continued"
-    assert output.startswith(f"megatfm: rank 1 failed first ({reason}), so the others were ended")
+    assert launcher.output.startswith(f"megatfm: rank 1 failed first ({reason}), so the others were ended")
     assert not is_running(tmp_path, 1)
 
 
-def test_a_usage_error_is_said_once_by_rank_0(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("exit2", "exit2")
-    _, output = process.communicate(timeout=30)
-    assert (process.returncode, output) == (2, "rank 0 says why\n")
+def test_a_usage_error_is_said_once_by_rank_0(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("exit2", "exit2")
+    assert (launcher.wait(30), launcher.output) == (2, "some output\nrank 0 says why\n")
 
 
 # The rank dies of Ctrl-C by the signal's default action: Python's own handler only sets a flag, and `input` then
@@ -255,42 +247,35 @@ def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_reaches_every_rank_once(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], number: signal.Signals
-) -> None:
-    process = launch("save", "save", "save")
-    process.send_signal(number)
-    _, output = process.communicate(timeout=30)
-    assert (process.returncode, output) == (75, "")
+def test_a_signal_reaches_every_rank_once(tmp_path: Path, launch: Launch, number: signal.Signals) -> None:
+    launcher = launch("save", "save", "save")
+    os.kill(launcher.pid, number)
+    assert (launcher.wait(30), launcher.output) == (75, "")
     assert [signals(tmp_path, rank) for rank in range(3)] == [[number.name]] * 3
 
 
-def test_ranks_under_nohup_outlive_their_terminal(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("save", "save", hangup="SIG_IGN")
+def test_ranks_under_nohup_outlive_their_terminal(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("save", "save", hangup="SIG_IGN")
     for number in (signal.SIGHUP, signal.SIGUSR1):
-        process.send_signal(number)
-    process.communicate(timeout=30)
+        os.kill(launcher.pid, number)
+    launcher.wait(30)
     assert [signals(tmp_path, rank) for rank in range(2)] == [["SIGUSR1"]] * 2
 
 
-def test_repeated_signals_are_passed_on_once_and_a_second_interrupt_ends_all(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
-    process = launch("hang", "hang")
+def test_repeated_signals_are_passed_on_once_and_a_second_interrupt_ends_all(tmp_path: Path, launch: Launch) -> None:
+    launcher = launch("hang", "hang")
     for number, expected in ((signal.SIGTERM, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)):
-        process.send_signal(number)
+        os.kill(launcher.pid, number)
         wait_until(lambda count=expected: len(signals(tmp_path, 0)) == len(signals(tmp_path, 1)) == count)  # type: ignore[misc]
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 1
+    os.kill(launcher.pid, signal.SIGINT)
+    assert launcher.wait(30) == 1
     assert signals(tmp_path, 0) == ["SIGTERM", "SIGINT", "SIGTERM"]
     assert not is_running(tmp_path, 0)
     assert not is_running(tmp_path, 1)
 
 
-def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
-    process = launch("hang", "hang")
-    os.kill(process.pid, signal.SIGKILL)
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, launch: Launch) -> None:
+    os.kill(launch("hang", "hang").pid, signal.SIGKILL)
     wait_until(lambda: not is_running(tmp_path, 0) and not is_running(tmp_path, 1))
 
 

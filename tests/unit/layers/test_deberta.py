@@ -1,7 +1,5 @@
-"""Disentangled attention and windows of maps against their papers' sums, written out pair by pair."""
+"""Buckets and refusals of disentangled attention; windows of maps against their definition, pair by pair."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,81 +11,21 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.deberta import assign_log_buckets
-from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.windows_2d import Windows2d
 from megatfm.layers.attention.windowed import WindowedAttention
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.maps import MapSequence
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from tests.support.tensors import assert_same_gradients, draw, move_parameters
 
-K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
-    family="encoder", vocab_size=23, d_model=D, n_layers=2, attention={"name": "deberta", "n_heads": N},
-    ffn={"d_ff": 20, "activation": "gelu"}, norm={"name": "layer_norm", "placement": "post"},
-    position={"name": "deberta", "max_distance": K},
+    family="encoder", vocab_size=23, d_model=12, n_layers=2, attention={"name": "deberta", "n_heads": 2},
+    ffn={"d_ff": 20}, position={"name": "deberta", "max_distance": 3},
 )  # fmt: skip
-
-
-BUCKETS, FARTHEST = 4, 7
-SHARED = CONFIG.with_changes(
-    {
-        "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": BUCKETS,
-        "position.max_distance": FARTHEST,
-    }
-)  # fmt: skip
-
-
-def moved(module: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(2)
-    module = module.double()
-    for parameter in module.parameters():
-        parameter.data = 0.6 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return module
-
-
-def delta(i: int, j: int) -> int:
-    """He et al. 2021, equation 3."""
-    if i - j <= -K:
-        return 0
-    return 2 * K - 1 if i - j >= K else i - j + K
-
-
-def by_pairs(
-    attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documents: list[int], delta: Callable[[int, int], int]
-) -> Tensor:
-    """He et al. 2021, equation 4, for one row and head by head; only tokens of one document see one another.
-
-    But the position in position-to-content is δ(i, j), as in the released code, where the paper has δ(j, i).
-    """
-    h = D // N
-    q, k, v = (projection(x_TD) for projection in (attention.wq, attention.wk, attention.wv))
-    shared = not hasattr(attention, "wq_position")
-    q_r = (attention.wq if shared else attention.wq_position)(table_RD)
-    k_r = (attention.wk if shared else attention.wk_position)(table_RD)
-    out = []
-    for head in range(N):
-        part = slice(head * h, (head + 1) * h)
-        rows = []
-        for i in range(T):
-            keys = [j for j in range(T) if documents[j] == documents[i]]
-            scores = torch.stack(
-                [
-                    q[i, part] @ k[j, part] + q[i, part] @ k_r[delta(i, j), part] + k[j, part] @ q_r[delta(i, j), part]
-                    for j in keys
-                ]
-            ) / math.sqrt(3 * h)
-            rows.append(scores.softmax(0) @ v[keys][:, part])
-        out.append(torch.stack(rows))
-    return attention.wo(torch.cat(out, dim=-1))
-
-
-def bucket(i: int, j: int) -> int:
-    """The row that transformers' DeBERTa v2 reads for query i and key j."""
-    distance = torch.tensor(i - j)
-    return int(make_log_bucket_position(distance, BUCKETS, FARTHEST).clamp(-BUCKETS, BUCKETS - 1)) + BUCKETS
+BUCKETS = {"name": "deberta_v2", "buckets": 4, "max_distance": 7}
+SHARED = CONFIG.with_changes({"attention.name": "deberta_v2", "position": BUCKETS})
 
 
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
@@ -99,68 +37,15 @@ def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     assert actual[distances.abs() < farthest].abs().max() < n
 
 
-@pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
-def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
-    attention = moved(ATTENTIONS.get(config.attention.name)(config, make_initialiser(config), Full()))
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
-    table = torch.randn(
-        2 * (K if config is CONFIG else BUCKETS), D, generator=generator, dtype=torch.float64, requires_grad=True,
-    )  # fmt: skip
-    weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
-    documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
-    sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
-    actual = attention(x, sequence, table)
-    expected = torch.stack(
-        [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
-    )
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    inputs = [x, table, *attention.parameters()]
-    first = torch.autograd.grad((actual * weights).sum(), inputs)
-    second = torch.autograd.grad((expected * weights).sum(), inputs)
-    for result, reference in zip(first, second, strict=True):
-        assert reference.norm() > 1e-3 or result.shape == (D,)
-        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
-
-
-def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
-    model = moved(build(CONFIG))
-    tables = [name for name, p in model.named_parameters() if tuple(p.shape) == (2 * K, D)]
-    assert len(tables) == 1
-    tokens = torch.randint(0, 23, (2, T), generator=torch.Generator().manual_seed(4))
-    gradients = []
-    for recomputed in ("01", "0", "1"):
-        model.zero_grad()
-        for name, block in model.encoder.layers.items():
-            for part in ("wq_position", "wk_position"):
-                getattr(block.attn, part).requires_grad_(name in recomputed)
-        hooks = [
-            block.attn.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:]))
-            for name, block in model.encoder.layers.items()
-            if name not in recomputed
-        ]
-        model(tokens).hidden.square().sum().backward()
-        gradients.append(model.get_parameter(tables[0]).grad.clone())
-        for hook in hooks:
-            hook.remove()
-    gradient, first, second = gradients
-    assert first.norm() > 1e-3
-    assert second.norm() > 1e-3
-    torch.testing.assert_close(gradient, first + second, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "change", [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}]
-)
-def test_deberta_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta' and family = 'encoder'"):
-        build(CONFIG.with_changes(change))
-
-
-@pytest.mark.parametrize("change", [{"position.name": "deberta"}, {"family": "decoder"}])
-def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta_v2' and family ="):
-        build(SHARED.with_changes(change))
+@pytest.mark.parametrize(("config", "change"), [
+    (CONFIG, {"position.name": "none"}), (CONFIG, {"family": "decoder"}),
+    (CONFIG, {"position.name": "rope", "family": "decoder"}),
+    (SHARED, {"position.name": "deberta"}), (SHARED, {"family": "decoder"}),
+])  # fmt: skip
+def test_deberta_needs_its_own_positions_and_sees_all(config: ModelConfig, change: dict[str, str]) -> None:
+    message = rf"needs model\.position\.name = '{config.attention.name}' and family = 'encoder'"
+    with pytest.raises(UsageError, match=message):
+        build(config.with_changes(change))
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
@@ -188,11 +73,7 @@ MAPS = {
 def make(window: int, shifted: bool, **options: Any) -> WindowedAttention:
     values = OPTIONS | {"attention.pattern": {"name": "windows_2d", "window": window}} | options
     config = ModelConfig.from_dotted(**values)
-    module = WindowedAttention(config, make_initialiser(config), Windows2d(window, shifted)).double()
-    generator = torch.Generator().manual_seed(window)
-    for parameter in module.parameters():
-        parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return module
+    return move_parameters(WindowedAttention(config, make_initialiser(config), Windows2d(window, shifted)), 0.7)
 
 
 def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted: bool) -> Tensor:
@@ -202,9 +83,7 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
     shift = m // 2 if shifted and min(height, width) > window else 0
     x = F.pad(x_HWD, (0, 0, 0, -width % m, 0, -height % m))
     rows, columns = x.shape[:2]
-    row, column = (
-        place.flatten() for place in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    )
+    row, column = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
     cells = [(int(r - shift) // m, int(c - shift) // m) for r, c in zip(row, column, strict=True)]
     q, k, v = (
         F.linear(x.flatten(0, 1), w.weight, w.bias).unflatten(-1, (HEADS, -1))
@@ -213,13 +92,9 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
     out = []
     for at in range(rows * columns):
         neighbours = [other for other in range(rows * columns) if cells[other] == cells[at]]
-        offset = (
-            (row[at] - row[neighbours] + window - 1) * (2 * window - 1) + column[at] - column[neighbours] + window - 1
-        )
-        scores = (
-            torch.einsum("nh,snh->ns", q[at], k[neighbours]) / (WIDTH // HEADS) ** 0.5
-            + module.position.weight[offset].T
-        )
+        down, right = (places[at] - places[neighbours] + window - 1 for places in (row, column))
+        bias = module.position.weight[down * (2 * window - 1) + right].T
+        scores = torch.einsum("nh,snh->ns", q[at], k[neighbours]) / (WIDTH // HEADS) ** 0.5 + bias
         out.append(torch.einsum("ns,snh->nh", scores.softmax(-1), v[neighbours]).flatten())
     y = torch.stack(out).unflatten(0, (rows, columns))[:height, :width]
     return F.linear(y, module.wo.weight, module.wo.bias)
@@ -230,18 +105,12 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
 def test_windows_are_cells(name: str, shifted: bool) -> None:
     (height, width), window = MAPS[name]
     module = make(window, shifted)
-    x = torch.randn(2, 3 * height * width, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = draw(2, 3 * height * width, WIDTH).requires_grad_()
     positions = torch.arange(3 * height * width).expand(2, -1)
-    actual = module(x.requires_grad_(), MapSequence.from_sequence(SequenceMetadata(positions), (height, width)))
+    actual = module(x, MapSequence.from_sequence(SequenceMetadata(positions), (height, width)))
     maps = x.unflatten(1, (3, height, width)).flatten(0, 1)
     expected = torch.stack([by_definition(module, first, window, shifted) for first in maps]).reshape(actual.shape)
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
-    direction = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    inputs = [x, *module.parameters()]
-    for first, second in zip(
-        torch.autograd.grad(actual, inputs, direction), torch.autograd.grad(expected, inputs, direction), strict=True
-    ):
-        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(actual, expected, [x, *module.parameters()], rtol=1e-11, atol=1e-11)
 
 
 def test_pairs_are_those_of_windows() -> None:
@@ -253,17 +122,11 @@ def test_pairs_are_those_of_windows() -> None:
 def test_attention_drops_each_image_s_probabilities_otherwise() -> None:
     """Two equal images of a row, which without dropout have equal outputs."""
     module = make(3, True, **{"attention.dropout": 0.5}).train()
-    image = torch.randn(1, 20, WIDTH, dtype=torch.float64)
-    row = torch.cat([image, image], 1)
-    positions = torch.arange(40).expand(1, -1)
-
-    def outputs(keys: int) -> Tensor:
-        sequence = SequenceMetadata(positions, rng_keys=torch.tensor([keys]))
-        return module(row, MapSequence.from_sequence(sequence, (5, 4)))
-
-    first, second = outputs(1).chunk(2, 1)
+    row = draw(1, 20, WIDTH).repeat(1, 2, 1)
+    sequence = SequenceMetadata(torch.arange(40).expand(1, -1), rng_keys=torch.tensor([1]))
+    maps = MapSequence.from_sequence(sequence, (5, 4))
+    first, second = module(row, maps).chunk(2, 1)
     assert (first - second).abs().max() > 1e-3
-    assert torch.equal(outputs(1), outputs(1))
-    module.eval()
-    first, second = outputs(1).chunk(2, 1)
+    assert torch.equal(module(row, maps), module(row, maps))
+    first, second = module.eval()(row, maps).chunk(2, 1)
     torch.testing.assert_close(first, second)

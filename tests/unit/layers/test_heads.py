@@ -17,6 +17,7 @@ from megatfm.layers.preference import PREFERENCE_TERMS, Preference
 from megatfm.models import build
 from megatfm.verify.verify import verify
 from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder
+from tests.support.tensors import move_parameters
 
 T = 12
 SMALL = {
@@ -31,12 +32,7 @@ def drawn(high: int, *shape: int, seed: int) -> Tensor:
 
 
 def build_encoder(**options: object) -> torch.nn.Module:
-    """Float64, no parameter where it starts."""
-    model = build(ModelConfig.from_dotted(**(SMALL | options))).double()
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
+    return move_parameters(build(ModelConfig.from_dotted(**(SMALL | options))), 0.5)
 
 
 def same_with_gradients(model: torch.nn.Module, actual: Tensor, expected: Tensor, touched: str) -> None:
@@ -59,44 +55,12 @@ def norm(x: Tensor, layer: torch.nn.Module) -> Tensor:
     return F.layer_norm(x, layer.weight.shape, layer.weight, layer.bias, 1e-3)
 
 
-@pytest.mark.parametrize("embedding_dim", [None, 7])
-def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
-    """Tokens with a target alone count; D to E, GELU, norm, the tied table and its bias (Devlin et al. 2019)."""
-    model = build_encoder(**{"embedding.dim": embedding_dim})
-    tokens, targets = drawn(23, 2, T, seed=0), drawn(23, 2, T, seed=1).masked_fill(drawn(3, 2, T, seed=2) > 0, -100)
-    output = model(tokens)
-    transform = model.head.transform
-    inner = norm(F.gelu(F.linear(output.hidden, transform.dense.weight, transform.dense.bias)), transform.norm)
-    logits = inner @ model.encoder.embedding.tokens.weight.T + model.head.bias
-    torch.testing.assert_close(output.logits, logits, rtol=1e-12, atol=1e-12)
-    expected = -sum(
-        logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(2) for t in range(T) if targets[b, t] >= 0
-    )
-    same_with_gradients(model, model(tokens, targets=targets).losses["masked"], expected, "head")
-
-
 def test_nothing_masked_costs_nothing() -> None:
     model = build_encoder()
     loss = model(drawn(23, 2, T, seed=0), targets=torch.full((2, T), -100)).losses["masked"]
     loss.backward()
     assert loss == 0
     assert all(not parameter.grad.any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("classes", [2, 5])
-def test_sentences_from_their_first_tokens(classes: int) -> None:
-    model = build_encoder(**{"extra_heads.sentence.classes": classes})
-    tokens, targets = drawn(23, 2, T, seed=3), torch.full((2, T), -100)
-    for row, start, label in ((0, 0, 1), (0, 7, 0), (1, 2, classes - 1)):
-        targets[row, start] = label
-    output = model(tokens)
-    head = model.sentence
-    pooled = torch.tanh(output.hidden @ head.pooler.weight.T + head.pooler.bias)
-    logits = pooled @ head.classifier.weight.T + head.classifier.bias
-    torch.testing.assert_close(output.predictions["sentence"], logits[:, 0], rtol=1e-12, atol=1e-12)
-    expected = -sum(logits[b, t].log_softmax(-1)[targets[b, t]] for b, t in ((0, 0), (0, 7), (1, 2)))
-    losses = model(tokens, targets=torch.full((2, T), -100), sentence_targets=targets).losses
-    same_with_gradients(model, losses["sentence"], expected, "sentence")
 
 
 SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
@@ -163,11 +127,10 @@ def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(built(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "frozen"),
-    [({"tp": 2, "dp_shard": 1}, ["encoder.norm.*"]), ({"dp_shard": 2}, ["encoder.*"])],
-    ids=["tp2", "zero3, frozen features"],
-)
+@pytest.mark.parametrize(("parallel", "frozen"), [
+    ({"tp": 2, "dp_shard": 1}, ["encoder.norm.*"]),
+    ({"dp_shard": 2}, ["encoder.*"]),
+], ids=["tp2", "zero3, frozen features"])  # fmt: skip
 def test_layouts_compute_the_same(parallel: dict[str, Any], frozen: list[str]) -> None:
     assert not verify(layers_config(parallel, frozen)).wrong
 

@@ -11,6 +11,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.support.images import draw_pixels, make_batch
+from tests.support.tensors import move_parameters
 
 SMALL: dict[str, Any] = {
     "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True, "ffn.d_ff": 40,
@@ -24,13 +25,9 @@ SIZES = [(8, 32), (37, 53), (16, 16), (4, 4), (20, 12)]
 
 
 def make_model(options: dict[str, Any]) -> nn.Module:
-    """Float64, every parameter moved away from its start; an option that is None is left out."""
+    """An option that is None is left out."""
     values = {key: value for key, value in (SMALL | options).items() if value is not None}
-    model = build(ModelConfig.from_dotted(**values)).double().eval()
-    generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
+    return move_parameters(build(ModelConfig.from_dotted(**values)).eval(), 0.3)
 
 
 def loss_and_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -64,20 +61,18 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
         make_batch([image], 4, n_special, [[0]], labels=[label]) for image, label in zip(images, labels, strict=True)
     ]
     loss, gradients = loss_and_gradients(model, packed)
-    item = [loss_and_gradients(model, one) for one in alone]
-    torch.testing.assert_close(loss, sum(one for one, _ in item), rtol=1e-12, atol=1e-12)
+    results = [loss_and_gradients(model, batch) for batch in alone]
+    torch.testing.assert_close(loss, sum(loss for loss, _ in results), rtol=1e-12, atol=1e-12)
     for number, (name, _) in enumerate(model.named_parameters()):
-        expected = sum(one[number] for _, one in item)
+        expected = sum(gradients_of_image[number] for _, gradients_of_image in results)
         # A bias of keys adds the same to all scores of a query, unless keys are turned.
         assert name.endswith("wk.bias") or expected.norm() > 1e-6, name
         torch.testing.assert_close(gradients[number], expected, rtol=1e-11, atol=1e-11)
-    del packed["labels"]
-    logits = model(**packed).predictions["classifier"]
-    expected = torch.cat([
-        model(**{key: value for key, value in one.items() if key != "labels"}).predictions["classifier"]
-        for one in alone
-    ])  # fmt: skip
-    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    logits, *logits_of_images = (
+        model(**{key: value for key, value in batch.items() if key != "labels"}).predictions["classifier"]
+        for batch in (packed, *alone)
+    )
+    torch.testing.assert_close(logits, torch.cat(logits_of_images), rtol=1e-12, atol=1e-12)
 
 
 def test_special_tokens_and_raw_pixels() -> None:

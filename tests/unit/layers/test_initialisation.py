@@ -1,27 +1,21 @@
 """Initial weights: any box is a slice of the whole, for ever the same; encoders start as in their authors' code."""
 
 import math
+import re
 import threading
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from megatfm import rng
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers import initialisation as initial_module
-from megatfm.layers.initialisation import (
-    MIN_ELEMENTS_FOR_THREADS,
-    ROW_BLOCK,
-    Constant,
-    InitDistribution,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-    draw,
-    initialise,
-)
+from megatfm.layers.initialisation import Constant, InitDistribution, Normal, TruncatedNormal, Uniform, draw, initialise
+from megatfm.layers.norm import NORMS
 from megatfm.models import build
 
 SMALL = {
@@ -31,10 +25,7 @@ SMALL = {
     "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True,
 }  # fmt: skip
 SENTENCE = {"extra_heads.sentence.classes": 2}
-ELECTRA = {
-    "family": "electra", "embedding.dim": 64,
-    "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96},
-}  # fmt: skip
+ELECTRA = {"family": "electra", "embedding.dim": 64, "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96}}
 
 
 def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
@@ -94,7 +85,7 @@ def draw_full_tensor(shape: tuple[int, ...], seed: int = 7, name: str = NAME, st
 
 def test_draws_keep_their_golden_values() -> None:
     """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
-    assert ROW_BLOCK == 128
+    assert initial_module.ROW_BLOCK == 128
     drawn = draw_full_tensor((300, 4))
     assert drawn.dtype == torch.float32
     np.testing.assert_array_equal(drawn[[0, 127, 128, 299]].numpy(), np.array(GOLDEN_ROWS, np.float32))
@@ -134,14 +125,10 @@ def test_rows_drawn_in_pieces_have_the_same_bits(
 ) -> None:
     """Numbers of odd count, so that generators have half a draw left between pieces."""
     monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", piece)
-    shape = (ROW_BLOCK + 5, 3, 7)
+    shape = (initial_module.ROW_BLOCK + 5, 3, 7)
     full = np.concatenate([at_once(initial, rows, shape[1:], block) for block, rows in enumerate((128, 5))])
-    for offsets, sizes in (
-        ((0, 0, 0), shape),
-        ((17, 0, 0), (1, 3, 7)),
-        ((120, 1, 2), (13, 2, 4)),
-        ((132, 0, 6), (1, 3, 1)),
-    ):
+    boxes = ((0, 0, 0), shape), ((17, 0, 0), (1, 3, 7)), ((120, 1, 2), (13, 2, 4)), ((132, 0, 6), (1, 3, 1))
+    for offsets, sizes in boxes:
         cut = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         assert np.array_equal(draw(initial, 7, NAME, shape, offsets, sizes).numpy(), full[cut])
 
@@ -161,13 +148,9 @@ def test_more_rows_leave_the_others_as_they_are() -> None:
 
 
 def test_seed_and_name_decide() -> None:
-    drawn = [
-        draw_full_tensor((4, 4)),
-        draw_full_tensor((4, 4), seed=8),
-        draw_full_tensor((4, 4), name="layers.1.attn.wq.weight"),
-    ]
+    drawn = [draw_full_tensor((4, 4), **key) for key in ({}, {"seed": 8}, {"name": "layers.1.attn.wq.weight"})]
     assert not any(torch.equal(a, b) for a in drawn for b in drawn if a is not b)
-    blocks = draw_full_tensor((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
+    blocks = draw_full_tensor((3 * initial_module.ROW_BLOCK, 2)).split(initial_module.ROW_BLOCK)
     assert not any(torch.equal(a, b) for a in blocks for b in blocks if a is not b)
 
 
@@ -189,8 +172,8 @@ def test_constants_and_empty_boxes() -> None:
 
 @pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
 def test_threads_draw_the_same_bits_as_one_thread(initial: InitDistribution, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
-    assert math.prod(sizes) >= MIN_ELEMENTS_FOR_THREADS
+    shape, offsets, sizes = (6 * initial_module.ROW_BLOCK + 7, 501), (100, 1), (4 * initial_module.ROW_BLOCK + 90, 499)
+    assert math.prod(sizes) >= initial_module.MIN_ELEMENTS_FOR_THREADS
     alone = draw(initial, 7, NAME, shape, offsets, sizes)
     drew: set[int] = set()
     together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time
@@ -206,3 +189,24 @@ def test_threads_draw_the_same_bits_as_one_thread(initial: InitDistribution, mon
     assert torch.equal(draw(initial, 7, NAME, shape, offsets, sizes, threads=2), alone)
     assert len(drew) == 2
     assert threading.get_ident() not in drew
+
+
+@pytest.mark.parametrize("tensor", ["weight", "shift"])
+def test_a_part_without_initial_values_is_refused(monkeypatch: pytest.MonkeyPatch, tensor: str) -> None:
+    """Its memory would stay as it was: other values on every rank, or zeros that stop all gradients."""
+
+    class Shifted(nn.Module):
+        def __init__(self, d_model: int, eps: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(d_model))
+            self.register_buffer("shift", torch.zeros(d_model), persistent=False)
+            self.initial = {name: Constant(1.0) for name in ("weight", "shift") if name != tensor}
+
+    monkeypatch.setitem(NORMS._parts, "shifted", Shifted)
+    config = ModelConfig.from_dotted(
+        {"vocab_size": 8, "d_model": 4, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 4, "norm.name": "shifted"}
+    )
+    place = f"decoder.layers.0.attn_residual.norm.{tensor}"
+    expected = f"{place}: has no initial values: set self.initial = {{'{tensor}': …}} in Shifted, with a distribution"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        build(config)

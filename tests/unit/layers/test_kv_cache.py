@@ -33,18 +33,14 @@ def cached_logits(model: Any, tokens_BT: torch.Tensor, prefix_BT: torch.Tensor) 
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "refused"),
-    [
-        ({"name": "window", "width": 3}, True),
-        ({"name": "window", "width": 3, "initial_tokens": 1}, True),
-        ({"name": "chunked", "size": 3}, True),
-        ({"name": "strided", "stride": 3}, True),
-        ({"name": "window", "width": LENGTH}, False),
-        ({"name": "full"}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("pattern", "refused"), [
+    ({"name": "window", "width": 3}, True),
+    ({"name": "window", "width": 3, "initial_tokens": 1}, True),
+    ({"name": "chunked", "size": 3}, True),
+    ({"name": "strided", "stride": 3}, True),
+    ({"name": "window", "width": LENGTH}, False),
+    ({"name": "full"}, False),
+], ids=str)  # fmt: skip
 @torch.no_grad()
 def test_a_prefix_in_a_cache_is_kept_or_refused(pattern: dict[str, Any], refused: bool) -> None:
     tokens_BT = torch.arange(2 * LENGTH).view(2, LENGTH) % 11

@@ -15,6 +15,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops import log_once
 from tests.support.reference_gradients import perturb
+from tests.support.tensors import draw
 
 LENGTH, RANK, HEADS, WIDTH = 13, 4, 3, 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13])
@@ -41,10 +42,9 @@ def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
     return layer.wo(torch.cat(heads, -1))
 
 
-@pytest.mark.parametrize(
-    ("packed", "piece", "max_score_bytes"),
-    [(False, 4096, 2**24), (True, 4096, 2**24), (False, 4, 2**24), (False, 4096, 2 * HEADS * RANK * 5 * 8)],
-)
+@pytest.mark.parametrize(("packed", "piece", "max_score_bytes"), [
+    (False, 4096, 2**24), (True, 4096, 2**24), (False, 4, 2**24), (False, 4096, 2 * HEADS * RANK * 5 * 8),
+])  # fmt: skip
 @pytest.mark.parametrize("share", ["none", "headwise", "key_value", "layerwise"])
 def test_output_and_every_gradient(
     share: str, packed: bool, piece: int, max_score_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -53,10 +53,9 @@ def test_output_and_every_gradient(
     monkeypatch.setattr(linformer, "MAX_SCORE_BYTES", max_score_bytes)
     layer = Block(config_of(share), "encoder").attn.double()
     perturb(layer, scale=0.5)
-    shared = torch.randn(LENGTH + 2, RANK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    shared = draw(LENGTH + 2, RANK, seed=2)
     parameters = [*layer.parameters(), *([shared.requires_grad_()] if share == "layerwise" else [])]
-    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x, y = (draw(2, LENGTH, WIDTH, seed=seed) for seed in (0, 1))
     documents = DOCUMENTS if packed else torch.zeros(2, LENGTH, dtype=torch.int64)
     sequence = SequenceMetadata(torch.arange(LENGTH).expand(2, -1), DOCUMENTS if packed else None)
     counted = documents >= 0
@@ -76,9 +75,8 @@ def test_output_and_every_gradient(
 
 def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Block(config_of("headwise", **{"attention.dropout": 0.5}), "encoder").attn.double()
-    random = torch.Generator().manual_seed(0)
-    heads = [torch.randn(2, HEADS, n, 4, generator=random, dtype=torch.float64) for n in (LENGTH, RANK, RANK)]
-    keys = torch.randint(2**60, (2, HEADS, LENGTH), generator=random)
+    heads = [draw(2, HEADS, n, 4, seed=seed) for seed, n in enumerate((LENGTH, RANK, RANK))]
+    keys = torch.randint(2**60, (2, HEADS, LENGTH))
     attended = layer._attend(*heads, keys)
     assert not torch.allclose(attended, layer._attend(*heads, None)), "nothing was dropped"
     monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", 4)
@@ -95,9 +93,9 @@ def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture, monkey
     assert [record.message for record in caplog.records] == [message]
 
 
-@pytest.mark.parametrize(
-    ("share", "more"), [("headwise", 1_572_864), ("key_value", 786_432), ("layerwise", 65_536), ("none", 18_874_368)]
-)
+@pytest.mark.parametrize(("share", "more"), [
+    ("headwise", 1_572_864), ("key_value", 786_432), ("layerwise", 65_536), ("none", 18_874_368),
+])  # fmt: skip
 def test_counts_on_roberta(share: str, more: int) -> None:
     options = ["model.attention.name=linformer", "model.attention.max_length=512", f"model.attention.share={share}"]
     with torch.device("meta"):
@@ -132,16 +130,10 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
 
 
 def test_layers_that_share_have_the_same_sizes() -> None:
-    kinds = {
-        "layer_types": ["a", "b"],
-        "n_layers": 2,
-        "layer_type.a": {},
-        "layer_type.b.attention.projected_length": RANK + 1,
-    }
-    with pytest.raises(
-        UsageError,
-        match=r"model\.layer_type changes max_length or projected_length: give all layers the same, or choose",
-    ):
+    kinds = {"layer_types": ["a", "b"], "n_layers": 2, "layer_type.a": {}}
+    kinds["layer_type.b.attention.projected_length"] = RANK + 1
+    message = r"model\.layer_type changes max_length or projected_length: give all layers the same, or choose"
+    with pytest.raises(UsageError, match=message):
         build(config_of("layerwise", **kinds))
 
 

@@ -1,7 +1,5 @@
 """Memory-compressed attention against the definition, one document and one head at a time."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.reference_gradients import perturb
+from tests.support.tensors import draw
 
 LENGTH, HEADS, WIDTH = 29, 3, 12
 DOCUMENTS = torch.tensor([[0] * 1 + [1] * 13 + [2] * 9 + [3] * 2 + [-1] * 4, [0] * 29])
@@ -53,13 +52,10 @@ def written_out(layer: nn.Module, x: Tensor, factor: int) -> Tensor:
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("factor", [1, 3, 4])
-def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -> None:
+def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Block(config_of(factor), "decoder").attn.double()
     perturb(layer, scale=0.5)
-    x, y = (
-        torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        for seed in (0, 1)
-    )
+    x, y = (draw(2, LENGTH, WIDTH, seed=seed) for seed in (0, 1))
     documents = DOCUMENTS if packed else torch.zeros(2, LENGTH, dtype=torch.int64)
     sequence = SequenceMetadata(torch.arange(LENGTH).expand(2, -1), DOCUMENTS if packed else None)
     expected = torch.zeros_like(x)
@@ -68,13 +64,11 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
             at = documents[row] == document
             expected[row, at] = written_out(layer, x[row, at], factor)
     right = torch.autograd.grad((expected * y).sum(), list(layer.parameters()))
-    with (
-        mock.patch.object(kernels, "LONG", 1 if by_blocks else 1024),
-        mock.patch.object(block_sparse, "SIZE", 4),
-        mock.patch.object(block_sparse, "MAX_SCORES", 200),
-    ):
-        result = layer(x, sequence)
-        actual = torch.autograd.grad((result * y).sum(), list(layer.parameters()))
+    monkeypatch.setattr(kernels, "LONG", 1 if by_blocks else 1024)
+    monkeypatch.setattr(block_sparse, "SIZE", 4)
+    monkeypatch.setattr(block_sparse, "MAX_SCORES", 200)
+    result = layer(x, sequence)
+    actual = torch.autograd.grad((result * y).sum(), list(layer.parameters()))
     torch.testing.assert_close(result, expected)
     largest = max(gradient.norm() for gradient in right)
     for a, b in zip(actual, right, strict=True):
@@ -92,16 +86,13 @@ def test_visible_pairs_of_compressed_attention_are_counted() -> None:
         assert pattern.count_pairs(length) == sum(n_keys)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "encoder"}, "does not work in family = 'encoder'"),
-        ({"family": "encoder_decoder"}, "does not work in family = 'encoder_decoder'"),
-        ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
-        ({"position.name": "alibi"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
-        ({"attention.pattern": {"name": "window", "width": 3}}, "supports full attention only: leave the pattern out"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"family": "encoder"}, "does not work in family = 'encoder'"),
+    ({"family": "encoder_decoder"}, "does not work in family = 'encoder_decoder'"),
+    ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
+    ({"position.name": "alibi"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
+    ({"attention.pattern": {"name": "window", "width": 3}}, "supports full attention only: leave the pattern out"),
+])  # fmt: skip
 def test_models_that_compressed_attention_can_not_serve_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(config_of(3, **changes))
@@ -109,9 +100,8 @@ def test_models_that_compressed_attention_can_not_serve_are_refused(changes: dic
 
 def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     cost = compute_module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
-    assert (
-        cost.attention_macs == cost.visible_attention_macs == 2 * WIDTH * MemoryCompressedPattern(4).count_pairs(LENGTH)
-    )
+    n_pairs = MemoryCompressedPattern(4).count_pairs(LENGTH)
+    assert cost.attention_macs == cost.visible_attention_macs == 2 * WIDTH * n_pairs
     assert cost.matmul_macs == LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
 
 

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
-from transformers.models.olmoe import modeling_olmoe
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, load_config
@@ -25,75 +23,36 @@ from megatfm.layers.sequence import SequenceMetadata
 from tests.support.models import F_, ROUTER_LOSSES, B, D, E, T, build_moe, moe_config, moe_inputs, moe_sequence
 from tests.support.reference_gradients import TOLERANCE, cast_to_float64, dtype_fixture
 
-MODULES = (
-    modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
-)  # fmt: skip
-SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
-
-
+MODULES = (modeling_deepseek_v3, modeling_mixtral, modeling_switch_transformers)
 dtype = dtype_fixture(*MODULES)
 
 
-def mixtral() -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
-    reference = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
-    return reference, {"router": {"name": "top_k", **ROUTER_LOSSES}}
-
-
-def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
-    reference = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
-
-
-def olmoe() -> tuple[nn.Module, dict[str, Any]]:
-    options = {**SIZES, "intermediate_size": F_, "num_experts": E}
-    reference = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
-
-
-def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    options = {
-        **SIZES, "n_routed_experts": E, "n_shared_experts": shared, "n_group": groups, "topk_group": groups // 2 or 1,
-        "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
-    }  # fmt: skip
-    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
-    router = {
-        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
-    }  # fmt: skip
-    return reference, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
-
-
-LAYERS = {
-    "mixtral": mixtral,
-    "qwen3": lambda: qwen3(True),
-    "qwen3, not normalised": lambda: qwen3(False),
-    "olmoe": olmoe,
-    "deepseek-v3": lambda: deepseek_v3(True, 4),
-    "deepseek-v3, two groups, not normalised": lambda: deepseek_v3(False, 2),
-    "deepseek-v3, one group": lambda: deepseek_v3(True, 1),
-}
-
-
-def to_hf_names(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hf_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
         "experts.gate_up_proj": torch.cat([tensors["experts.w_gate"], tensors["experts.w_up"]], 1),
         "experts.down_proj": tensors["experts.w_down"],
     }
-    for part in ("gate", "up", "down") if actual.shared else ():
-        named[f"shared_experts.{part}_proj.weight"] = tensors[f"shared.w_{part}.weight"]
-    return named
+    shared = {
+        f"shared_experts.{part}_proj.weight": tensors[f"shared.w_{part}.weight"] for part in ("gate", "up", "down")
+    }
+    return named | shared
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
-    hf_layer, options = LAYERS[layer]()
-    hf_layer, actual = hf_layer.to(dtype), build_moe(dtype, **options)
-    if isinstance(hf_layer, modeling_deepseek_v3.DeepseekV3MoE):
-        hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
-    for name, tensor in to_hf_names(actual, dict(actual.named_parameters())).items():
+@pytest.mark.parametrize(("normalise", "groups"), [(False, 2), (True, 1)])
+def test_groups_of_deepseek_v3_are_transformers(normalise: bool, groups: int, dtype: torch.dtype) -> None:
+    """Outputs and gradients; the other routers and numbers of groups are in tests/parity/test_decoders.py."""
+    router = {
+        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    config = transformers.DeepseekV3Config(
+        hidden_size=D, moe_intermediate_size=F_, num_experts_per_tok=3, n_routed_experts=E, n_shared_experts=2, **router
+    )
+    hf_layer = modeling_deepseek_v3.DeepseekV3MoE(config).to(dtype)
+    actual = build_moe(dtype, n_shared_experts=2, router={"name": "deepseek_v3", **router, **ROUTER_LOSSES})
+    hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
+    for name, tensor in to_hf_names(dict(actual.named_parameters())).items():
         hf_layer.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
     y, expected = actual(x, moe_sequence()).y, hf_layer(other)
@@ -101,45 +60,13 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     y.backward(direction)
     expected.backward(direction)
-    gradients = to_hf_names(actual, {name: p.grad for name, p in actual.named_parameters()})
+    gradients = to_hf_names({name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
     reference = {name: p.grad for name, p in hf_layer.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         assert gradient.norm() > 0
         assert (gradients[name] - gradient).norm() <= TOLERANCE[dtype] * gradient.norm(), name
-
-
-@pytest.mark.parametrize("capacity", [T, 2, 1])
-def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
-    options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
-    arguments = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
-    reference = modeling_switch_transformers.SwitchTransformersSparseMLP(arguments).to(dtype)
-    if dtype == torch.float64:
-        reference.router.dtype = dtype
-    actual = build_moe(
-        dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu",
-        router={"name": "switch", **ROUTER_LOSSES},
-    )  # fmt: skip
-    reference.router.classifier.weight.data.copy_(actual.router.weight.data)
-    for e in range(E):
-        expert = reference.experts[f"expert_{e}"]
-        expert.wi.weight.data.copy_(actual.experts.w_up.data[e])
-        expert.wo.weight.data.copy_(actual.experts.w_down.data[e])
-    x, other = moe_inputs(dtype), moe_inputs(dtype)
-    result, expected = actual(x, moe_sequence()), reference(other)
-    assert (result.y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
-    assert (int(result.counts["dropped"]) > 0) == (capacity < T)
-    result.y.square().sum().backward()
-    expected.square().sum().backward()
-    pairs = [(x.grad, other.grad), (actual.router.weight.grad, reference.router.classifier.weight.grad)]
-    for e in range(E):
-        of_theirs = reference.experts[f"expert_{e}"]
-        for grad, layer in ((actual.experts.w_up.grad, of_theirs.wi), (actual.experts.w_down.grad, of_theirs.wo)):
-            hf_gradient = layer.weight.grad
-            pairs.append((grad[e], torch.zeros_like(grad[e]) if hf_gradient is None else hf_gradient))
-    for ours_, hf_gradients in pairs:
-        assert (ours_ - hf_gradients).norm() <= TOLERANCE[dtype] * max(float(hf_gradients.norm()), 1e-3)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -157,11 +84,8 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         torch.testing.assert_close(of_four, reference, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
-        expected = {
-            "balance": reference * B * T / top_k,
-            "sequence_balance": torch.stack(rows).sum() / top_k,
-            "router_z": z * B * T,
-        }
+        expected = {"balance": reference * B * T / top_k, "router_z": z * B * T}
+        expected["sequence_balance"] = torch.stack(rows).sum() / top_k
     if top_k == 1:
         probabilities = logits.softmax(-1)
         switch = modeling_switch_transformers.load_balancing_loss_func(probabilities, probabilities.argmax(-1))
@@ -169,11 +93,11 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     assert losses.keys() == expected.keys()
     for name, term in expected.items():
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
-        aux_gradients = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
-        hf_gradients = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
-        for value, expected_value in zip(aux_gradients, hf_gradients, strict=True):
-            assert expected_value.norm() > 0
-            torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6)
+        aux_gradients, hf_gradients = (
+            torch.autograd.grad(loss, [x, actual.router.weight], retain_graph=True) for loss in (losses[name], term)
+        )
+        assert all(gradient.norm() > 0 for gradient in hf_gradients)
+        torch.testing.assert_close(aux_gradients, hf_gradients, rtol=1e-5, atol=1e-6)
 
 
 def by_hand(module: MoE, x: Tensor, real: Tensor, is_taken: Tensor) -> Tensor:
@@ -309,23 +233,20 @@ def test_a_balanced_start() -> None:
     assert torch.autograd.grad(loss, module.router.weight)[0].norm() < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("keys", "output"),
-    [
-        ({"drop_policy": "position"}, "drop_policy = 'position' has no meaning where experts take all tokens"),
-        ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
-        ({"capacity_factor": 0.0}, "greater than 0"),
-        ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
-        ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
-        ({"router": {"name": "deepseek_v3", "n_group": 3}}, "the nearest that does is 2"),
-        ({"router": {"name": "deepseek_v3", "topk_group": 2}}, "choose 1 or less"),
-        ({"router": {"name": "deepseek_v3", "n_group": 4}}, "choose router.topk_group = 2 or more"),
-        ({"capacity_factor": 1.0, "expert_capacity": 4}, "say the same thing twice"),
-        ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
-    ],
-)
-def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], output: str) -> None:
-    with pytest.raises(ValidationError, match=output):
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"drop_policy": "position"}, "drop_policy = 'position' has no meaning where experts take all tokens"),
+    ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
+    ({"capacity_factor": 0.0}, "greater than 0"),
+    ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
+    ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
+    ({"router": {"name": "deepseek_v3", "n_group": 3}}, "the nearest that does is 2"),
+    ({"router": {"name": "deepseek_v3", "topk_group": 2}}, "choose 1 or less"),
+    ({"router": {"name": "deepseek_v3", "n_group": 4}}, "choose router.topk_group = 2 or more"),
+    ({"capacity_factor": 1.0, "expert_capacity": 4}, "say the same thing twice"),
+    ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
+])  # fmt: skip
+def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         moe_config(**keys)
 
 

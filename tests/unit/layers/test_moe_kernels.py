@@ -78,18 +78,17 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
     return torch.cat([part @ (weight.T if trans_b else weight) for part, weight in zip(parts, b, strict=True)])
 
 
-@pytest.mark.parametrize(
-    ("dtype_", "kernel"),
-    [
-        (torch.float32, "grouped"),
-        (torch.bfloat16, "grouped"),
-        (torch.bfloat16, "windows"),
-        (torch.bfloat16, "megablocks"),
-    ],
-)
-def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
     monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
+
+
+@pytest.mark.parametrize(("dtype_", "kernel"), [
+    (torch.float32, "grouped"), (torch.bfloat16, "grouped"), (torch.bfloat16, "windows"),
+    (torch.bfloat16, "megablocks"),
+])  # fmt: skip
+def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_stand_in(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
@@ -113,8 +112,7 @@ def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monke
 
 def test_the_host_waits_for_the_rows_of_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """MegaBlocks' operator wants them on the host; an expert's two or three products take the same groups."""
-    monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
-    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
+    install_stand_in(monkeypatch)
     monkeypatch.setattr(transfer, "is_on_host", lambda _: False)
     real, waits = Tensor.cpu, []
     monkeypatch.setattr(Tensor, "cpu", lambda tensor: waits.append(1) or real(tensor).clone())

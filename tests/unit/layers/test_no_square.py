@@ -15,13 +15,13 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
-from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, tile
+from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, sdpa, tile
 from tests.support.images import draw_pixels, make_batch
 from tests.support.layouts import extend
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 
-SHORT, LONG = 1280, 3072
-"""Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
+SHORT, LONG = 640, 1536
+"""Tokens of a row; kernels take both for long."""
 AT_ONCE = 2**15
 """Scores and pairs that are computed at once here, far fewer than all pairs."""
 SMALL = {"d_model": 8, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 8, "vocab_size": 17}
@@ -29,7 +29,7 @@ NO_POSITIONS = {"position": {"name": "none"}}
 LATENT = {"name": "mla", "kv_lora_rank": 8, "q_lora_rank": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "full": {}, "window": {"width": 100}, "chunked": {"size": 100}, "strided": {"stride": 64},
-    "fixed": {"stride": 64, "n_summary_tokens": 4}, "bigbird": {"block_size": 64, "n_random_blocks": 1},
+    "fixed": {"stride": 64, "n_summary_tokens": 4}, "bigbird": {"block_size": 32, "n_random_blocks": 1},
 }  # fmt: skip
 OF_PATTERNS = {name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()}
 DECODERS: dict[str, dict[str, Any]] = {
@@ -49,8 +49,8 @@ DECODERS: dict[str, dict[str, Any]] = {
 LINFORMER = {"attention": {"name": "linformer", "max_length": LONG, "projected_length": 4}, **NO_POSITIONS}
 ENCODERS: dict[str, dict[str, Any]] = {
     **{name: OF_PATTERNS[name] for name in ("full", "window", "bigbird")},
-    "etc": {"attention": {"pattern": {"name": "bigbird", "block_size": 64, "n_random_blocks": 0, "n_global_tokens":
-    2}}},
+    "etc": {"attention": {"pattern": PATTERN_OPTIONS["bigbird"] | {
+        "name": "bigbird", "n_random_blocks": 0, "n_global_tokens": 2}}},
     "longformer": {"attention": {"pattern": {"name": "longformer", "width": 100}}},
     "longformer, global projections": {
         "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 100, "global_tokens": [0, 2]}},
@@ -65,10 +65,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "position": {"name": "deberta_v2", "buckets": 4, "max_distance": 8},
     },
 }  # fmt: skip
-XLNETS: dict[str, dict[str, Any]] = {
-    "xlnet": {"attention": {"name": "two_stream", "dropout": 0.1}, "position": {"name": "transformer_xl"}}
-}
-FAMILIES = {"decoder": DECODERS, "encoder": ENCODERS, "xlnet": XLNETS}
+XLNET = {"attention": {"name": "two_stream", "dropout": 0.1}, "position": {"name": "transformer_xl"}}
+FAMILIES: dict[str, dict[str, Any]] = {"decoder": DECODERS, "encoder": ENCODERS, "xlnet": {"xlnet": XLNET}}
 
 
 class Largest(TorchDispatchMode):
@@ -113,10 +111,8 @@ ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-def largest(family: str, kind: dict[str, Any], rows: str, length: int) -> Largest:
-    sections = {**SMALL, "family": family, **kind}
-    config = ModelConfig.from_dotted(**sections)
-    model = build(config).train()
+def largest(family: str, name: str, rows: str, length: int) -> Largest:
+    model = build(ModelConfig.from_dotted(**{**SMALL, "family": family, **FAMILIES[family][name]})).train()
     initialise(model, 7)
     fields = ROWS[rows](length)
     tokens = torch.arange(length)[None] % 17
@@ -137,18 +133,15 @@ CASES = [
 ]
 
 
-def kind_of(family: str, name: str) -> dict[str, Any]:
-    return FAMILIES[family][name]
-
-
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kernels, sdpa):
+        monkeypatch.setattr(module, "LONG", SHORT)
+    monkeypatch.setattr(block_sparse, "SIZE", 64)
     for module, name in (
-        (block_sparse, "MAX_SCORES"),
-        (tile, "MAX_TILE_SCORES"),
-        (block_plan, "MAX_MASK_PAIRS"),
+        (block_sparse, "MAX_SCORES"), (tile, "MAX_TILE_SCORES"), (block_plan, "MAX_MASK_PAIRS"),
         (reference, "MAX_SCORES"),
-    ):
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, AT_ONCE)
 
 
@@ -159,27 +152,26 @@ FURTHER = [
 """Those that take seconds: Shaw's, DeBERTa's and XLNet's scores are in other cases, too."""
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "rows"), extend(CASES, kept=[case for case in CASES if case not in FURTHER])
-)
+KEPT = [case for case in CASES if case not in FURTHER]
+
+
+@pytest.mark.parametrize(("family", "name", "rows"), extend(CASES, kept=KEPT))
 def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, rows: str) -> None:
-    short, long = (largest(family, kind_of(family, name), rows, length) for length in (SHORT, LONG))
+    short, long = (largest(family, name, rows, length) for length in (SHORT, LONG))
     assert long.numel < LONG**2 / 4, long.made_by
     assert long.numel <= 4 * short.numel, long.made_by  # 2.4 times, and blocks at borders; a square has 5.8
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "rows"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
-)
-def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, rows: str) -> None:
+def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
     monkeypatch.setattr(dot_product, "choose_kernel", lambda request: products)
-    assert largest(family, kind_of(family, name), rows, LONG).numel >= LONG**2
+    for case in (("decoder", "window", "one document"), ("encoder", "t5", "packed")):
+        assert largest(*case, LONG).numel >= LONG**2
 
 
 def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_SCORES", 2**40)
-    assert largest("xlnet", kind_of("xlnet", "xlnet"), "packed", SHORT).numel >= SHORT**2
+    assert largest("xlnet", "xlnet", "packed", SHORT).numel >= SHORT**2
 
 
 def largest_of_image(height: int, width: int, options: dict[str, Any]) -> Largest:

@@ -1,9 +1,10 @@
-"""Small parts against their formulas: activations and norms, rotary positions, dropout and stochastic depth."""
+"""Small parts against their formulas: activations, embeddings, rotary positions, dropout, stochastic depth."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -14,27 +15,15 @@ from megatfm.config import ModelConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout, DropPath
-from megatfm.layers.feed_forward import ACTIVATIONS, FFN
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
-from megatfm.layers.norm import NORMS
 from megatfm.layers.position import LearnedPositions
 from megatfm.layers.rope import compute_frequencies, compute_rotary_table, compute_scaled_frequencies, rotate
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_rms_norm_equals_its_formula(scale: float) -> None:
-    norm = NORMS.get("rms_norm")(6, 1e-5).double()
-    norm.weight.data = draw(6)
-    x = scale * draw(3, 4, 6, seed=1)
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
+from tests.support.tensors import draw, move_parameters
 
 
 def test_swiglu_equals_its_formula() -> None:
@@ -43,16 +32,47 @@ def test_swiglu_equals_its_formula() -> None:
     torch.testing.assert_close(activation.function(gate), gate / (1 + (-gate).exp()), rtol=1e-12, atol=1e-15)
 
 
-def test_gated_ffn_equals_its_formula() -> None:
-    config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6})
-    ffn = FFN(config, make_initialiser(config)).double()
-    sequence = SequenceMetadata(torch.arange(3).expand(2, 3))
-    for seed, parameter in enumerate(ffn.parameters()):
-        parameter.data = draw(*parameter.shape, seed=seed)
-    x = draw(2, 3, 4, seed=9)
-    gate, up = x @ ffn.w_gate.weight.T, x @ ffn.w_up.weight.T
-    expected = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
-    torch.testing.assert_close(ffn(x, sequence), expected, rtol=1e-12, atol=1e-12)
+# ------------------------------------------------------------------------------------------------- embeddings
+
+
+SMALL = {
+    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 1, "attention.n_heads": 3, "ffn.d_ff": 20,
+    "norm.name": "layer_norm", "norm.eps": 1e-3, "position.name": "learned", "position.max_positions": 9,
+    "embedding.dim": 5, "embedding.norm": True,
+}  # fmt: skip
+IDS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
+SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_factorised_with_all_that_there_is(offset: int) -> None:
+    """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
+    options = {"embedding.n_segments": 3, "embedding.scale": 1.5, "position.offset": offset}
+    embedding = move_parameters(InputEmbedding(ModelConfig.from_dotted(**SMALL, **options), "encoder"), 1.0)
+    sequence = SequenceMetadata(torch.arange(7).expand(2, 7))
+    named = dict(embedding.named_parameters())
+    assert {name: tuple(p.shape) for name, p in named.items()} == {
+        "tokens.weight": (23, 5), "positions.weight": (9 + offset, 5), "segments.weight": (3, 5),
+        "norm.weight": (5,), "norm.bias": (5,), "projection.weight": (12, 5), "projection.bias": (12,),
+    }  # fmt: skip
+    x = 1.5 * named["tokens.weight"][IDS] + named["positions.weight"][torch.arange(7) + offset]
+    x = F.layer_norm(x + named["segments.weight"][SEGMENTS], (5,), named["norm.weight"], named["norm.bias"], 1e-3)
+    expected = x @ named["projection.weight"].T + named["projection.bias"]
+    torch.testing.assert_close(embedding(IDS, sequence, SEGMENTS), expected, rtol=1e-12, atol=1e-12)
+    zero = embedding(IDS, sequence, torch.zeros_like(SEGMENTS))
+    assert torch.equal(embedding(IDS, sequence), zero), "without segments, all are in the first"
+
+
+def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
+    embedding = move_parameters(InputEmbedding(ModelConfig.from_dotted(**SMALL, dropout=0.5), "encoder"), 1.0)
+    sequence = SequenceMetadata(torch.arange(7).expand(2, 7), rng_keys=torch.tensor([5, 6]))
+    inputs_of_projection: list[Tensor] = []
+    embedding.projection.register_forward_pre_hook(lambda _, inputs: inputs_of_projection.append(inputs[0]))
+    embedding(IDS, sequence)
+    embedding.eval()(IDS, sequence)
+    dropped, full = inputs_of_projection
+    assert 0.2 < float((dropped == 0).double().mean()) < 0.8
+    torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * full), rtol=1e-12, atol=0)
 
 
 # ------------------------------------------------------------------------------------------- rotary positions
@@ -61,14 +81,10 @@ def test_gated_ffn_equals_its_formula() -> None:
 B, N, T, H, THETA = 2, 3, 7, 8, 1000.0
 
 
-def draw_heads(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def test_rope_equals_transformers() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 4, 3, 900, 1, 0, 77]])
     cos, sin = compute_rotary_table(positions, compute_frequencies(H, THETA))
-    q, k = draw_heads(1), draw_heads(2)
+    q, k = draw(B, N, T, H, seed=1), draw(B, N, T, H, seed=2)
     expected = apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1)[:, 0], torch.cat((sin, sin), -1)[:, 0])
     torch.testing.assert_close(rotate(q, cos, sin), expected[0])
     torch.testing.assert_close(rotate(k, cos, sin), expected[1])
@@ -90,7 +106,7 @@ def test_a_row_longer_than_the_table_is_refused_also_where_a_rank_has_a_shard_of
 
 @pytest.mark.parametrize("shift", [1, 1000, 10**6])
 def test_a_score_depends_on_the_distance_alone(shift: int) -> None:
-    q, k = draw_heads(1), draw_heads(2)
+    q, k = draw(B, N, T, H, seed=1), draw(B, N, T, H, seed=2)
     positions = torch.arange(T).expand(B, T)
 
     def scores(start: int) -> torch.Tensor:
@@ -100,16 +116,8 @@ def test_a_score_depends_on_the_distance_alone(shift: int) -> None:
     torch.testing.assert_close(scores(shift), scores(0), rtol=0, atol=1e-8)
 
 
-def test_turning_keeps_lengths_and_position_zero() -> None:
-    x = draw_heads(1)
-    turned = rotate(x, *compute_rotary_table(torch.arange(T).expand(B, T), compute_frequencies(H, THETA)))
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(turned[:, :, 0], x[:, :, 0])
-    assert not torch.equal(turned[:, :, 1], x[:, :, 1])
-
-
 def test_bfloat16_is_turned_in_float32_also_far_out() -> None:
-    x = draw_heads(1, torch.bfloat16)
+    x = draw(B, N, T, H).bfloat16()
     positions = torch.arange(T).expand(B, T) + 1_000_003
     table = compute_rotary_table(positions, compute_frequencies(H, THETA))
     assert table[0].dtype == torch.float64
@@ -143,19 +151,14 @@ class TestFrequencies:
         assert actual[1] == pytest.approx(expected[1], rel=1e-12)
 
     def test_linear_scaling_equals_transformers(self, width: int, theta: float) -> None:
-        self.check(
-            compute_scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
-            hf_frequencies("linear", width, theta, factor=8.0),
-        )
+        expected = hf_frequencies("linear", width, theta, factor=8.0)
+        self.check(compute_scaled_frequencies(width, theta, LinearScaling(factor=8.0)), expected)
 
     @pytest.mark.parametrize("stretch", [1.0, 2.0, 7.0])
     def test_ntk_scaling_equals_transformers(self, width: int, theta: float, stretch: float) -> None:
         """Their dynamic form at a length: `factor · length / longest − (factor − 1)` is the factor of our fixed one."""
-        at = 3.0 * stretch - 2.0
-        self.check(
-            compute_scaled_frequencies(width, theta, NtkScaling(factor=at)),
-            hf_frequencies("dynamic", width, theta, length=int(stretch * LONGEST), factor=3.0),
-        )
+        expected = hf_frequencies("dynamic", width, theta, length=int(stretch * LONGEST), factor=3.0)
+        self.check(compute_scaled_frequencies(width, theta, NtkScaling(factor=3.0 * stretch - 2.0)), expected)
 
     @pytest.mark.parametrize("factor", [1.0, 4.0, 32.0])
     @pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0)])
@@ -163,33 +166,17 @@ class TestFrequencies:
     def test_yarn_scaling_equals_transformers(
         self, width: int, theta: float, factor: float, betas: tuple[float, float], attention_factor: float | None
     ) -> None:
-        more = {} if attention_factor is None else {"attention_factor": attention_factor}
-        scaling = YarnScaling(
-            factor=factor, original_length=1024, beta_fast=betas[0], beta_slow=betas[1], **more
-        )  # fmt: skip
-        expected = hf_frequencies(
-            "yarn", width, theta, factor=factor, original_max_position_embeddings=1024, beta_fast=betas[0],
-            beta_slow=betas[1], **more,
-        )  # fmt: skip
+        options = {"factor": factor, "beta_fast": betas[0], "beta_slow": betas[1]}
+        options |= {} if attention_factor is None else {"attention_factor": attention_factor}
+        expected = hf_frequencies("yarn", width, theta, original_max_position_embeddings=1024, **options)
+        scaling = YarnScaling(original_length=1024, **options)
         self.check(compute_scaled_frequencies(width, theta, scaling), expected)
 
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 8.0)])
     def test_llama3_scaling_equals_transformers(self, width: int, theta: float, low: float, high: float) -> None:
-        scaling = Llama3Scaling(factor=8.0, original_length=8192, low_freq_factor=low, high_freq_factor=high)
-        expected = hf_frequencies(
-            "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,
-            high_freq_factor=high,
-        )  # fmt: skip
-        self.check(compute_scaled_frequencies(width, theta, scaling), expected)
-
-
-def test_ntk_keeps_the_fastest_channel_and_stretches_the_slowest() -> None:
-    plain, _ = compute_scaled_frequencies(64, 10_000.0, None)
-    stretched, factor = compute_scaled_frequencies(64, 10_000.0, NtkScaling(factor=4.0))
-    assert factor == 1.0
-    assert stretched[0] == plain[0] == 1.0
-    assert float(plain[-1] / stretched[-1]) == pytest.approx(4.0)
-    assert math.isclose(float(plain[1]), 10_000 ** (-2 / 64))
+        options = {"factor": 8.0, "low_freq_factor": low, "high_freq_factor": high}
+        expected = hf_frequencies("llama3", width, theta, original_max_position_embeddings=8192, **options)
+        self.check(compute_scaled_frequencies(width, theta, Llama3Scaling(original_length=8192, **options)), expected)
 
 
 # ---------------------------------------------------------------------------------------------------- dropout
@@ -291,11 +278,7 @@ def test_depths_rise_linearly_from_zero() -> None:
 
 @pytest.fixture
 def model() -> torch.nn.Module:
-    model = build(CONFIG).double()
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
+    return move_parameters(build(CONFIG), 0.3)
 
 
 TOKENS = torch.randint(0, 31, (6, 11), generator=torch.Generator().manual_seed(4))

@@ -1,8 +1,10 @@
 """Attention patterns: every form against loops over queries and keys, document by document."""
 
+import itertools
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -10,17 +12,9 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern
+from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern, local
 from megatfm.layers.attention.patterns.bigbird import BigBird
-from megatfm.layers.attention.patterns.local import (
-    Chunked,
-    CrossAttentionPattern,
-    Fixed,
-    Full,
-    Longformer,
-    Strided,
-    Window,
-)
+from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
@@ -55,17 +49,27 @@ ALL = [
 ]
 
 
-def expected_mask(pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
-    """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
-    mask = torch.zeros(2, T, T, dtype=torch.bool)
-    for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
-        of = torch.zeros(T).tolist() if documents is None else documents[b].tolist()
-        if of[q] == of[k]:
-            first = of.index(of[q])
-            places = (torch.tensor(place) for place in (q - first, k - first, head, of.count(of[q])))
-            pair = pattern.mask_mod_for_lengths(*places)
-            mask[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
+@cache
+def list_visible_pairs(pattern: AttentionPattern, row: tuple[int, ...], head: int) -> Tensor:
+    """[T, T], asking the pattern about one pair of a row of documents at a time, with places counted by hand."""
+    numbers, mask = torch.arange(T + 1).unbind(), torch.zeros(T, T, dtype=torch.bool)
+    for q, k in itertools.product(range(T), range(T)):
+        if row[q] == row[k]:
+            first = row.index(row[q])
+            places = (numbers[place] for place in (q - first, k - first, head, row.count(row[q])))
+            mask[q, k] = bool(pattern.mask_mod_for_lengths(*places))
     return mask
+
+
+def expected_mask(pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None) -> Tensor:
+    """[B, N, T, T]: what the pattern shows, and all of a document's prefix."""
+    rows = torch.zeros(2, T, dtype=torch.int64) if documents is None else documents
+    mask = torch.stack([
+        torch.stack([list_visible_pairs(pattern, tuple(row), head) for head in range(N)]) for row in rows.tolist()
+    ])  # fmt: skip
+    if prefix is None:
+        return mask
+    return mask | ((rows[:, :, None] == rows[:, None]) & prefix[:, None])[:, None]
 
 
 def dense(pattern: AttentionPattern, sequence: SequenceMetadata) -> Tensor:
@@ -92,8 +96,7 @@ def layouts() -> Iterator[tuple[SequenceMetadata, Tensor | None, Tensor | None]]
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
     for sequence, documents, prefix in layouts():
-        expected = torch.stack([expected_mask(pattern, documents, prefix, head) for head in range(N)], 1)
-        assert torch.equal(dense(pattern, sequence), expected)
+        assert torch.equal(dense(pattern, sequence), expected_mask(pattern, documents, prefix))
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
@@ -135,6 +138,12 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
                 assert torch.equal(actual.setdefault((n, j - i), part), part)
 
 
+def make_pattern(section: dict[str, object], causal: bool) -> AttentionPattern:
+    attention = {"n_heads": 2, "pattern": section}
+    config = ModelConfig(vocab_size=7, d_model=8, n_layers=1, attention=attention, ffn={"d_ff": 8})
+    return PATTERNS.get(config.attention.pattern.name)(config, causal)
+
+
 @pytest.mark.parametrize(("pattern", "causal", "rows"), [
     ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
     ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
@@ -151,11 +160,7 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
 ])  # fmt: skip
 def test_a_pattern_s_mask_follows_its_config(pattern: dict[str, object], causal: bool, rows: list[str]) -> None:
-    config = ModelConfig(
-        vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
-    )
-    result = PATTERNS.get(config.attention.pattern.name)(config, causal)
-    mask = PatternMask(result, SequenceMetadata(torch.arange(5)[None])).mask()
+    mask = PatternMask(make_pattern(pattern, causal), SequenceMetadata(torch.arange(5)[None])).mask()
     assert mask is not None
     assert ["".join("x" if visible else "." for visible in row) for row in mask[0, 0]] == rows
 
@@ -169,11 +174,8 @@ def test_a_pattern_s_mask_follows_its_config(pattern: dict[str, object], causal:
      "n_summary_tokens = 4 with stride = 4 is full attention"),
 ])  # fmt: skip
 def test_contradictory_options_of_patterns_are_refused(pattern: dict[str, object], causal: bool, message: str) -> None:
-    config = ModelConfig(
-        vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
-    )
     with pytest.raises(UsageError, match=re.escape(message)):
-        PATTERNS.get(config.attention.pattern.name)(config, causal)
+        make_pattern(pattern, causal)
 
 
 @pytest.mark.parametrize("changes", [
@@ -223,12 +225,9 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
     past = 4
     for documents in (None, DOCUMENTS):
         full = dense(pattern, SequenceMetadata(torch.arange(T).expand(2, T), documents))
-        later = SequenceMetadata(
-            torch.arange(past, T).expand(2, -1),
-            None if documents is None else documents[:, past:],
-            past=past,
-            past_documents=None if documents is None else documents[:, :past],
-        )
+        past_documents, new = (None, None) if documents is None else (documents[:, :past], documents[:, past:])
+        positions = torch.arange(past, T).expand(2, -1)
+        later = SequenceMetadata(positions, new, past=past, past_documents=past_documents)
         pattern_mask = PatternMask(pattern, later, 0, N)
         mask = pattern_mask.mask()
         if mask is None:
@@ -241,8 +240,7 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
 def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DEFAULT_BLOCK": 2, "BLOCKS_AT_ONCE": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
-    expected = torch.stack([expected_mask(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
-    assert pattern.count_pairs(T, N) == expected
+    assert pattern.count_pairs(T, N) == expected_mask(pattern, None, None)[0].sum().item() / N
 
 
 def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
@@ -255,12 +253,7 @@ def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
-    mask, second = (
-        PatternMask(SameChunkPattern(2), sequence, 0, 2).mask(),
-        PatternMask(SameChunkPattern(2), sequence, 1, 1).mask(),
-    )
-    assert mask is not None
-    assert second is not None
+    mask, second = (PatternMask(SameChunkPattern(2), sequence, first, n).mask() for first, n in ((0, 2), (1, 1)))
     assert torch.equal(mask[:, 1:], second)
     assert not torch.equal(mask[:, :1], second)
 
@@ -268,11 +261,9 @@ def test_heads_of_a_part_are_those_of_the_whole() -> None:
 def test_a_memory_is_seen_by_document() -> None:
     memory = SequenceMetadata(torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 1], [2, 1, -1]]))
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS, memory=memory)
-    mask = sequence.mask(CrossAttentionPattern())
-    assert memory.documents is not None
-    assert mask is not None
+    mask = sequence.mask(local.CrossAttentionPattern())
     assert torch.equal(mask[:, 0], DOCUMENTS[:, :, None] == memory.documents[:, None, :])
-    assert torch.equal(PatternMask(CrossAttentionPattern(), sequence).block_mask(1)[:, 0], mask[:, 0])
+    assert torch.equal(PatternMask(local.CrossAttentionPattern(), sequence).block_mask(1)[:, 0], mask[:, 0])
 
 
 def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +280,3 @@ def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture, m
         f"attention Full(causal=True) on cpu in {dtype} runs in kernel fused, with its causal mask"
         for dtype in ("float32", "float64")
     ]
-
-
-def test_patterns_that_ship() -> None:
-    assert {"full", "window", "chunked", "strided", "fixed", "bigbird", "longformer"} <= set(PATTERNS.names())

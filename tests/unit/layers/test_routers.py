@@ -1,6 +1,7 @@
 """Routers against references written out here, one token after the other: outputs, losses and every gradient."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.batch_fields import make_sequence
 from megatfm.ops import keyed_random as keyed
+from tests.support.tensors import draw
 
 B, T, D, WIDTH, E = 2, 9, 6, 5, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4, [0] * 6 + [-1] * 3])
@@ -35,9 +37,8 @@ def config_of(family: str = "encoder", **ffn: Any) -> ModelConfig:
 def make(**ffn: Any) -> Any:
     config = config_of(**ffn)
     module = FFNS.get(config.ffn.name)(config, make_initialiser(config)).double()
-    generator = torch.Generator().manual_seed(0)
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    for seed, tensor in enumerate((*module.parameters(), *module.buffers())):
+        tensor.data.copy_(draw(*tensor.shape, seed=seed))
     for buffer in module.buffers():
         buffer.abs_().div_(buffer.sum())
     return module
@@ -59,7 +60,7 @@ def compare(module: Any, written_out: Any) -> dict[str, float]:
     actual: list[list[Tensor]] = []
     for by in (module, written_out):
         module.zero_grad()
-        x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+        x = draw(B, T, D, seed=1).requires_grad_()
         result = by(x, sequence())
         y, losses = (result.y, result.losses) if hasattr(result, "losses") else (result, {})
         outputs = y[DOCUMENTS >= 0]
@@ -72,13 +73,12 @@ def compare(module: Any, written_out: Any) -> dict[str, float]:
     return {name: value.item() for name, value in losses.items()}
 
 
-class RouterResult:
-    def __init__(self, y: Tensor, losses: dict[str, Tensor]) -> None:
-        self.y, self.losses = y, losses
-
-
 def draws(place: nn.Module, b: int, t: int, width: int) -> Tensor:
     return keyed.draw_uniform(place.token_rng_keys(sequence()), width)[b, t]  # type: ignore[operator]
+
+
+def add_at(y: Tensor, b: int, t: int, output: Tensor) -> Tensor:
+    return y.index_put((torch.tensor(b), torch.tensor(t)), output, accumulate=True)
 
 
 def real_places() -> list[tuple[int, int]]:
@@ -95,7 +95,7 @@ def test_noisy_top_k(training: bool) -> None:
     module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}).train(training)
     router = module.router
 
-    def noisy(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def noisy(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, importance, load = torch.zeros_like(x), [], []
         for b, t in real_places():
             clean, spread = router.weight @ x[b, t], F.softplus(router.noise_weight @ x[b, t])
@@ -104,25 +104,24 @@ def test_noisy_top_k(training: bool) -> None:
             h = clean + training * normal * spread
             best = h.argsort(descending=True)[:2].tolist()
             gates = torch.zeros(E, dtype=x.dtype).index_put((torch.tensor(best),), h[best].softmax(0))
-            y = y.index_put(
-                (torch.tensor(b), torch.tensor(t)), sum(gates[e] * expert(module, e, x[b, t]) for e in best)
-            )
+            y = add_at(y, b, t, sum(gates[e] * expert(module, e, x[b, t]) for e in best))
             bars = torch.stack([torch.cat([h[:e], h[e + 1 :]]).sort(descending=True).values[1] for e in range(E)])
             importance.append(gates)
             load.append(0.5 * (1 + torch.erf((clean - bars) / spread / math.sqrt(2))))
-        return y, torch.stack(importance), torch.stack(load), torch.stack(load).sum(0)
+        return y, torch.stack(importance), torch.stack(load)
 
     with torch.no_grad():
-        x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        _, importance, load, _ = noisy(x)
+        x = draw(B, T, D, seed=1)
+        _, importance, load = noisy(x)
         router.importance.copy_(importance.mean(0))
         router.load.copy_(load.mean(0))
 
-    def written_out(x: Tensor, _: SequenceMetadata) -> RouterResult:
+    def written_out(x: Tensor, _: SequenceMetadata) -> SimpleNamespace:
         """State says what this batch has, so that terms and gradients are those of CV² itself."""
-        y, importance, load, _ = noisy(x)
-        n = len(importance)
-        return RouterResult(y, {"importance": n * cv_squared(importance.sum(0)), "load": n * cv_squared(load.sum(0))})
+        y, importance, load = noisy(x)
+        losses = {"importance": importance, "load": load}
+        losses = {name: len(values) * cv_squared(values.sum(0)) for name, values in losses.items()}
+        return SimpleNamespace(y=y, losses=losses)
 
     losses = compare(module, written_out)
     assert all(value > 0.1 for value in losses.values())
@@ -156,7 +155,7 @@ def test_gshard_router_equals_loops(training: bool) -> None:
             result = (1 - share) * expert(module, first, x[b, t])
             goes = not training or bool(2 * share > draws(module.router.second, b, t, 1)[0])
             went.append(goes)
-            y = y.index_put((torch.tensor(b), torch.tensor(t)), result + goes * share * expert(module, second, x[b, t]))
+            y = add_at(y, b, t, result + goes * share * expert(module, second, x[b, t]))
         return y
 
     compare(module, written_out)
@@ -196,9 +195,7 @@ def test_expert_choice_router_equals_loops() -> None:
             uses: dict[int, int] = dict.fromkeys(real, 0)
             for e in range(E):
                 for t in sorted(real, key=lambda t: -gates[t][e].item())[: math.ceil(2 * T / E)]:
-                    y = y.index_put(
-                        (torch.tensor(b), torch.tensor(t)), gates[t][e] * expert(module, e, x[b, t]), accumulate=True
-                    )
+                    y = add_at(y, b, t, gates[t][e] * expert(module, e, x[b, t]))
                     uses[t] += 1
             numbers.extend(uses.values())
         return y
@@ -242,13 +239,11 @@ def test_contradictory_options_of_routers_are_refused(family: str, ffn: dict[str
 
 def test_soft_mixtures_are_not_cut_over_tensor_parallel_ranks() -> None:
     values = {
-        "name": "soft",
-        "model": config_of(name="soft_moe").model_dump(exclude_none=True),
-        "objective": {"name": "masked"},
+        "name": "soft", "model": config_of(name="soft_moe").model_dump(exclude_none=True),
+        "objective": {"name": "masked"}, "optimizer": {"name": "adamw", "lr": 1e-3},
         "data": {"train": "x", "tokenizer": "x", "sequence_length": 32},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
         "train": {"steps": 10, "global_batch": 4, "micro_batch": 2},
-    }
+    }  # fmt: skip
     for layout in ({}, {"cp": 2}, {"dp_shard": 2, "ep": 2}):
         Config.model_validate({**values, "parallel": layout})
     values["model"]["attention"] |= {"n_heads": 2, "head_dim": 2}  # type: ignore[index]
@@ -271,15 +266,11 @@ def test_a_hash_uses_the_tokens_of_a_part_of_a_row() -> None:
     assert torch.equal(expert_indices, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])
 
 
-@pytest.mark.parametrize(
-    ("router", "purpose"),
-    [
-        ({"name": "gshard"}, "the gshard router's sampling of second experts"),
-        ({"name": "noisy_top_k"}, "the noisy_top_k router's noise"),
-        ({"name": "switch", "jitter": 0.1}, "the switch router's jitter"),
-    ],
-    ids=lambda value: value["name"] if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("router", "purpose"), [
+    ({"name": "gshard"}, "the gshard router's sampling of second experts"),
+    ({"name": "noisy_top_k"}, "the noisy_top_k router's noise"),
+    ({"name": "switch", "jitter": 0.1}, "the switch router's jitter"),
+], ids=["gshard", "noisy_top_k", "switch"])  # fmt: skip
 def test_a_router_that_lacks_random_keys_is_named(router: dict[str, Any], purpose: str) -> None:
     module = make(router=router, top_k=1 if router["name"] == "switch" else 2)
     x = torch.ones(1, 3, D, dtype=torch.float64)

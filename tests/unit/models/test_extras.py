@@ -26,9 +26,7 @@ CONFIG = ModelConfig.from_dotted(
     {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "n_mtp_heads": 1}
     | {"ffn": {"name": "chosen", "d_ff": 24, "choices": 3, "rate": 0.1, "weight": 0.25}}
 )
-XLNET = {
-    "family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl", "n_mtp_heads": 0,
-}  # fmt: skip
+XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl", "n_mtp_heads": 0}
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=23, cls=3, sep=4, sentinels=range(22, 17, -1))
 TOKENS = torch.arange(12).view(2, 6)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, -1, -1]])
@@ -84,10 +82,8 @@ def test_counts_of_micro_batches_add_up() -> None:
 def test_an_objective_takes_the_terms_up() -> None:
     objective = build_objective(CausalObjective(), CONFIG, SPECIAL, (6,))
     assert objective.loss_weights == {"causal": 1.0, "future_1": 1.0, "router": 0.25}
-    batch = {
-        "tokens": TOKENS, "targets": TOKENS.clone(), "positions": TOKENS % 6, "keys": torch.arange(2),
-        "documents": DOCUMENTS,
-    }  # fmt: skip
+    batch = {"tokens": TOKENS, "targets": TOKENS.clone(), "positions": TOKENS % 6, "documents": DOCUMENTS}
+    batch["keys"] = torch.arange(2)
     batch["targets"][:, -2:] = -100
     batch["targets"][0, 2] = -100
     counts = {name: int(n) for name, n in objective.target_counts(batch).items()}
@@ -136,17 +132,13 @@ def test_predicted_tokens_alone_count_in_the_query_stream() -> None:
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 3}], ids=["tp2", "pp2", "zero3"])
 def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) -> None:
     """The reference takes the global batch at once, and so fills other queries up than micro-batches do."""
-    data = {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 18}
-    config = Config.model_validate(
-        {"name": "queries", "plugins": ["chosen"], "model": CONFIG.with_changes({**XLNET, "vocab_size": 64})}
-        | {
-            "objective": {"name": "permutation", "tokens_per_prediction": 2},
-            "data": data,
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-        }
-        | {"train": {"steps": 1, "global_batch": 8, "micro_batch": 1, "seed": 1}}
-        | {"parallel": {"dp_shard": 1, **layout}}
-    )
+    config = Config.model_validate({
+        "name": "queries", "plugins": ["chosen"], "model": CONFIG.with_changes({**XLNET, "vocab_size": 64}),
+        "objective": {"name": "permutation", "tokens_per_prediction": 2},
+        "data": {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 18},
+        "optimizer": {"name": "adamw", "lr": 1e-3}, "parallel": {"dp_shard": 1, **layout},
+        "train": {"steps": 1, "global_batch": 8, "micro_batch": 1, "seed": 1},
+    })  # fmt: skip
     actual = verify(config)
     assert not actual.wrong
     assert not actual.traffic_mismatches
@@ -218,11 +210,10 @@ def test_blocks_are_as_their_kind_says() -> None:
 
 def test_turned_positions_differ_by_block() -> None:
     """Blocks of one width, whose tables of angles must not be taken for one another's."""
-    model = build(ModelConfig.from_dotted({**SMALL, **KINDS, "layer_type.far": {}}))
+    kinds = {**SMALL, **KINDS, "layer_type.far": {}}
+    model = build(ModelConfig.from_dotted(kinds))
     initialise(model, 3)
-    other = build(
-        ModelConfig.from_dotted({**SMALL, **KINDS, "layer_type.far": {}, "layer_type.near.position.theta": 10_000.0})
-    )
+    other = build(ModelConfig.from_dotted({**kinds, "layer_type.near.position.theta": 10_000.0}))
     other.load_state_dict(model.state_dict())
     tokens = torch.arange(12).view(2, 6)
     assert not torch.allclose(model(tokens).logits, other(tokens).logits)

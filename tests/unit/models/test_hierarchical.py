@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.layers import patch_merging
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
@@ -18,6 +17,8 @@ from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.hf_images import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
 from tests.support.images import draw_pixels
 from tests.support.models import FAMILY_MODELS, MVIT_MODEL, SWIN_V2_OPTIONS
+from tests.support.reference_gradients import perturb
+from tests.support.tensors import assert_same_gradients, move_parameters
 
 TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
@@ -25,40 +26,15 @@ SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
 a long map without shift in the second. transformers crashes on maps smaller than a window."""
 
 
-COUNTS = {
-    "swin-t": 28_288_354, "swin-s": 49_606_258, "swin-b": 87_768_224, "swin-l": 196_532_476,
-    "swinv2-t": 28_347_154, "swinv2-s": 49_728_418, "swinv2-b": 87_918_816,
-    "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
-}  # fmt: skip
-"""Numbers of weights with 1,000 classes, as transformers counts them (MViTv2: timm)."""
-
-
-@pytest.mark.parametrize("preset", COUNTS)
-def test_presets_have_the_published_counts(preset: str) -> None:
-    with torch.device("meta"):
-        model = build(load_config(preset).model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
-    header = (find_config(preset)[0]).read_text(encoding="utf-8").partition("\nname")[0]
-    assert f"{COUNTS[preset]:,} parameters" in header
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_swin_is_transformers(size: tuple[int, int]) -> None:
-    compare(build_model(), size)
-
-
-def test_swin_with_odd_windows_is_transformers() -> None:
-    compare(build_model({"attention.pattern.window": 3}), (36, 52))
-
-
-@pytest.mark.parametrize("size", [(64, 64), (56, 72), (16, 16)])
-def test_swin_v2_is_transformers(size: tuple[int, int]) -> None:
-    """Theirs sizes windows by the map for which it was configured, which for a fresh model is the image's."""
-    compare(build_model(SWIN_V2_OPTIONS), size)
-
-
-def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> None:
-    compare(build_model(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
+@pytest.mark.parametrize(("options", "size"), [
+    *(({}, size) for size in SIZES),
+    ({"attention.pattern.window": 3}, (36, 52)),
+    *((SWIN_V2_OPTIONS, size) for size in ((64, 64), (56, 72), (16, 16))),
+    (SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}, (40, 64)),
+])  # fmt: skip
+def test_swin_is_transformers(options: dict[str, Any], size: tuple[int, int]) -> None:
+    """Their Swin v2 sizes windows by the map for which it was configured, which for a fresh model is the image's."""
+    compare(build_model(options), size)
 
 
 def compare(actual: Any, size: tuple[int, int]) -> None:
@@ -108,9 +84,10 @@ def hide_padding(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "fault", [roll_the_wrong_way, leave_out_the_region_mask, swap_the_order_of_merging, hide_padding]
-)
+FAULTS = [roll_the_wrong_way, leave_out_the_region_mask, swap_the_order_of_merging, hide_padding]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of odd sides, since half of an even one is as far to the left as to the right."""
     fault(monkeypatch)
@@ -120,29 +97,19 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["v1", "v2"])
 def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
-    actual, images = build_model(options), [draw_pixels(36, 28, seed=number) for number in range(5)]
-    for number, parameter in enumerate(actual.parameters()):
-        generator = torch.Generator().manual_seed(number)
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    actual = move_parameters(build_model(options), 0.3)
+    images = [draw_pixels(36, 28, seed=number) for number in range(5)]
     labels = [1, 4, 0, 2, 3]
     packed = make_image_batch(images, [[0, 1, 2], [3, 4]], labels)
-    losses = [
-        actual(**make_image_batch([image], [[0]], [label])).losses["classifier"]
-        for image, label in zip(images, labels, strict=True)
-    ]
-    expected = torch.autograd.grad(sum(losses), [*actual.parameters()])
+    alone = [make_image_batch([image], [[0]], [label]) for image, label in zip(images, labels, strict=True)]
+    expected = sum(actual(**batch).losses["classifier"] for batch in alone)
     loss = actual(**packed).losses["classifier"]
-    torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=0)
-    for value, expected_value in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
-        torch.testing.assert_close(value, expected_value, rtol=1e-9, atol=1e-11)
-    logits = torch.cat(
-        [actual(**without_labels(make_image_batch([image], [[0]], [0]))).predictions["classifier"] for image in images],
-    )  # fmt: skip
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    assert_same_gradients(loss, expected, [*actual.parameters()], rtol=1e-9, atol=1e-11)
+    logits = torch.cat([actual(**without_labels(batch)).predictions["classifier"] for batch in alone])
     torch.testing.assert_close(actual(**without_labels(packed)).predictions["classifier"], logits)
-    bare = {
-        "patches": make_image_batch(images, [[0, 1, 2]], labels)["patches"],
-        "grid": make_image_batch(images, [[0, 1, 2]], labels)["grid"],
-    }
+    row = make_image_batch(images, [[0, 1, 2]], labels)
+    bare = {name: row[name] for name in ("patches", "grid")}
     torch.testing.assert_close(actual(**bare).predictions["classifier"], logits[:3])
 
 
@@ -256,17 +223,13 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 def test_mvit_is_the_paper(case: str) -> None:
     options, size = CASES[case]
     actual = build_model(MVIT_MODEL | options)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in actual.named_parameters():
-        noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data = 1 + noise if "norm.weight" in name else noise
+    perturb(actual, scale=0.3)
     images, inputs = draw_images(size, 2)
     labels = torch.tensor([3, 1])
     loss = actual(**make_image_batch(images, [[0, 1]], labels.tolist())).losses["classifier"]
     parameters = dict(actual.named_parameters())
-    expected = F.cross_entropy(
-        torch.stack([logits(first, actual, parameters) for first in inputs]), labels, reduction="sum"
-    )
+    expected_logits = torch.stack([logits(image, actual, parameters) for image in inputs])
+    expected = F.cross_entropy(expected_logits, labels, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
     gradients, expected_gradients = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
     full = float(torch.stack([gradient.norm() for gradient in expected_gradients]).norm())

@@ -55,13 +55,8 @@ def passes(overrides: list[str], preset: str = "gpt2-124m") -> Copies:
     """Passes over a batch on another device than the host: torch's "meta" stands for a GPU."""
     with torch.device("meta"):
         model = build(load_config(preset, [*SMALL, *overrides]).model).train()
-        batch = {
-            "tokens": torch.zeros(B, T, dtype=torch.int64),
-            "targets": torch.zeros(B, T, dtype=torch.int64),
-            "positions": torch.zeros(B, T, dtype=torch.int64),
-            "documents": torch.zeros(B, T, dtype=torch.int64),
-            "keys": torch.zeros(B, dtype=torch.int64),
-        }
+        batch = dict.fromkeys(("tokens", "targets", "positions", "documents"), torch.zeros(B, T, dtype=torch.int64))
+        batch["keys"] = torch.zeros(B, dtype=torch.int64)
     with Copies() as copies:
         (loss,) = model(**batch).losses.values()
         loss.backward()
@@ -72,15 +67,11 @@ def passes(overrides: list[str], preset: str = "gpt2-124m") -> Copies:
 YARN = '{name="rope", scaling={name="yarn", factor=4.0, original_length=8}}'
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["model.dropout=0.1", "model.attention.dropout=0.1", "model.drop_path=0.2"],
-        [*PLAIN, f"model.position={YARN}"],
-        [*PLAIN, 'model.position={name="sinusoidal"}'],
-    ],
-    ids=["dropout", "rope", "sinusoidal"],
-)
+@pytest.mark.parametrize("overrides", [
+    ["model.dropout=0.1", "model.attention.dropout=0.1", "model.drop_path=0.2"],
+    [*PLAIN, f"model.position={YARN}"],
+    [*PLAIN, 'model.position={name="sinusoidal"}'],
+], ids=["dropout", "rope", "sinusoidal"])  # fmt: skip
 def test_no_copy_from_the_host(overrides: list[str]) -> None:
     assert passes(overrides).found == []
 

@@ -231,6 +231,8 @@ def test_lengths_are_computed_before_files_are_read(options: dict[str, Any]) -> 
         chunk = DocumentChunk(np.full(n, 9, np.uint16), files={"png": encode_noise()})
         fields = contrastive.build_example(chunk, KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (of_image, of_text)
+        is_truncated = (fields["tokens"] == 9).sum() < n
+        assert getattr(contrastive, "count_truncated")(np.array([n]), None) == is_truncated  # noqa: B009
 
 
 def test_rows_hold_pairs_side_by_side() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from megatfm.errors import UsageError
 from megatfm.objectives import SpecialTokens
+from tests.support.text_objectives import SPECIAL, build_fields, make_model, make_objective, make_text
 
 MASK, CLS, SEP, IGNORE = 3, 4, 5, -100
 TEXTS = 2000
@@ -21,17 +22,17 @@ def is_within(count: float, n: float, share: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def masked_texts(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def masked_texts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Texts, what is shown, and targets, without marks: each [TEXTS, LENGTH]."""
     result = make_objective("masked")
     texts = np.stack([make_text(LENGTH, seed) for seed in range(TEXTS)]).astype(np.int64)
-    fields = [build_one(result, tokens, sample=i) for i, tokens in enumerate(texts)]
+    fields = [build_fields(result, tokens, sample=i) for i, tokens in enumerate(texts)]
     for name, ends in (("tokens", (CLS, SEP)), ("targets", (IGNORE, IGNORE))):
         assert {(int(f[name][0]), int(f[name][-1])) for f in fields} == {ends}
     return (texts, np.stack([f["tokens"][1:-1] for f in fields]), np.stack([f["targets"][1:-1] for f in fields]))
 
 
-def test_mask_and_replacement_rates_over_a_million_tokens(masked_texts: Any, special: SpecialTokens) -> None:
+def test_mask_and_replacement_rates_over_a_million_tokens(masked_texts: Any) -> None:
     texts, displayed, targets = masked_texts
     chosen = targets != IGNORE
     assert (targets[chosen] == texts[chosen]).all(), "the original token is the target"
@@ -43,38 +44,38 @@ def test_mask_and_replacement_rates_over_a_million_tokens(masked_texts: Any, spe
     random = ~masked & ~unchanged
     n = chosen.sum()
     # A random token is the original one now and then.
-    unchanged_by_chance = 0.1 / len(special.text_ids)
+    unchanged_by_chance = 0.1 / len(SPECIAL.text_ids)
     assert is_within(masked.sum(), n, 0.8)
     assert is_within(unchanged.sum(), n, 0.1 + unchanged_by_chance)
     assert is_within(random.sum(), n, 0.1 - unchanged_by_chance)
 
 
-def test_random_tokens_are_uniform_over_text_ids(masked_texts: Any, special: SpecialTokens) -> None:
+def test_random_tokens_are_uniform_over_text_ids(masked_texts: Any) -> None:
     texts, displayed, targets = masked_texts
     random = displayed[(targets != IGNORE) & (displayed != MASK) & (displayed != texts)]
     counts = np.bincount(random, minlength=1000)
     assert counts[:200].sum() == 0, "reserved ids are never shown"
-    assert special.text_ids.tolist() == list(range(200, 1000))
+    assert SPECIAL.text_ids.tolist() == list(range(200, 1000))
     expected = counts.sum() / 800
     chi2 = float(((counts[200:] - expected) ** 2 / expected).sum())
     assert abs(chi2 - 799) < 5 * (2 * 799) ** 0.5
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_short_texts_have_the_same_rate(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
+def test_short_texts_have_the_same_rate(n: int) -> None:
     result = make_objective("masked")
-    chosen = sum((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
+    chosen = sum((build_fields(result, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
     assert is_within(chosen, 3000 * n, 0.15)
 
 
-def test_words_are_masked_whole(make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens) -> None:
+def test_words_are_masked_whole() -> None:
     result = make_objective("masked", whole_words=True)
     chosen, n = 0, 0
     for sample in range(600):
         tokens = make_text(LENGTH, sample)
-        is_chosen = build_one(result, tokens, sample=sample)["targets"][1:-1] != IGNORE
-        assert special.word_starts is not None
-        starts = special.word_starts[tokens].copy()
+        is_chosen = build_fields(result, tokens, sample=sample)["targets"][1:-1] != IGNORE
+        assert SPECIAL.word_starts is not None
+        starts = SPECIAL.word_starts[tokens].copy()
         starts[0] = True
         word = np.cumsum(starts) - 1
         share = np.bincount(word, is_chosen) / np.bincount(word)
@@ -83,17 +84,17 @@ def test_words_are_masked_whole(make_objective: Any, make_text: Any, build_one: 
     assert is_within(chosen, n, 0.15)
 
 
-def test_static_masks_are_the_same_in_every_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_static_masks_are_the_same_in_every_epoch() -> None:
     tokens = make_text(200)
     for static in (False, True):
         result = make_objective("masked", static=static)
-        masks = {build_one(result, tokens, epoch=epoch)["tokens"].tobytes() for epoch in range(5)}
+        masks = {build_fields(result, tokens, epoch=epoch)["tokens"].tobytes() for epoch in range(5)}
         assert len(masks) == (1 if static else 5)
-        remaining = {build_one(result, tokens, sample=sample)["tokens"].tobytes() for sample in range(5)}
+        remaining = {build_fields(result, tokens, sample=sample)["tokens"].tobytes() for sample in range(5)}
         assert len(remaining) == 5
 
 
-def test_sequences_fit_rows_and_empty_chunks_make_none(make_objective: Any) -> None:
+def test_sequences_fit_rows_and_empty_chunks_make_none() -> None:
     result = make_objective("masked", rows=(64,))
     assert result.max_tokens == 62
     assert result.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
@@ -101,7 +102,7 @@ def test_sequences_fit_rows_and_empty_chunks_make_none(make_objective: Any) -> N
         make_objective("masked", rows=(2,))
 
 
-def test_missing_special_tokens_are_named(make_objective: Any, make_model: Any, special: SpecialTokens) -> None:
+def test_missing_special_tokens_are_named() -> None:
     bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
     with pytest.raises(UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none"):
         make_objective("masked", special=bare)
@@ -109,18 +110,18 @@ def test_missing_special_tokens_are_named(make_objective: Any, make_model: Any, 
         make_objective("masked", model_config=make_model("encoder").with_changes({"lm_head": {"name": "none"}}))
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
-    wordless = replace(special, word_starts=None)
+    wordless = replace(SPECIAL, word_starts=None)
     with pytest.raises(UsageError, match=r"objective\.whole_words = true needs to know where words begin"):
         make_objective("masked", special=wordless, whole_words=True)
     with pytest.raises(UsageError, match=r"objective\.name = 'span_boundary' needs to know where words begin"):
         make_objective("span_boundary", special=wordless)
 
 
-def test_replaced_token_masks_85_percent_of_chosen_tokens(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_replaced_token_masks_85_percent_of_chosen_tokens() -> None:
     result, n, masked, chosen = make_objective("replaced_token"), 400, 0, 0
     for sample in range(2500):
         tokens = make_text(n, sample)
-        fields = build_one(result, tokens, sample=sample)
+        fields = build_fields(result, tokens, sample=sample)
         assert fields["original"].tolist() == [CLS, *tokens.tolist(), SEP]
         is_chosen = fields["targets"] != IGNORE
         assert (fields["targets"][is_chosen] == fields["original"][is_chosen]).all()
@@ -132,7 +133,7 @@ def test_replaced_token_masks_85_percent_of_chosen_tokens(make_objective: Any, m
     assert abs(masked - 0.85 * chosen) < 5 * (chosen * 0.85 * 0.15) ** 0.5
 
 
-def test_replaced_token_counts_its_terms(make_objective: Any) -> None:
+def test_replaced_token_counts_its_terms() -> None:
     result = make_objective("replaced_token")
     assert dict(result.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
     batch = {"targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]), "documents": torch.tensor([[0, 0, 0, -1]])}
@@ -145,20 +146,20 @@ def test_replaced_token_counts_its_terms(make_objective: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def spans(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> dict[str, Any]:
+def spans() -> dict[str, Any]:
     """Spans as (words, text's tokens, what is shown) and totals, found from `targets` alone."""
     result = make_objective("span_boundary")
     actual: list[tuple[int, np.ndarray, np.ndarray]] = []
     n_words = n_masked = n_masked_words = 0
     for sample in range(TEXTS):
         tokens = make_text(LENGTH, sample)
-        fields = build_one(result, tokens, sample=sample)
+        fields = build_fields(result, tokens, sample=sample)
         chosen = fields["targets"][1:-1] != IGNORE
         displayed = fields["tokens"][1:-1]
         assert (fields["targets"][1:-1][chosen] == tokens[chosen]).all()
         assert (displayed[~chosen] == tokens[~chosen]).all()
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
-        starts = special.word_starts[tokens].copy()
+        starts = SPECIAL.word_starts[tokens].copy()
         starts[0] = True
         word = np.append(np.cumsum(starts), starts.sum() + 1)
         left, right = np.zeros(LENGTH + 2, int), np.zeros(LENGTH + 2, int)
@@ -208,16 +209,16 @@ def test_the_replacement_of_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_short_texts_have_spans_that_fit(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
+def test_short_texts_have_spans_that_fit(n: int) -> None:
     result = make_objective("span_boundary", mask_rate=0.5)
-    masked = [int((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
+    masked = [int((build_fields(result, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
     assert max(masked) > 0
     assert max(masked) <= n
 
 
-def test_spans_are_uniform_over_positions(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_spans_are_uniform_over_positions() -> None:
     result, tokens = make_objective("span_boundary"), make_text(100)
-    counts = sum((build_one(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000))
+    counts = sum((build_fields(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000))
     share = counts / 2000
     assert share[20:80].min() > 0.12
     assert share[20:80].max() < 0.2
@@ -226,6 +227,6 @@ def test_spans_are_uniform_over_positions(make_objective: Any, make_text: Any, b
     assert share[:10].mean() == pytest.approx(share[-10:].mean(), abs=0.03)
 
 
-def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
+def test_a_model_without_the_head_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'span_boundary' needs .* the head: add \[model\.extra_heads\.boundary\]"):
         make_objective("span_boundary", model_config=make_model("encoder").with_changes({"extra_heads": {}}))

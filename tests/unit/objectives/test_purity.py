@@ -1,21 +1,19 @@
 """Properties of every objective: lengths are kept, rows fit, and nothing but the key decides what is drawn."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import OBJECTIVES, Objective
 from megatfm.rng import ChunkKey, chunk_keys
+from tests.support.text_objectives import OtherDocuments, TextCorpus, make_objective, make_text
 
-IGNORE = -100
+IGNORE, ROWS = -100, (96, 64)
 # Objective and family → the first hex digits of what a pinned text becomes. A change here changes what a resumed run
 # sees: it must not happen without a reason that is in the changelog.
 PINNED = {
@@ -37,18 +35,6 @@ PINNED = {
 EACH_OBJECTIVE = pytest.mark.parametrize(("name", "family"), PINNED, ids=[" ".join(case) for case in PINNED])
 
 
-@dataclass
-class OtherDocuments:
-    documents: list[np.ndarray]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(document) for document in self.documents], np.int64)
-
-    def tokens(self, number: int) -> np.ndarray:
-        return self.documents[number]
-
-
 def hash_fields(fields: dict[str, np.ndarray]) -> bytes:
     hashed = blake3()
     for name, values in sorted(fields.items()):
@@ -56,8 +42,8 @@ def hash_fields(fields: dict[str, np.ndarray]) -> bytes:
     return hashed.digest()
 
 
-def build_objective(make_objective: Any, name: str, family: str, rows: tuple[int, int] = (96, 64)) -> Objective:
-    return make_objective(name, family=family, rows=rows if family == "encoder_decoder" else rows[:1])
+def build_objective(name: str, family: str) -> Objective:
+    return make_objective(name, family=family, rows=ROWS if family == "encoder_decoder" else ROWS[:1])
 
 
 def test_every_text_objective_is_pinned() -> None:
@@ -67,82 +53,65 @@ def test_every_text_objective_is_pinned() -> None:
 
 
 @EACH_OBJECTIVE
-def test_examples_of_each_objective_are_pinned(make_objective: Any, make_text: Any, name: str, family: str) -> None:
-    objective, other_documents = (
-        build_objective(make_objective, name, family),
-        OtherDocuments([make_text(70, 1), make_text(20, 2)]),
-    )
-    hashed = blake3()
+def test_examples_of_each_objective_are_pinned(name: str, family: str) -> None:
+    objective = build_objective(name, family)
+    other_documents, hashed = OtherDocuments([make_text(70, 1), make_text(20, 2)]), blake3()
     for n in (2, 3, 17, 40, min(objective.max_tokens or 60, 60)):
+        chunk = DocumentChunk(make_text(n), other_documents)
         for sample in range(8):
-            hashed.update(
-                hash_fields(
-                    objective.build_example(
-                        DocumentChunk(make_text(n), other_documents), ChunkKey(12, 1, sample, sample % 3)
-                    )
-                )
-            )
+            hashed.update(hash_fields(objective.build_example(chunk, ChunkKey(12, 1, sample, sample % 3))))
     assert hashed.hexdigest()[:16] == PINNED[name, family]
 
 
 @EACH_OBJECTIVE
-def test_examples_depend_on_the_key_alone(make_objective: Any, make_text: Any, name: str, family: str) -> None:
+def test_examples_depend_on_the_key_alone(name: str, family: str) -> None:
     keys = [ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)]
     other_documents = OtherDocuments([make_text(50, 1), make_text(9, 2)])
-    first, second = (build_objective(make_objective, name, family) for _ in range(2))
+    first, second = (build_objective(name, family) for _ in range(2))
     tokens = make_text(40).astype(np.int64)  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
-    forwards = [hash_fields(first.build_example(DocumentChunk(tokens, other_documents), key)) for key in keys]
-    backwards = [
-        hash_fields(second.build_example(DocumentChunk(tokens, other_documents), key)) for key in reversed(keys)
-    ]
+    chunk = DocumentChunk(tokens, other_documents)
+    forwards = [hash_fields(first.build_example(chunk, key)) for key in keys]
+    backwards = [hash_fields(second.build_example(chunk, key)) for key in reversed(keys)]
     assert forwards == backwards[::-1]
     if name != "causal":
         examples = set(forwards)
         assert len(examples) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
-        other_seed = {
-            hash_fields(first.build_example(DocumentChunk(tokens, other_documents), key._replace(seed=6)))
-            for key in keys
-        }
+        other_seed = {hash_fields(first.build_example(chunk, key._replace(seed=6))) for key in keys}
         assert len(examples & other_seed) < len(keys) / 2
 
 
-@settings(max_examples=60, deadline=None)
-@given(share=st.floats(0, 1), seed=st.integers(0, 2**63), sample=st.integers(0, 2**40), partner=st.integers(1, 200))
 @EACH_OBJECTIVE
-def test_examples_have_the_planned_lengths(
-    make_objective: Any, make_text: Any, name: str, family: str, share: float, seed: int, sample: int, partner: int
-) -> None:
-    objective = build_objective(make_objective, name, family)
-    n = round(share * (objective.max_tokens or 200))
-    planned = objective.sequence_lengths(np.array([n]), chunk_keys(seed, np.array([sample]), np.array([1]))).reshape(-1)
-    assert len(planned) == len(objective.field_prefixes)
-    assert (planned > 0).all() or (planned == 0).all()
-    if objective.max_tokens is not None:
-        assert (planned <= (96, 64)[: len(planned)]).all()
-    if not planned.any():
-        assert n < 2
-        return
-    fields = objective.build_example(
-        DocumentChunk(make_text(n, 3), OtherDocuments([make_text(partner, 4)])), ChunkKey(seed, 3, sample, 1)
-    )
-    for field, values in fields.items():
-        assert len(values) == planned[0 if field.startswith("encoder_") else -1]
-    assert {"tokens", "targets"} <= fields.keys()
-    assert objective.padding_values.keys() <= fields.keys()
-    assert (fields["targets"] >= IGNORE).all()
+def test_examples_have_the_planned_lengths(name: str, family: str) -> None:
+    """Lengths from nothing to all that a row takes, and the smallest and largest numbers of a key."""
+    objective, random = build_objective(name, family), np.random.default_rng(0)
+    for share in (0, 0.01, 0.99, 1, *random.random(120)):
+        seed, sample = (int(random.choice([0, limit, random.integers(limit)])) for limit in (2**63 - 1, 2**40))
+        n, partner = round(share * (objective.max_tokens or 200)), int(random.integers(1, 201))
+        keys = chunk_keys(seed, np.array([sample]), np.array([1]))
+        planned = objective.sequence_lengths(np.array([n]), keys).reshape(-1)
+        assert len(planned) == len(objective.field_prefixes)
+        assert (planned > 0).all() or (planned == 0).all()
+        if objective.max_tokens is not None:
+            assert (planned <= ROWS[: len(planned)]).all()
+        if not planned.any():
+            assert n < 2
+            continue
+        chunk = DocumentChunk(make_text(n, 3), OtherDocuments([make_text(partner, 4)]))
+        fields = objective.build_example(chunk, ChunkKey(seed, 3, sample, 1))
+        for field, values in fields.items():
+            assert len(values) == planned[0 if field.startswith("encoder_") else -1]
+        assert {"tokens", "targets"} <= fields.keys()
+        assert objective.padding_values.keys() <= fields.keys()
+        assert (fields["targets"] >= IGNORE).all()
 
 
 @EACH_OBJECTIVE
-def test_no_rank_or_resume_changes_a_batch(
-    make_objective: Any, make_text: Any, memory: Any, name: str, family: str
-) -> None:
-    rows = (96, 64)
-
+def test_no_rank_or_resume_changes_a_batch(name: str, family: str) -> None:
     def loader(**options: Any) -> DataLoader:
         packed = PackedDataset(
-            memory([[30, 200, 7], [90, 2, 55], [400]]), build_objective(make_objective, name, family),
-            sequence_length=rows[0], target_length=rows[1], seed=4, streams=2,
+            TextCorpus([[30, 200, 7], [90, 2, 55], [400]]), build_objective(name, family),
+            sequence_length=ROWS[0], target_length=ROWS[1], seed=4, streams=2,
         )  # fmt: skip
         return DataLoader(packed, global_batch=4, **options)
 

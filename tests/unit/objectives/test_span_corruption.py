@@ -1,7 +1,6 @@
 """Span corruption against T5's algorithm, written out anew, and UL2's mixture: shares, mode tokens, lengths."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from megatfm.errors import UsageError
 from megatfm.objectives import SpecialTokens
 from megatfm.rng import chunk_keys
+from tests.support.text_objectives import SPECIAL, build_fields, make_objective, make_text
 
 EOS, PAD = 2, 0
 
@@ -45,12 +45,12 @@ def noise_of(tokens: np.ndarray, inputs: np.ndarray, sentinels: set[int]) -> lis
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 30, 99, 100, 400, 568])
 @pytest.mark.parametrize(("rate", "mean"), [(0.15, 3.0), (0.5, 3.0), (0.15, 64.0), (0.3, 1.0)])
-def test_inputs_and_targets_are_t5s(make_objective: Any, build_one: Any, n: int, rate: float, mean: float) -> None:
+def test_inputs_and_targets_are_t5s(n: int, rate: float, mean: float) -> None:
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
     noise = {"noise_density": rate, "mean_noise_span_length": mean}
     result = make_objective("span_corruption", rows=(600, 600), special=special, **noise)
     tokens = np.random.default_rng(n).permutation(np.arange(10, 4000))[:n].astype(np.uint16)
-    fields = build_one(result, tokens, sample=n)
+    fields = build_fields(result, tokens, sample=n)
     noise = noise_of(tokens, fields["encoder_tokens"], set(special.sentinels))
     inputs, targets = t5_inputs_and_targets(tokens.tolist(), noise, list(special.sentinels))
     assert fields["encoder_tokens"].tolist() == inputs
@@ -64,7 +64,7 @@ def test_inputs_and_targets_are_t5s(make_objective: Any, build_one: Any, n: int,
     assert noise[-1]
 
 
-def test_rows_of_512_take_the_568_tokens_of_the_paper(make_objective: Any) -> None:
+def test_rows_of_512_take_the_568_tokens_of_the_paper() -> None:
     """T5's `compute_input_and_target_lengths(512, 0.15, 3)` is (568, 114)."""
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=500, sentinels=range(100))
     result = make_objective("span_corruption", rows=(512, 114), special=special)
@@ -81,7 +81,7 @@ def t5_segmentation(rng: np.random.Generator, n_items: int, n_segments: int) -> 
     return np.bincount(np.cumsum(np.concatenate([[0], starts]))).tolist()
 
 
-def test_spans_are_distributed_as_t5s(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> None:
+def test_spans_are_distributed_as_t5s() -> None:
     """Lengths of spans over a million tokens, against its segmentation drawn from another generator (χ², two samples;
     the bound is six standard deviations)."""
     result, rng = make_objective("span_corruption", rows=(512, 128)), np.random.default_rng(0)
@@ -90,7 +90,7 @@ def test_spans_are_distributed_as_t5s(make_objective: Any, make_text: Any, build
     tokens = np.arange(200, 700).astype(np.uint16)
     first = np.zeros(500)
     for sample in range(2000):
-        targets = build_one(result, tokens, sample=sample)["targets"]
+        targets = build_fields(result, tokens, sample=sample)["targets"]
         at = np.flatnonzero((targets < 200) & (targets >= 40))
         lengths = np.diff(np.append(at, len(targets) - 1)) - 1
         assert lengths.sum() == noise
@@ -106,11 +106,11 @@ def test_spans_are_distributed_as_t5s(make_objective: Any, make_text: Any, build
     assert abs(middle.mean() - 0.15) < 0.005
 
 
-def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_a_decoder_reads_the_input_as_its_prefix() -> None:
     two = make_objective("span_corruption", rows=(512, 128))
     one = make_objective("span_corruption", family="decoder", rows=(640,))
     tokens = make_text(300)
-    pair, joined = build_one(two, tokens), build_one(one, tokens)
+    pair, joined = build_fields(two, tokens), build_fields(one, tokens)
     inputs, expected = pair["encoder_tokens"][:-1], pair["targets"]
     full = np.concatenate([inputs, expected])
     assert joined["tokens"].tolist() == full[:-1].tolist()
@@ -119,13 +119,13 @@ def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text:
     assert (one.loss_weights.keys(), two.loss_weights.keys()) == ({"causal"}, {"span"})
 
 
-def test_too_few_sentinels_name_the_number_that_is_needed(make_objective: Any) -> None:
+def test_too_few_sentinels_name_the_number_that_is_needed() -> None:
     few = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=500, sentinels=range(10))
     with pytest.raises(UsageError, match=r"up to 28 spans .* has 10 sentinels: .*tokenizer\.sentinels=28"):
         make_objective("span_corruption", rows=(512, 114), special=few)
 
 
-def test_the_decoders_row_must_have_a_length(make_objective: Any) -> None:
+def test_the_decoders_row_must_have_a_length() -> None:
     with pytest.raises(UsageError, match=r"fills two rows: set data\.target_length, .* data\.target_length=128"):
         make_objective("span_corruption", rows=(512,))
 
@@ -148,12 +148,12 @@ def kind(fields: dict[str, np.ndarray], n: int) -> tuple[str, int, int]:
     return mode, round(100 * noise / n), mean
 
 
-def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: Any) -> None:
+def test_the_seven_denoisers_have_their_shares() -> None:
     result, tokens = make_objective("ul2", rows=(512, 512)), np.arange(200, 400)
     actual: dict[tuple[str, int, int], int] = {}
     ends = []
     for sample in range(3500):
-        fields = build_one(result, tokens, sample=sample)
+        fields = build_fields(result, tokens, sample=sample)
         denoiser = kind(fields, 200)
         actual[denoiser] = actual.get(denoiser, 0) + 1
         both_sides = sorted([*fields["encoder_tokens"], *fields["targets"]])
@@ -169,25 +169,23 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
     assert np.mean(ends) == pytest.approx(50, abs=7), "a quarter of the text on average"
 
 
-def test_weights_choose_among_them(make_objective: Any, build_one: Any) -> None:
+def test_weights_choose_among_them() -> None:
     result = make_objective("ul2", rows=(512, 512), r_denoiser_weight=1, x_denoiser_weight=0, s_denoiser_weight=3)
-    modes = [kind(build_one(result, np.arange(200, 400), sample=i), 200)[0] for i in range(1000)]
+    modes = [kind(build_fields(result, np.arange(200, 400), sample=i), 200)[0] for i in range(1000)]
     assert set(modes) == {"R", "S"}
     assert abs(modes.count("S") - 750) < 5 * 187.5**0.5
 
 
 @pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])
 @pytest.mark.parametrize("with_modes", [True, False])
-def test_all_lengths_fit_and_are_kept(
-    make_objective: Any, build_one: Any, special: Any, family: str, with_modes: bool
-) -> None:
-    tokenizer = special if with_modes else replace(special, modes={})
+def test_all_lengths_fit_and_are_kept(family: str, with_modes: bool) -> None:
+    tokenizer = SPECIAL if with_modes else replace(SPECIAL, modes={})
     rows = (128, 80)[: 2 if family == "encoder_decoder" else 1]
     result = make_objective("ul2", family=family, rows=rows, special=tokenizer)
     for n in (2, 3, 5, 9, result.max_tokens - 1, result.max_tokens):
         tokens = np.arange(200, 200 + n)
         for sample in range(100):
-            fields = build_one(result, tokens, sample=sample)
+            fields = build_fields(result, tokens, sample=sample)
             for name, field in fields.items():
                 assert len(field) <= rows[0 if name.startswith("encoder_") else -1]
             if family == "decoder":
@@ -202,10 +200,10 @@ def test_all_lengths_fit_and_are_kept(
     assert (result.sequence_lengths(np.full(200, 1), keys) == 0).all()
 
 
-def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not(make_objective: Any, build_one: Any) -> None:
+def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not() -> None:
     result, tokens = make_objective("ul2", rows=(512, 512)), np.arange(200, 400)
     for sample in range(20):
-        epochs = [build_one(result, tokens, sample=sample, epoch=epoch) for epoch in range(3)]
+        epochs = [build_fields(result, tokens, sample=sample, epoch=epoch) for epoch in range(3)]
         assert len({kind(fields, 200) for fields in epochs}) == 1
         if (epochs[0]["targets"] < 200).sum() > 2:  # T5's algorithm puts a single span always at the end
             assert len({fields["targets"].tobytes() for fields in epochs}) > 1

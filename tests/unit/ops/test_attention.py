@@ -14,6 +14,7 @@ from megatfm.ops.attention import kernels, sdpa
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK, FULL_MASK, AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from tests.support.tensors import assert_same_gradients, draw
 
 B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
@@ -25,9 +26,7 @@ def run_chosen_kernel(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMa
 
 
 def draw_heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(kv_heads)
-    shapes = [(B, N, queries, H), (B, kv_heads, keys, H), (B, kv_heads, keys, H)]
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v = draw(B, N, queries, H), draw(B, kv_heads, keys, H, seed=1), draw(B, kv_heads, keys, H, seed=2)
     return 2 * q, 2 * k, v
 
 
@@ -60,11 +59,8 @@ def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
     pattern_mask = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in draw_heads(2)]
-    y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    actual = torch.autograd.grad(run_chosen_kernel(*inputs, pattern_mask), inputs, y)
-    expected = torch.autograd.grad(attention_reference(*inputs, pattern_mask), inputs, y)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    actual, expected = run_chosen_kernel(*inputs, pattern_mask), attention_reference(*inputs, pattern_mask)
+    assert_same_gradients(actual, expected, inputs)
 
 
 @pytest.mark.parametrize("function", [run_chosen_kernel, attention_reference])
@@ -95,16 +91,11 @@ def test_values_may_be_wider_than_keys(
             return function(*inputs, **(named or {}))
 
     q, k, _ = draw_heads(6)
-    v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [x.requires_grad_() for x in (q, k, draw(B, 6, T, of_values))]
     with Watched():
         fused = sdpa.sdpa_attention(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
-    expected = attention_reference(*inputs, DenseMask(word))
-    y = torch.randn(fused.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(fused, expected)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (fused, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(fused, attention_reference(*inputs, DenseMask(word)), inputs)
 
 
 def test_both_cpu_kernels_agree_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +119,9 @@ def test_masks_are_computed_once_for_all_layers() -> None:
 def test_trained_biases_use_the_kernel_of_matmuls(trains_bias: bool, name: str) -> None:
     """On a CPU, as of windows of a map; torch's own way with such a bias also looks for queries that see nothing."""
     q, k, v = (x.float() for x in draw_heads(N))
-    bias = torch.randn(1, N, T, T, generator=torch.Generator().manual_seed(0)).requires_grad_(trains_bias)
-    kernel = choose_kernel(
-        AttentionRequest.from_inputs(q, k, FULL_MASK, AttentionOptions(), has_dropout=False, bias=bias)
-    )
+    bias = draw(1, N, T, T).float().requires_grad_(trains_bias)
+    request = AttentionRequest.from_inputs(q, k, FULL_MASK, AttentionOptions(), has_dropout=False, bias=bias)
+    kernel = choose_kernel(request)
     assert kernel.name == name
     actual = kernel.run(q, k, v, FULL_MASK, bias, AttentionOptions(), None)
     expected = torch.einsum("bnts,bnsh->bnth", (torch.einsum("bnth,bnsh->bnts", q, k) / H**0.5 + bias).softmax(-1), v)

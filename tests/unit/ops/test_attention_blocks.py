@@ -19,6 +19,7 @@ from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.support.layouts import EXTENDED, SLOW
 from tests.support.pattern_models import SameChunkPattern
+from tests.support.tensors import draw
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
@@ -53,12 +54,8 @@ def iter_layouts(rows: int = B) -> Iterator[SequenceMetadata]:
 def draw_inputs(
     kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(B, N, queries, H), (B, kv_heads, T, H), (B, kv_heads, T, width)]
-    return [
-        (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    return [(2 * draw(*shape, seed=seed)).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
 PLAIN = AttentionOptions()
@@ -79,7 +76,7 @@ def compare(
     )
     if bias is not None and bias.requires_grad:
         tensors = [*tensors, bias]
-    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(expected.dtype)
+    y = draw(*expected.shape).to(expected.dtype)
     result = (actual, *torch.autograd.grad(actual, tensors, y))
     expected = (expected, *torch.autograd.grad(expected, tensors, y))
     least = 1e-2 * max(x.norm() for x in expected)
@@ -148,10 +145,13 @@ def test_documents_longer_than_a_tile_hide_later_tokens_in_float16() -> None:
     assert (out.double() - expected).norm() < 1e-2 * expected.norm()
 
 
+def make_sinks() -> Tensor:
+    return torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
+
+
 def draw_biases(heads: int = N) -> Tensor:
     """A number for each head and distance, as large as scores."""
-    generator = torch.Generator().manual_seed(heads)
-    return 3 * torch.randn(heads, 2 * T - 1, generator=generator, dtype=torch.float64)
+    return 3 * draw(heads, 2 * T - 1)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -165,23 +165,17 @@ def test_biases_by_distance(pattern: AttentionPattern) -> None:
 
 @pytest.mark.parametrize("pattern", [Window(10), Full(causal=True), BigBird(4, 1, 0, N)], ids=repr)
 def test_biases_by_distance_combine_with_other_options(pattern: AttentionPattern) -> None:
-    variant, sinks = (
-        AttentionOptions(softcap=2.0, dropout=0.3),
-        torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
-    )
-    tensors = [*draw_inputs(2, width=6), sinks.requires_grad_()]
+    variant = AttentionOptions(softcap=2.0, dropout=0.3)
+    tensors, bias = [*draw_inputs(2, width=6), make_sinks().requires_grad_()], draw_biases().requires_grad_()
     for layout in iter_layouts():
-        assert (
-            compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, draw_biases().requires_grad_()) < 1e-13
-        )
+        assert compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, bias) < 1e-13
 
 
 def test_a_relative_bias_equals_its_expansion_to_pairs() -> None:
     """Written out, for queries that end at the last key as those after a cache do."""
     queries, keys, bias = 5, 9, torch.randn(2, 13)
-    expected = torch.stack(
-        [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
-    )
+    rows = [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)]
+    expected = torch.stack(rows, 1)
     assert torch.equal(relative_bias.expand_bias(bias, keys), expected)
     assert torch.equal(relative_bias.slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
@@ -190,23 +184,19 @@ KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
 
 
 @pytest.mark.parametrize("pattern", [Window(10), SameChunkPattern(11), Full(causal=True)], ids=repr)
-@pytest.mark.parametrize(
-    ("variant", "keys", "width"),
-    [
-        (AttentionOptions(scale=0.3), None, H),
-        (AttentionOptions(softcap=1.5), None, H),
-        (AttentionOptions(dropout=0.3), KEYS, H),
-        (AttentionOptions(scale=0.3, softcap=2.0, dropout=0.3), KEYS, 6),
-        (PLAIN, None, 6),
-    ],
-    ids=["scale", "soft cap", "dropout", "all of them", "values of another width"],
-)
+@pytest.mark.parametrize(("variant", "keys", "width"), [
+    (AttentionOptions(scale=0.3), None, H),
+    (AttentionOptions(softcap=1.5), None, H),
+    (AttentionOptions(dropout=0.3), KEYS, H),
+    (AttentionOptions(scale=0.3, softcap=2.0, dropout=0.3), KEYS, 6),
+    (PLAIN, None, 6),
+], ids=["scale", "soft cap", "dropout", "all of them", "values of another width"])  # fmt: skip
 def test_variants_of_block_sparse_attention_equal_the_dense_reference(
     pattern: AttentionPattern, variant: AttentionOptions, keys: Tensor | None, width: int
 ) -> None:
     for layout in iter_layouts():
         assert compare(draw_inputs(2, width=width), PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
-        sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+        sinks = make_sinks().requires_grad_()
         assert compare([*draw_inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
 
 
@@ -242,7 +232,7 @@ def test_dense_masks() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_close_to_the_reference(dtype: torch.dtype) -> None:
     pattern_mask, tensors = PatternMask(Window(30), next(iter_layouts())), draw_inputs(2, dtype=dtype)
-    y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = draw(B, N, T, H)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = torch.autograd.grad(attention_reference(*exact, pattern_mask), exact, y)
 
@@ -250,10 +240,8 @@ def test_lower_precision_is_close_to_the_reference(dtype: torch.dtype) -> None:
         result = torch.autograd.grad(function(*tensors, pattern_mask, None, PLAIN, None), tensors, y.to(dtype))
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, expected, strict=True)]
 
-    for blocked_error, reference in zip(
-        errors(block_sparse.block_sparse_attention), errors(attention_reference), strict=True
-    ):
-        assert blocked_error < 2 * reference + 1e-6
+    blocked, dense = errors(block_sparse.block_sparse_attention), errors(attention_reference)
+    assert all(error < 2 * reference + 1e-6 for error, reference in zip(blocked, dense, strict=True))
 
 
 def test_tables_of_block_sparse_attention_grow_linearly() -> None:
@@ -274,24 +262,19 @@ def copy_layout(layout: SequenceMetadata) -> SequenceMetadata:
     return SequenceMetadata(layout.positions, layout.documents)
 
 
-@pytest.mark.parametrize(
-    ("fault", "pattern"),
-    [
-        ("a block too many is taken as whole", Window(10)),
-        ("a document's end is lost", Window(10)),
-        ("a document's end is lost", Full(causal=True)),
-        ("the random blocks of another head", BigBird(4, 1, 0, N)),
-        ("keys beyond the last", Window(7, 9)),
-    ],
-)
+@pytest.mark.parametrize(("fault", "pattern"), [
+    ("a block too many is taken as whole", Window(10)),
+    ("a document's end is lost", Window(10)),
+    ("a document's end is lost", Full(causal=True)),
+    ("the random blocks of another head", BigBird(4, 1, 0, N)),
+    ("keys beyond the last", Window(7, 9)),
+])  # fmt: skip
 def test_faults_in_block_masks_show(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
     monkeypatch.setattr(bands, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
-    pattern_mask, broken = (
-        PatternMask(pattern, item, 0, N) for item in (layout, copy_layout(layout))
-    )  # each keeps what it has made
+    broken = PatternMask(pattern, copy_layout(layout), 0, N)
     if fault.startswith("a block"):
         monkeypatch.setattr(broken, "full_block_mask", broken.block_mask)
     elif fault.startswith("a document"):
@@ -303,11 +286,8 @@ def test_faults_in_block_masks_show(fault: str, pattern: AttentionPattern, monke
         monkeypatch.setattr(broken, "mask_mod", lambda b, n, q, k: requested(b, n, q, (k - 1).clamp(min=0)))
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in draw_inputs())
-    expected = (
-        block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, PLAIN, None)
-        if heads == N
-        else block_sparse.block_sparse_attention(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
-    )
+    mask = PatternMask(pattern, layout, 0, heads)
+    expected = block_sparse.block_sparse_attention(q, k, v, mask, None, PLAIN, None)
     torch.testing.assert_close(expected, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
     wrong = block_sparse.block_sparse_attention(q, k, v, broken, None, PLAIN, None)
     assert ((wrong - expected).norm() / expected.norm()) > 1e-3
@@ -343,13 +323,12 @@ def test_flex_attention_equals_the_reference(pattern: AttentionPattern, monkeypa
     monkeypatch.setattr(flex, "SIZE", SIZE)
     q, k, v = (x.detach() for x in draw_inputs(2))
     variant = AttentionOptions(scale=0.2, softcap=3.0)
-    sinks, biases = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64), draw_biases()
-    options = ((None, None), (sinks, biases)), ((sinks, None), (None, biases))
-    for layout, options_of_layout in zip(list(iter_layouts())[1:3], options, strict=True):
+    together, apart = ((None, None), (make_sinks(), draw_biases())), ((make_sinks(), None), (None, draw_biases()))
+    options = together if PATTERNS.index(pattern) % 2 else apart
+    for layout, (given_sinks, bias) in zip(list(iter_layouts())[1:3], options, strict=True):
         pattern_mask = PatternMask(pattern, layout, 0, N)
-        for given_sinks, bias in options_of_layout:
-            result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
-            expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
-            torch.testing.assert_close(result, expected)
+        result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
+        expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
+        torch.testing.assert_close(result, expected)
         visited = flex.block_mask(pattern_mask, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, pattern_mask.block_mask(SIZE).expand(B, N, -1, -1))

@@ -15,6 +15,7 @@ from megatfm.ops.attention.by_document import attend_by_document, is_faster
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import DocumentSpans
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from tests.support.tensors import assert_same_gradients, draw
 
 N, T, H = 4, 45, 3
 LENGTHS = ([3, 9, 1, 17, 8, -7], [20, 2, 2, 13, -8], [-45])
@@ -39,12 +40,8 @@ def pack_documents(*, prefix: bool = False) -> SequenceMetadata:
 
 def draw_inputs(kv_heads: int) -> list[Tensor]:
     """Queries, keys and values; values are wider."""
-    generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(len(LENGTHS), T, n, h) for n, h in ((N, H), (kv_heads, H), (kv_heads, H + 2))]
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
-        for shape in shapes
-    ]
+    return [draw(*shape, seed=seed).transpose(1, 2).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -58,22 +55,15 @@ def test_output_and_gradients_equal_those_of_a_dense_mask(
     expected = attention_reference(*inputs, mask, None, options, rng_keys)
     monkeypatch.setattr(by_document, "attention_reference", None)
     actual = attend_by_document(*inputs, mask, None, options, rng_keys)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
-    upstream = torch.randn(expected.shape, dtype=torch.float64)
-    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
-    for actual, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert_same_gradients(actual, expected, inputs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "sequence"),
-    [
-        (Window(3, 3), pack_documents()),
-        (Full(), pack_documents(prefix=True)),
-        (Full(), SequenceMetadata(torch.arange(T).expand(3, T))),
-        (Full(), SequenceMetadata(torch.arange(T).expand(3, T), torch.zeros(3, T, dtype=torch.int64))),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "sequence"), [
+    (Window(3, 3), pack_documents()),
+    (Full(), pack_documents(prefix=True)),
+    (Full(), SequenceMetadata(torch.arange(T).expand(3, T))),
+    (Full(), SequenceMetadata(torch.arange(T).expand(3, T), torch.zeros(3, T, dtype=torch.int64))),
+])  # fmt: skip
 def test_other_masks_and_unpacked_rows_use_the_reference(
     pattern: AttentionPattern, sequence: SequenceMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +88,6 @@ def test_many_short_documents_use_the_reference(monkeypatch: pytest.MonkeyPatch)
 ])  # fmt: skip
 def test_dropout_in_packed_rows_chooses_the_kernel_by_document(changes: dict[str, Any], name: str) -> None:
     q, k, _ = draw_inputs(2)
-    request = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}
-    assert (
-        choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), pack_documents()), **request)).name == name
-    )
+    options = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}
+    request = AttentionRequest.from_inputs(q, k, PatternMask(Full(), pack_documents()), **options)
+    assert choose_kernel(request).name == name

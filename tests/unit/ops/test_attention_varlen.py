@@ -26,6 +26,7 @@ from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.attention.varlen import compute_cu_seqlens
+from tests.support.tensors import assert_same_gradients, draw
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
@@ -67,10 +68,8 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_heads() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (B, N, T, H), (B, K, T, H), (B, K, T, H)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    q, k, v = (draw(B, n, T, H, seed=seed).requires_grad_() for seed, n in enumerate((N, K, K)))
+    return q, k, v
 
 
 def make_metadata(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
@@ -88,21 +87,12 @@ def make_request(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16,
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
-@pytest.mark.parametrize(
-    "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
-)
+@pytest.mark.parametrize("pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=repr)
 def test_varlen_attention_equals_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
-    pattern_mask, inputs, variant = (
-        PatternMask(pattern, make_metadata(documents)),
-        draw_heads(),
-        AttentionOptions(scale=0.3),
-    )
-    result = varlen.varlen(*inputs, pattern_mask, None, variant, None)
+    inputs, variant = draw_heads(), AttentionOptions(scale=0.3)
+    result = varlen.varlen(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant, None)
     expected = attention_reference(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant)
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
-    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (result, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert_same_gradients(result, expected, inputs, rtol=1e-12, atol=1e-12)
 
 
 def test_cu_seqlens_have_a_fixed_number_of_documents() -> None:
@@ -141,9 +131,8 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
-        monkeypatch.setattr(
-            varlen, "list_parameters", lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed}
-        )
+        known = {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {missing}
+        monkeypatch.setattr(varlen, "list_parameters", lambda known=known: known)
         assert choose_kernel(make_request(PatternMask(causal, packed))).name == "flex"
 
 
@@ -205,9 +194,7 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
     torch._dynamo.reset()
 
 
-def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_masked_attention_on_a_gpu_is_neither_cudnn_s_nor_torch_s_math(caplog: pytest.LogCaptureFixture) -> None:
     on_gpu: Any = type("On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)})
     assert sdpa.choose_backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
     assert SDPBackend.MATH not in sdpa.choose_backends(on_gpu, 64, masked=False)
@@ -217,6 +204,26 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "all scores are held at once" in caplog.text
 
+
+@pytest.fixture
+def shared_keys(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of torch's attention shares keys between heads, where back ends are chosen as on a GPU."""
+    calls: list[bool] = []
+    real = F.scaled_dot_product_attention
+
+    def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
+        calls.append(enable_gqa)
+        return real(*inputs, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
+    monkeypatch.setattr(
+        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+    )
+    return calls
+
+
+def test_masked_attention_repeats_shared_keys(monkeypatch: pytest.MonkeyPatch, shared_keys: list[bool]) -> None:
     allowed: list[list[SDPBackend]] = []
 
     @contextmanager
@@ -225,53 +232,30 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         yield
 
     monkeypatch.setattr(sdpa, "_allow_only", only)
-    monkeypatch.setattr(
-        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
-    )
     pattern_mask, inputs = PatternMask(Full(causal=True), make_metadata()), draw_heads()
-    calls: list[bool] = []
-    real = F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *a, enable_gqa, **k: (calls.append(enable_gqa), real(*a, **k))[1]
-    )
     fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
     torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
     assert allowed == [sdpa.MASKED_BACKENDS]
-    assert calls == [False]
+    assert shared_keys == [False]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "of_values", "shares"),
-    [
-        (torch.bfloat16, 128, 128, True),
-        (torch.bfloat16, 256, 256, True),
-        (torch.bfloat16, 264, 264, False),
-        (torch.bfloat16, 128, 64, False),
-        (torch.float32, 128, 128, False),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "width", "of_values", "shares"), [
+    (torch.bfloat16, 128, 128, True),
+    (torch.bfloat16, 256, 256, True),
+    (torch.bfloat16, 264, 264, False),
+    (torch.bfloat16, 128, 64, False),
+    (torch.float32, 128, 128, False),
+])  # fmt: skip
 def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, of_values: int, shares: bool
+    shared_keys: list[bool], dtype: torch.dtype, width: int, of_values: int, shares: bool
 ) -> None:
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
-    calls: list[bool] = []
-    real = F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
-    )
-    monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
-
-    def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
-        calls.append(enable_gqa)
-        return real(*inputs, enable_gqa=enable_gqa, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, 5, w, generator=random).to(dtype) for n, w in ((4, width), (2, width), (2, of_values)))
+    sizes = (4, width), (2, width), (2, of_values)
+    q, k, v = (draw(1, n, 5, w, seed=seed).to(dtype) for seed, (n, w) in enumerate(sizes))
     fused = sdpa.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
-    assert calls == [shares]
+    assert shared_keys == [shares]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
@@ -289,10 +273,7 @@ def test_flex_attention_with_dropout_equals_the_reference(
     pattern_mask = PatternMask(Full(causal=True), make_metadata())
     result = flex(*inputs, pattern_mask, None, variant, keys, score)
     expected = attention_reference(*inputs, PatternMask(Full(causal=True), make_metadata()), None, variant, keys, score)
-    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
-    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(result, expected, wanted_of, rtol=1e-11)
 
 
 def flex_attention_stand_in(

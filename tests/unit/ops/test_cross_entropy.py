@@ -19,6 +19,7 @@ from megatfm.ops import cross_entropy as module
 from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss, contrastive_loss_reference
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from tests.support.documentation import load_script
+from tests.support.tensors import assert_same_gradients, draw
 
 M, D, V = 13, 6, 29
 PLAIN = LogitOptions()
@@ -44,21 +45,15 @@ def test_values_and_gradients(chunk: int, scale: float, variant: LogitOptions) -
     torch.testing.assert_close(actual, reference, rtol=1e-12, atol=0)
     # As one term of a loss among others: what comes from above is not 1.
     trained = [hidden, weight] if bias is None else [hidden, weight, bias]
-    expected = torch.autograd.grad(reference * 0.37, trained)
-    observed = torch.autograd.grad(actual * 0.37, trained)
-    for a, b in zip(observed, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert_same_gradients(actual, reference, trained, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
         assert torch.equal(cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk), actual)
 
 
 def test_the_reference_by_hand() -> None:
     hidden, weight, targets = inputs(torch.float64)
-    nats = [
-        -((hidden[m] @ weight[targets[m]]) - (weight @ hidden[m]).exp().sum().log())
-        for m in range(M)
-        if targets[m] != IGNORE
-    ]
+    real = [m for m in range(M) if targets[m] != IGNORE]
+    nats = [(weight @ hidden[m]).exp().sum().log() - hidden[m] @ weight[targets[m]] for m in real]
     torch.testing.assert_close(cross_entropy_reference(hidden, weight, targets), torch.stack(nats).sum())
 
 
@@ -118,10 +113,8 @@ def test_a_gradient_is_scaled_in_place() -> None:
 
 def test_only_one_input_needs_a_gradient() -> None:
     hidden, weight, targets = inputs(torch.float64)
-    frozen = weight.detach()
-    (actual,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, chunk=4), [hidden])
-    (expected,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    actual = cross_entropy(hidden, weight.detach(), targets, chunk=4)
+    assert_same_gradients(actual, cross_entropy_reference(hidden, weight.detach(), targets), [hidden], rtol=1e-11)
 
 
 def test_a_target_beyond_the_vocabulary_gives_nan() -> None:
@@ -136,9 +129,8 @@ with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, rea
 @with_triton
 def test_the_interpreted_triton_kernel_equals_the_reference() -> None:
     command = [sys.executable, "-m", "tests.unit.ops.interpreted"]
-    ran = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.stdout.endswith("all alike\n"), ran.stderr[-2000:]
 
 
@@ -156,12 +148,8 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
     on_gpu = type("On", (), {"device": torch.device("cuda"), "element_size": lambda self: 2})()
     tokens = module.choose_chunk(on_gpu, 50257)
     assert tokens % module.ROW_ALIGNMENT == 0
-    logits_bytes = tokens * module.pad_row_length(50257) * 2
-    assert (
-        module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2
-        < logits_bytes
-        <= module.LOGITS_BYTES
-    )
+    row_bytes = 50304 * 2
+    assert module.LOGITS_BYTES - module.ROW_ALIGNMENT * row_bytes < tokens * row_bytes <= module.LOGITS_BYTES
     assert module.choose_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
     assert module.pad_row_length(50257) == 50304
 
@@ -193,8 +181,7 @@ class ThreadRing:
 
 def draw_features(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Unit vectors of `n` images and captions."""
-    generator = torch.Generator().manual_seed(seed)
-    images, texts = (F.normalize(torch.randn(n, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
+    images, texts = F.normalize(draw(2, n, 5, seed=seed), dim=2)
     return images, texts
 
 
@@ -206,18 +193,12 @@ def make_scale_and_bias(kind: str) -> tuple[Tensor, Tensor | None]:
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_contrastive_loss_in_chunks_equals_the_reference(kind: Any, chunk: int) -> None:
-    results = []
-    for implementation in ("chunks", "reference"):
-        images, texts = (x.requires_grad_() for x in draw_features(7))
-        scale, bias = make_scale_and_bias(kind)
-        inputs = [x for x in (images, texts, scale, bias) if x is not None]
-        if implementation == "chunks":
-            loss = contrastive_loss(images, texts, scale, bias, LossOptions(kind, chunk=chunk))
-        else:
-            loss = contrastive_loss_reference(images, texts, scale, bias, kind)
-        results.append([loss, *torch.autograd.grad(3 * loss, inputs)])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    images, texts = (x.requires_grad_() for x in draw_features(7))
+    scale, bias = make_scale_and_bias(kind)
+    loss = contrastive_loss(images, texts, scale, bias, LossOptions(kind, chunk=chunk))
+    expected = contrastive_loss_reference(images, texts, scale, bias, kind)
+    inputs = [x for x in (images, texts, scale, bias) if x is not None]
+    assert_same_gradients(loss, expected, inputs, rtol=1e-12, atol=1e-12)
 
 
 def test_contrastive_losses_of_two_pairs_by_hand() -> None:
@@ -273,11 +254,8 @@ def test_retrieval_ranks_count_captions_at_least_as_similar() -> None:
     images, texts = draw_features(9, seed=3)
     texts[4], texts[7] = texts[2], texts[2]  # 4 is the same caption, 7 another one that looks the same
     captions = torch.tensor([10, 11, 12, 13, 12, 15, 16, 17, 18])
-    cosines = images @ texts.T
-    expected = [
-        sum(bool(cosines[i, j] >= cosines[i, i]) and bool(captions[j] != captions[i]) for j in range(9))
-        for i in range(9)
-    ]
+    cosines, nine = images @ texts.T, range(9)
+    expected = [sum(bool(cosines[i, j] >= cosines[i, i] and captions[j] != captions[i]) for j in nine) for i in nine]
     for chunk in (2, 100):
         assert compute_retrieval_ranks(images, texts, captions, chunk=chunk).tolist() == expected
     assert expected[2] >= 1

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig
 from megatfm.ops import keyed_random
@@ -16,11 +14,12 @@ from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
 from megatfm.ops.grouped_mm import windowed_linear
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
 from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
+from tests.support.uninitialized_memory import OperatorCounter
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [
+    (torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5),
+])  # fmt: skip
 def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     torch.manual_seed(0)
     shapes = [(), (0,), (3, 7), (CHUNK_ELEMENTS,), (CHUNK_ELEMENTS + 1,), (5, CHUNK_ELEMENTS // 2)]
@@ -99,16 +98,6 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}
 
 
-class ProductCounter(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in PRODUCTS
-        return func(*args, **(kwargs or {}))
-
-
 def compute_loss(x: Tensor, weight: Tensor) -> Tensor:
     return cross_entropy(x, weight, torch.arange(len(x)) % len(weight), chunk=16)
 
@@ -119,10 +108,8 @@ def compute_grouped(x: Tensor, weight: Tensor) -> Tensor:
 
 # function: products forward, and for each gradient; a loss computes its gradients in the forward pass
 CASES: dict[Callable[..., Tensor], tuple[int, int]] = {
-    compute_loss: (2, 2),
-    compute_grouped: (2, 2),
-    fp8_linear: (1, 1),
-}
+    compute_loss: (2, 2), compute_grouped: (2, 2), fp8_linear: (1, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -137,7 +124,7 @@ def test_backward_has_only_the_products_it_needs(
     x.requires_grad_(of_x)
     parameter = nn.Parameter(weight, requires_grad=of_weight)
     forward, products_per_gradient = CASES[function]
-    with ProductCounter() as products, nullcontext() if training else torch.no_grad():
+    with OperatorCounter(PRODUCTS) as products, nullcontext() if training else torch.no_grad():
         result = function(x, parameter).float().sum()
         if training and (of_x or of_weight):
             result.backward()
@@ -146,8 +133,7 @@ def test_backward_has_only_the_products_it_needs(
         assert (tensor.grad is not None) == (training and needs_gradient)
     if training and of_x and of_weight:
         expected = torch.autograd.grad(function(x, parameter).float().sum(), (x, parameter))
-        assert torch.equal(expected[0], x.grad)  # type: ignore[arg-type]
-        assert torch.equal(expected[1], parameter.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(expected, (x.grad, parameter.grad), rtol=0, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------- 8-bit floats
@@ -214,10 +200,7 @@ def compute_output_and_gradients(multiply: Callable[..., Tensor], dtype: torch.d
     )
     result = multiply(x, weight, bias)
     result.backward(y.detach())
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert bias.grad is not None
-    return [result.detach().double(), x.grad.double(), weight.grad.double(), bias.grad.double()]
+    return [result.detach().double(), *(tensor.grad.double() for tensor in (x, weight, bias))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -243,9 +226,7 @@ def test_fp8_of_no_tokens_is_empty_and_has_zero_gradients(rowwise: bool) -> None
     result = fp8_linear(x, weight, rowwise=rowwise)
     assert result.shape == (2, 0, N)
     result.sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == x.shape
-    assert weight.grad is not None
     assert (weight.grad == 0).all()
 
 

@@ -14,7 +14,6 @@ from megatfm.config import (
     LionConfig,
     MuonConfig,
     OptimizerSection,
-    ParallelConfig,
     ScheduleFreeConfig,
     SoapConfig,
 )
@@ -25,9 +24,6 @@ from megatfm.ops.keyed_random import BF16_STEPS, hash_elements, stochastic_round
 from megatfm.optim import optimizers
 from megatfm.optim.optimizers import BF16StateAdamW
 from megatfm.optim.parameters import build_optimizer_groups
-from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
-from tests.support.parity import build_engine, microbatches, one_device_reference
-from tests.support.workers import Workers
 
 BETAS = (0.9, 0.999)
 
@@ -182,42 +178,3 @@ def test_weight_averages_equal_their_formula(config: OptimizerSection) -> None:
 def test_weight_averages_are_refused_where_they_cannot_be_kept(config: OptimizerSection, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         build_optimizer_groups(config, LinearModel())
-
-
-def compare_averages(parallel: ParallelConfig) -> tuple[set[str], float]:
-    """Return the names of this rank's saved weights, and their largest difference from one device's after 3 steps."""
-    config, batch = IMAGE_MODELS["class"], image_model_batch("class")
-    optimizer = AdamWConfig(lr=1e-2, max_grad_norm=0.0, ema_decay=DECAY)
-    model, objective, _ = one_device_reference(config, batch, ImageObjective)
-    plain = torch.optim.AdamW([
-        {"params": [p], "weight_decay": group["weight_decay"]}
-        for name, p in model.named_parameters()
-        for group in [build_optimizer_groups(optimizer, model)[0].options[name]]
-    ], lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
-    engine, expected = build_engine(config, parallel, optimizer), dict[str, torch.Tensor]()
-    for _ in range(3):
-        engine.forward_backward(microbatches(engine, batch), objective)
-        engine.step(1e-2, 0.0)
-        model.zero_grad()
-        terms = objective(model, batch)
-        (terms["classifier"] / objective.target_counts(batch)["classifier"]).backward()
-        plain.step()
-        for name, weight in model.named_parameters():
-            before = expected.get(name, weight.detach().clone())
-            expected[name] = DECAY * before + (1 - DECAY) * weight.detach()
-    saved = {n.removeprefix("model."): b for n, b in engine.state_dict().items() if n.startswith("model.")}
-    worst = 0.0
-    for name, shard in saved.items():
-        region = tuple(slice(o, o + s) for o, s in zip(shard.offsets, shard.tensor.shape, strict=True))
-        error = (shard.tensor - expected[name][region]).abs()
-        worst = max(worst, float(error.max()) if error.numel() else 0.0)
-    return set(saved), worst
-
-
-@pytest.mark.parametrize(
-    "parallel", [ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, zero=1)], ids=str
-)
-def test_layouts_save_the_weight_averages_of_one_device(workers: Workers, parallel: ParallelConfig) -> None:
-    for names, worst in workers.run(compare_averages, 2, parallel):
-        assert len(names) > 20
-        assert worst < 1e-7  # Adam divides by the size of gradients that are nearly zero: key biases

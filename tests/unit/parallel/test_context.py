@@ -1,12 +1,10 @@
 """Rows that are cut over ranks: which models and objectives are carried, and what the others are told."""
 
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, objective
 from megatfm.config.stages import IMAGE_OBJECTIVES
@@ -133,14 +131,11 @@ OTHER_MODELS = {
 OTHER_MODELS |= {"text_classification"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in OBJECTIVES.names()
-        if OBJECTIVES.get(name).__module__.startswith("megatfm.") and name not in OTHER_MODELS
-    ],
-)
+@pytest.mark.parametrize("name", [
+    name
+    for name in OBJECTIVES.names()
+    if OBJECTIVES.get(name).__module__.startswith("megatfm.") and name not in OTHER_MODELS
+])  # fmt: skip
 def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     config = small(name)
     batch = {field: torch.from_numpy(values) for field, values in draw_batch(config).items()}
@@ -239,54 +234,3 @@ def test_fetched_keys_do_not_grow_with_the_row(pattern: AttentionPattern) -> Non
             assert set(is_fetched.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
-
-
-AXES: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "tp": {"tp": 2},
-    "tp without sequence parallel": {"tp": 2, "sequence_parallel": False},
-    **{f"zero {stage}": {"dp_shard": 2, "zero": stage} for stage in range(4)},
-    "replicas": {"dp_replicate": 2},
-    "pp": {"pp": 2, "zero": 1},
-    "cp": {"cp": 2},
-    "cp by a ring": {"cp": 2, "cp_method": "ring"},
-    "cp × tp": {"cp": 2, "tp": 2},
-    "cp × pp": {"cp": 2, "pp": 2, "zero": 1},
-}
-ENGINES = ("native", "deepspeed")
-OBJECTIVE_OF = {
-    "decoder": objective.CausalObjective, "encoder": objective.MaskedObjective,
-    "encoder_decoder": objective.SpanCorruptionObjective,
-}  # fmt: skip
-
-
-def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> str:
-    """Return the first refusal of a combination; empty if it is supported."""
-    kinds = [model.layer_config(depth) for depth in range(max(1, len(model.layer_types)))]
-    if engine == "deepspeed" and axes == "replicas":
-        return "set parallel.dp_replicate = 1, or parallel.engine = 'native'"
-    if engine == "deepspeed" and compiled:
-        return "set train.compile = false, or parallel.engine = 'native'"
-    if compiled and any(getattr(kind.attention.pattern, "n_random_blocks", 0) for kind in kinds):
-        return "leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
-    return ""
-
-
-@pytest.mark.parametrize("name", PATTERN_MODELS)
-def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
-    model_config = ModelConfig.from_dotted(PATTERN_MODELS[name])
-    with torch.device("meta"):
-        model = build(model_config)
-    base = traffic_config(model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1))
-    for (axes, parallel), engine, compiled in product(AXES.items(), ENGINES, (False, True)):
-        output, expected = "", why_not(model_config, axes, engine, compiled=compiled)
-        train = base.train.model_copy(update={"compile": compiled, "precision": "fp32"})
-        layout = ParallelConfig(**{"dp_shard": 1, **parallel, "engine": engine})
-        try:
-            Config.model_validate({**dict(base), "train": train, "parallel": layout})
-            if layout.cp > 1:
-                check_context_plans(model)
-        except ValidationError as error:
-            output = error.errors()[0]["msg"]
-        assert expected in output if expected else not output, (axes, engine, compiled, output)
-        assert "\n" not in output

@@ -36,31 +36,23 @@ from tests.support.forked_commands import ForkedCommand
 from tests.support.workers import Workers
 
 
-def group_facts() -> tuple[int, int, bool]:
-    with distributed_session() as rank:
-        return rank.rank, rank.world_size, rank.is_main
-
-
-def test_a_group_that_is_there_is_used(workers) -> None:  # type: ignore[no-untyped-def]
-    assert workers.run(group_facts, 2) == [(0, 2, True), (1, 2, False)]
-
-
-def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
+def join_on_machines_of_two_gpus() -> tuple[tuple[int, int, bool], str, timedelta, timedelta]:
     os.environ.pop("LOCAL_RANK", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         with distributed_session(collective_timeout=77) as rank:
             inside = c10d.default_pg_timeout
-        return str(rank.device), inside, c10d.default_pg_timeout
+        return (rank.rank, rank.world_size, rank.is_main), str(rank.device), inside, c10d.default_pg_timeout
 
 
-def test_a_group_that_is_there_gets_local_ranks_and_timeouts(workers) -> None:  # type: ignore[no-untyped-def]
+def test_a_group_that_is_there_is_used_with_local_ranks_and_timeouts(workers: Workers) -> None:
     """Its maker may not have set LOCAL_RANK."""
-    results = workers.run(join_on_machines_of_two_gpus, 3)
-    assert [device for device, _, _ in results] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert {inside for _, inside, _ in results} == {timedelta(seconds=77)}
-    assert {after for _, _, after in results} == {TIMEOUTS[0]}
+    places, devices, inside, after = zip(*workers.run(join_on_machines_of_two_gpus, 3), strict=True)
+    assert places == ((0, 3, True), (1, 3, False), (2, 3, False))
+    assert devices == ("cuda:0", "cuda:1", "cuda:0")
+    assert set(inside) == {timedelta(seconds=77)}
+    assert set(after) == {TIMEOUTS[0]}
 
 
 # Ranks share one output, where a long line of print may be cut in two by another's: one write each.
@@ -110,14 +102,6 @@ def test_a_single_process_has_a_group_without_ports(program: str) -> None:
     assert run_forked(program, 20) == (0, ["none 0/1 local 0 cpu sum 1"])
 
 
-@pytest.mark.extended
-def test_torchrun_starts_a_group(program: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, lines = run([*torchrun, program, "30"])
-    assert code == 0
-    assert lines[-2:] == ["torchrun 0/2 local 0 cpu sum 3", "torchrun 1/2 local 1 cpu sum 3"]
-
-
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: run `make system-deps`")
 def test_mpirun_starts_a_group(program: str) -> None:
     pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'megatfm[mpi]'")
@@ -133,7 +117,7 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_W
 
 def test_mpirun_without_mpi4py(program: str, tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError(\"No module named 'mpi4py'\")\n")
-    code, lines = run([sys.executable, program, "5"], **MPIRUN)
+    code, lines = run_forked(program, 5, **MPIRUN)
     assert code == 2
     assert lines == [
         "UsageError: started by mpirun, but mpi4py can't be used (No module named 'mpi4py'): "
@@ -210,7 +194,7 @@ def test_one_rank_finds_missing_ranks_and_reports_them_to_the_others(monkeypatch
 LATE_RANK = """
 import os, time
 from megatfm.parallel import distributed
-if os.environ["RANK"] == "1": time.sleep(2.5)
+if os.environ["RANK"] == "1": time.sleep(1.6)
 with distributed.distributed_session(60, "cpu"): pass
 """
 
@@ -267,16 +251,13 @@ def test_many_ranks_are_connected_when_they_first_talk(tmp_path: Path) -> None:
     assert sockets[4][1] < sockets[5][0] / 2
 
 
-@pytest.mark.parametrize(
-    ("hosts", "known", "address"),
-    [
-        ([("a", "n1"), ("a", "n1")], {}, "127.0.0.1"),
-        ([("a", "n1"), ("b", "n2")], {"n2": "127.0.0.1"}, "127.0.0.1"),
-        ([("a", "n1"), ("b", "n2"), ("c", "n3")], {"n3": "::1"}, "::1"),
-        ([("a", "n1"), ("b", "n2")], {}, "n2: Name or service not known"),
-        ([("a", "localhost"), ("b", "localhost")], {"localhost": "127.0.0.1"}, "all are called localhost"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "known", "address"), [
+    ([("a", "n1"), ("a", "n1")], {}, "127.0.0.1"),
+    ([("a", "n1"), ("b", "n2")], {"n2": "127.0.0.1"}, "127.0.0.1"),
+    ([("a", "n1"), ("b", "n2"), ("c", "n3")], {"n3": "::1"}, "::1"),
+    ([("a", "n1"), ("b", "n2")], {}, "n2: Name or service not known"),
+    ([("a", "localhost"), ("b", "localhost")], {"localhost": "127.0.0.1"}, "all are called localhost"),
+])  # fmt: skip
 def test_rank_0_s_address_is_one_that_others_reach(
     hosts: list[tuple[str, str]], known: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,21 +283,15 @@ def test_rank_0_s_address_is_one_that_others_reach(
 def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
     """Groups that are split from another, too: torch asks the same function for them."""
     usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
-    init_distributed(timeout=5, device="cpu", collective_timeout=77)
+    assert init_distributed(timeout=5, device="cpu", collective_timeout=77).launcher == "none"
     try:
         group = dist.new_group([0])
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
         assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(seconds=77)
     finally:
         shutdown()
-    assert [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")] == usual
-
-
-def test_initialise_here_and_leave() -> None:
-    assert init_distributed(timeout=5, device="cpu").launcher == "none"
-    assert dist.get_world_size() == 1
-    shutdown()
     assert not dist.is_initialized()
+    assert [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")] == usual
 
 
 def test_an_unknown_host_is_named_at_once(program: str) -> None:
@@ -343,18 +318,15 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch: pytest.Mo
 # --------------------------------------------------------------------------------------------------------- mesh
 
 
-@pytest.mark.parametrize(
-    ("config", "world", "sizes"),
-    [
-        (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
-        (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
-        (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
-        (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
-        (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
-        (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
-        (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
-    ],
-)
+@pytest.mark.parametrize(("config", "world", "sizes"), [
+    (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
+    (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
+    (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
+    (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
+    (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
+    (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
+    (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
+])  # fmt: skip
 def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
     assert tuple(compute_axis_sizes(config, world).values()) == sizes
 

@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
-from megatfm.config import ModelConfig, ParallelConfig, load_config
+from megatfm.config import ModelConfig, load_config
 from megatfm.models import build
-from megatfm.parallel import pipeline_schedule
-from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
     V_SHAPED,
@@ -24,13 +21,11 @@ from megatfm.parallel.pipeline_schedule import (
     add_send_recv,
     build_schedule,
     get_torch_pipeline_order,
-    reduce_gradients,
     stage_to_rank,
 )
 from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
 from tests.support.layouts import bubble_fraction, simulate_schedule
-from tests.support.workers import Workers
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
 
@@ -100,18 +95,9 @@ def test_stages_exchange_what_later_ones_read(make: Callable[..., nn.Module]) ->
     pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, pp_split_points=[
         "encoder.layers.1", "decoder.layers.2", "head",
     ])  # fmt: skip
-    assert [list(stage.inputs) for stage in pipeline.stages] == [
-        [],
-        ["encoder_hidden"],
-        ["encoder_hidden", "hidden"],
-        ["hidden"],
-    ]
-    assert [list(stage.outputs) for stage in pipeline.stages] == [
-        ["encoder_hidden"],
-        ["encoder_hidden", "hidden"],
-        ["hidden"],
-        [],
-    ]
+    inputs, outputs = zip(*((list(stage.inputs), list(stage.outputs)) for stage in pipeline.stages), strict=True)
+    assert inputs == ([], ["encoder_hidden"], ["encoder_hidden", "hidden"], ["hidden"])
+    assert outputs == (*inputs[1:], [])
     assert pipeline.parameter_ranks["encoder.embedding.tokens.weight"] == (0, 1)
     assert pipeline.parameter_ranks["decoder.position.weight"] == (0, 1)
     assert pipeline.parameter_ranks["decoder.layers.5.ffn.w_up.weight"] == (0,)
@@ -174,33 +160,6 @@ def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
     assert set(order) == {0, 1}
     assert "num_stages" in RecordingStage.names
     assert RecordingStage.names <= PLACE
-
-
-def reduced() -> tuple[set[str], float]:
-    """Requests of the reduction, and the sum of gradients that were left on two ranks."""
-    mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
-    model = nn.Linear(2, 2, bias=False)
-    fully_shard(model, mesh=mesh.device_mesh["dp_shard"])
-    model.set_requires_gradient_sync(False)
-    model.set_is_last_backward(False)
-    model.set_force_sum_reduction_for_comms(True)
-    model.set_gradient_divide_factor(1.0)
-    model(torch.ones(1, 2)).sum().backward()
-    RecordingStage.names.clear()
-    pipeline_schedule.FakeStage = RecordingStage  # type: ignore[misc]
-    try:
-        reduce_gradients(model)
-    finally:
-        pipeline_schedule.FakeStage = FakeStage  # type: ignore[misc]
-    (gradient,) = (parameter.grad for parameter in model.parameters())
-    return set(RecordingStage.names), float(gradient.to_local().sum())
-
-
-def test_reducing_asks_for_the_module_alone_and_sums(workers: Workers) -> None:
-    assert "scale" not in PipelineStage.perform_reduce_grad.__code__.co_names
-    for names, total in workers.run(reduced, 2):
-        assert names == {"submod"}
-        assert total == 2 * 2.0, "of two rows on this rank's shard, one row of two ones on each rank"
 
 
 # -------------------------------------------------------------------------------------------------- schedules

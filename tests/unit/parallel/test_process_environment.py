@@ -35,49 +35,43 @@ STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        ({}, ProcessEnvironment("none")),
-        (TORCHRUN, ProcessEnvironment("torchrun", 3, 4, 1, "head", 29500)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment("torchrun")),
-        (STEP | TORCHRUN, ProcessEnvironment("torchrun", 3, 4, 1, "head", 29500)),
-        (BATCH, ProcessEnvironment("none")),
-        (STEP, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
-        (STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}, ProcessEnvironment("srun", 1, 3, 1, "head", 9)),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessEnvironment("none")),
-        (OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),
-        (MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
-        (STEP | OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),  # mpirun in a job: its daemons are the step's tasks
-        (STEP | MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
-        # srun --mpi=pmi2
-        (STEP | MPICH | {"PMI_SIZE": "3"}, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
-    ],
-)
+@pytest.mark.parametrize(("environment", "place"), [
+    ({}, ProcessEnvironment("none")),
+    (TORCHRUN, ProcessEnvironment("torchrun", 3, 4, 1, "head", 29500)),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment("torchrun")),
+    (STEP | TORCHRUN, ProcessEnvironment("torchrun", 3, 4, 1, "head", 29500)),
+    (BATCH, ProcessEnvironment("none")),
+    (STEP, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
+    (STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}, ProcessEnvironment("srun", 1, 3, 1, "head", 9)),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessEnvironment("none")),
+    (OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),
+    (MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
+    (STEP | OPEN_MPI, ProcessEnvironment("mpirun", 1, 2, 1)),  # mpirun in a job: its daemons are the step's tasks
+    (STEP | MPICH, ProcessEnvironment("mpirun", 1, 2, 0)),
+    # srun --mpi=pmi2
+    (STEP | MPICH | {"PMI_SIZE": "3"}, ProcessEnvironment("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
+])  # fmt: skip
 def test_launchers_are_recognised(environment: dict[str, str], place: ProcessEnvironment) -> None:
     assert read_process_environment(environment) == place
 
 
-@pytest.mark.parametrize(
-    ("launcher", "change", "words"),
-    [
-        (TORCHRUN, {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, although"),
-        (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
-        (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
-        (TORCHRUN, {"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
-        (TORCHRUN, {"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
-        (TORCHRUN, {"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
-        (TORCHRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment: ports are 1 to 65535"),
-        (TORCHRUN, {"MASTER_PORT": "0"}, "ports are 1 to 65535"),
-        (TORCHRUN, {"RANK": "9" * 5000}, "RANK='9999"),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
-        (TORCHRUN, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment is not a"),
-        (STEP, {"SLURM_PROCID": "first"}, "SLURM_PROCID='first' in the environment is not a number"),
-        (STEP, {"SLURM_PROCID": "first", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_PROCID='first'"),
-        (STEP, {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
-        (STEP, {"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "change", "words"), [
+    (TORCHRUN, {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, although"),
+    (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+    (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+    (TORCHRUN, {"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
+    (TORCHRUN, {"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
+    (TORCHRUN, {"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
+    (TORCHRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment: ports are 1 to 65535"),
+    (TORCHRUN, {"MASTER_PORT": "0"}, "ports are 1 to 65535"),
+    (TORCHRUN, {"RANK": "9" * 5000}, "RANK='9999"),
+    (TORCHRUN, {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
+    (TORCHRUN, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment is not a"),
+    (STEP, {"SLURM_PROCID": "first"}, "SLURM_PROCID='first' in the environment is not a number"),
+    (STEP, {"SLURM_PROCID": "first", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_PROCID='first'"),
+    (STEP, {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
+    (STEP, {"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
+])  # fmt: skip
 def test_contradictions_are_one_line(launcher: dict[str, str], change: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError) as error:
         read_process_environment(launcher | change)
@@ -85,36 +79,29 @@ def test_contradictions_are_one_line(launcher: dict[str, str], change: dict[str,
     assert "\n" not in str(error.value)
 
 
-def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+@pytest.mark.parametrize("scontrol", ["", "#!/bin/sh\n"], ids=["there is none", "it names no host"])
+def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scontrol: str) -> None:
+    if scontrol:
+        (tmp_path / "scontrol").write_text(scontrol)
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if scontrol else "/nowhere")
     with pytest.raises(MegatfmError, match=r"can't expand SLURM_STEP_NODELIST=n\[1-2\].*set MASTER_ADDR"):
         read_process_environment(STEP | {"SLURM_STEP_NODELIST": "n[1-2]"})
 
 
-def test_a_scontrol_that_names_no_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(MegatfmError, match=r"can't expand SLURM_STEP_NODELIST=n\[1-2\].*set MASTER_ADDR"):
-        read_process_environment(STEP | {"SLURM_STEP_NODELIST": "n[1-2]"})
-
-
-@pytest.mark.parametrize(
-    ("environment", "count"),
-    [
-        ({}, None),
-        (TORCHRUN, None),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, 1),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "2"}, 8),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "5"}, 2),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, None),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "?", "SLURM_NODEID": "0"}, None),
-        (BATCH | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, None),
-        (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-        (MPICH | {"MPI_LOCALNRANKS": "3"}, 3),
-    ],
-)
+@pytest.mark.parametrize(("environment", "count"), [
+    ({}, None),
+    (TORCHRUN, None),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, 1),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "2"}, 8),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "5"}, 2),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, None),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "?", "SLURM_NODEID": "0"}, None),
+    (BATCH | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, None),
+    (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+    (MPICH | {"MPI_LOCALNRANKS": "3"}, 3),
+])  # fmt: skip
 def test_local_ranks_are_counted(environment: dict[str, str], count: int | None) -> None:
     assert count_local_ranks(environment) == count
 
@@ -209,11 +196,12 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(
     start: Start, fork: Callable[..., ForkedCommand], reported: Path, stopped: int, alone: bool
 ) -> None:
     """The other rank waits inside torch to reach it if it is rank 0; not alone, it is a child of the same process."""
-    lost = start(stopped, stops=stopped, alone=alone)
     if alone:
         forked = fork(1 - stopped)
+        lost = start(stopped, stops=stopped, alone=True)
         code, output = forked.wait(200), forked.output
     else:
+        start(stopped, stops=stopped)
         waits = start(1 - stopped)
         _, output = waits.communicate(timeout=200)
         code = waits.returncode

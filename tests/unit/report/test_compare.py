@@ -2,18 +2,17 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
+from tests.support.command_line import run_command
 from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 
 
@@ -29,9 +28,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_compare_prints_differences(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
-    assert exit_info.value.code == 0
+    assert run_command("compare", *map(str, runs), "--out", str(tmp_path / "c.html")) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert lines["optimizer.lr"] == ["0.003", "0.001"]
     assert lines["steps"] == ["200", "100"]
@@ -112,8 +109,7 @@ def test_mfu_relative_to_different_peaks_is_left_out(
     peaks = "synthetic: 0.1 TFLOP/s; slower: 0.2 TFLOP/s"
     words = f"MFU is left out, since it is relative to different peaks: {peaks}"
     assert notes == [words]
-    with pytest.raises(SystemExit):
-        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
+    assert run_command("compare", *map(str, runs), "--out", str(tmp_path / "c.html")) == 0
     assert words in capsys.readouterr().out
     assert words in Page(tmp_path / "c.html").text
 
@@ -134,18 +130,7 @@ def test_a_single_run_is_refused(runs: list[Path]) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_a_browser_draws_other_axes_without_errors(runs: list[Path], tmp_path: Path) -> None:
     page = write_comparison(RunComparison.read(runs), tmp_path / "c.html")
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-         f"{page.as_uri()}#axes=tokens,log"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    assert ">tokens 1M<" in done.stdout
-    shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+    assert ">tokens 1M<" in draw(page, tmp_path, "#axes=tokens,log")
 
 
 # ------------------------------------------------------------------------------------------ in a real browser
@@ -224,12 +209,12 @@ def test_a_browser_draws_matrices_and_pictures(run: Path, tmp_path: Path) -> Non
     assert "75.00 % of 60 right" in dom
 
 
-def draw(page: Path, folder: Path) -> str:
+def draw(page: Path, folder: Path, anchor: str = "") -> str:
     """The page's DOM once its script has run; it may not complain."""
     flags = [
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
     ]  # fmt: skip
-    command = [str(CHROMIUM), *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
+    command = [str(CHROMIUM), *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri() + anchor]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

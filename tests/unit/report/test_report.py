@@ -9,10 +9,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.page import make_resume_command
+from tests.support.command_line import run_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
@@ -79,42 +79,52 @@ def test_an_unfinished_run_has_a_page(run: Path) -> None:
     assert "metrics.jsonl: 1 line(s) left out that can't be read" in page.text
 
 
-def test_several_validation_sets_have_their_names(run: Path) -> None:
-    sets = {"code": {"loss": 2.0, "bits_per_byte": 1.0}, "prose": {"loss": 3.0, "bits_per_byte": 1.5}}
-    replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
+CHARTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "validation sets": (
+        [{"evaluation": {"code": {"loss": 2.0, "bits_per_byte": 1.0}, "prose": {"loss": 3.0, "bits_per_byte": 1.5}}}],
+        ["Loss, .*code: 2 at step 1, 2 at step 1; prose: 3 at step 1", "Bits per byte, code", "Bits per byte, prose"],
+    ),
+    "positions": (
+        [{"evaluation": {"code": {"loss": 2.0, "loss_by_position": [3.0, 2.0, "NaN"]}, "prose": {"loss": 3.0}}}],
+        [r"Loss by position in the row, nats per token, code\. tokens 1 to 171: 3 at step 1, 3 at step 1; "
+         "tokens 172 to 342: 2 at step 1, 2 at step 1$"],
+    ),
+    "corpora": (
+        [{"loss_by_source": {"web": 3.0, "Bücher": 2.0}}, {"loss_by_source": {"web": 1.0}}],
+        [r"Training loss by source, nats per token\. web: 3 at step 1, .*; Bücher: 2 at step 1, 2 at step 1$"],
+    ),
+    "all pairs and visible ones": (
+        [{"mfu": 0.42, "mfu_causal": 0.4}] * 3,
+        ["Utilization.*with all of attention: 42 at step 1.*without its masked half: 40 at step 1"],
+    ),
+    "all pairs, which are visible": (
+        [{"mfu": 0.42, "mfu_causal": 0.42}] * 3,
+        ["Utilization.*with all of attention: 42 at step 1, 42 at step 3$"],
+    ),
+}  # fmt: skip
+"""By what charts have a line for: records of steps, and what the page says of its charts."""
+
+
+@pytest.mark.parametrize(("records", "charts"), CHARTS.values(), ids=CHARTS)
+def test_a_chart_has_a_line_for_each(run: Path, records: list[dict[str, Any]], charts: list[str]) -> None:
+    replace_metrics(run, [{"step": step, "loss": 8.5, **record} for step, record in enumerate(records, 1)])
     page = report_page(run)
-    assert "Bits per byte, code" in page.text
-    assert "Bits per byte, prose" in page.text
-    assert "code: 2 at step 1, 2 at step 1; prose: 3 at step 1" in page.charts()[0]
-
-
-def test_losses_by_position_have_a_line_for_each_bucket(run: Path) -> None:
-    sets = {"code": {"loss": 2.0, "loss_by_position": [3.0, 2.0, "NaN"]}, "prose": {"loss": 3.0}}
-    replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
-    (words,) = (label for label in report_page(run).charts() if label.startswith("Loss by position"))
-    assert words == (
-        "Loss by position in the row, nats per token, code. tokens 1 to 171: 3 at step 1, 3 at step 1; "
-        "tokens 172 to 342: 2 at step 1, 2 at step 1"
-    )
+    displayed = "\n".join([*page.charts(), page.text])
+    assert all(re.search(chart, displayed, re.MULTILINE) for chart in charts), page.charts()
 
 
 def test_samples_of_evaluations_and_of_generate_are_merged(run: Path) -> None:
-    texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
+    """Samples are grouped by prompt, in the order of steps."""
+    texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "b", "text": ""}, {"prompt": "a", "text": "<b>"}]}
+    texts[20].append("torn")  # type: ignore[arg-type]
     replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
-    (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
+    samples = [{"prompt": "b", "text": " of 15", "step": 15}, {"prompt": "a", "text": " of 15", "step": 15}]
+    (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     report_page(run)
     html = (run / "report.html").read_text()
-    places = [html.index(text) for text in ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;")]
+    texts_in_order = ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;", "<b>b</b> of 15", "<b>b</b><")
+    places = [html.index(text) for text in texts_in_order]
     assert places == sorted(places)
-
-
-def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
-    steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
-    records = [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
-    replace_metrics(run, records)
-    (words,) = (label for label in report_page(run).charts() if label.startswith("Training loss by source"))
-    assert words.startswith("Training loss by source, nats per token. web: 3 at step 1, ")
-    assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
 
 
 def test_losses_that_are_not_finite_are_counted(run: Path) -> None:
@@ -180,9 +190,7 @@ def test_events_are_marked_at_their_steps(run: Path) -> None:
 def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: Path) -> None:
     slower_run = tmp_path / "runs" / "slower"
     write_reported_run(tmp_path / "b", 100).rename(slower_run)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["report", str(run), "--with", str(slower_run)])
-    assert exit_info.value.code == 0
+    assert run_command("report", str(run), "--with", str(slower_run)) == 0
     page = Page(run / "report.html")
     lines = page.lines("other")
     assert [line["name"] for line in lines] == ["slower", "slower, stdlib", "slower, stdlib", *["slower"] * 3]
@@ -250,15 +258,6 @@ def test_the_shares_of_a_mixture_are_drawn_over_the_steps(run: Path) -> None:
     assert words.endswith("code: 75 at step 1, 50 at step 1,000; prose: 25 at step 1, 50 at step 1,000")
 
 
-def test_samples_are_grouped_by_prompt_in_the_order_of_steps(run: Path) -> None:
-    samples = [("a", 20), ("b", 20), ("a", 10)]
-    lines = (json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
-    (run / "samples.jsonl").write_text("".join(lines))
-    text = report_page(run).text
-    places = [text.index(word) for word in ("a of 10", "a of 20", "b of 20")]
-    assert places == sorted(places)
-
-
 def test_mfu_is_shown_by_both_conventions(run: Path) -> None:
     """The page has what utilization is measured against."""
     (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s per device (H200: data sheet)"}))
@@ -267,16 +266,6 @@ def test_mfu_is_shown_by_both_conventions(run: Path) -> None:
     assert "42 %" in page.text
     assert "40 % by visible pairs" in page.text
     assert "% of 989 TFLOP/s per device (H200: data sheet)" in page.text
-    (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
-    assert "with all of attention: 42 at step 1" in chart
-    assert "without its masked half: 40 at step 1" in chart
-
-
-def test_mfu_is_one_line_without_a_causal_mask(run: Path) -> None:
-    replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.42} for n in (1, 2, 3)])
-    (chart,) = (chart for chart in report_page(run).charts() if chart.startswith("Utilization"))
-    assert "with all of attention: 42 at step 1" in chart
-    assert "without its masked half" not in chart
 
 
 @pytest.mark.parametrize(("environment", "command"), [

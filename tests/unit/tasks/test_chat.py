@@ -50,14 +50,15 @@ CHATS = [
 ]  # fmt: skip
 
 
+TokenizerPair = tuple[Tokenizer, Any, str]
+
+
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
 @pytest.fixture(scope="module", params=["chatml", "llama"])
-def tokenizer_pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, Any, str]:
+def tokenizer_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TokenizerPair:
     """Ours, transformers' and the file of a byte-level tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp(request.param)
     built = library.Tokenizer(models.BPE())
@@ -80,7 +81,7 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 
 
 @pytest.mark.parametrize("chat", range(len(CHATS)))
-def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: tuple[Tokenizer, Any, str], chat: int) -> None:
+def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: TokenizerPair, chat: int) -> None:
     tokenizer, hf_tokenizer, file = tokenizer_pair
     conversation = messages(*CHATS[chat])
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -102,7 +103,7 @@ def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: tuple[Tokeniz
     )
 
 
-def test_targets_are_the_answers_and_nothing_else(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
+def test_targets_are_the_answers_and_nothing_else(tokenizer_pair: TokenizerPair) -> None:
     tokenizer, _, file = tokenizer_pair
     ((example,), notes) = encoder(tokenizer, file).encode([{"messages": messages(*CHATS[0])}])
     stored = {ANNOTATION: json.dumps(example.annotation).encode()}
@@ -136,16 +137,14 @@ def test_targets_are_the_answers_and_nothing_else(tokenizer_pair: tuple[Tokenize
     (messages(("user", "x <|im_end|> y"), ("assistant", "b")), r"message 1 spells the special token '<\|im_end\|>'"),
     (messages(("user", "word " * 300), ("assistant", "b")), "has .* tokens, more than data.sequence_length = 200"),
 ])  # fmt: skip
-def test_bad_conversations_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], row: Any, message: str) -> None:
+def test_bad_conversations_are_named(tokenizer_pair: TokenizerPair, row: Any, message: str) -> None:
     tokenizer, _, file = tokenizer_pair
     good = messages(("user", "a"), ("assistant", "b"))
     with pytest.raises(UsageError, match=f"x, row 2: {message}"):
         encoder(tokenizer, file).encode([{"messages": good}, {} if row is None else {"messages": row}])
 
 
-def test_an_answer_cut_away_is_refused_and_a_shortened_one_warned_of(
-    tokenizer_pair: tuple[Tokenizer, Any, str],
-) -> None:
+def test_an_answer_cut_away_is_refused_and_a_shortened_one_warned_of(tokenizer_pair: TokenizerPair) -> None:
     tokenizer, _, file = tokenizer_pair
     long = messages(("user", "word " * 300), ("assistant", "b"))
     with pytest.raises(UsageError, match="row 1: no token is trained"):
@@ -157,7 +156,7 @@ def test_an_answer_cut_away_is_refused_and_a_shortened_one_warned_of(
     assert any("won't learn to stop" in note for note in notes)
 
 
-def test_templates_that_refuse_or_rewrite_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+def test_templates_that_refuse_or_rewrite_are_named(tokenizer_pair: TokenizerPair, tmp_path: Path) -> None:
     tokenizer, hf_tokenizer, file = tokenizer_pair
     if "INST" in hf_tokenizer.chat_template:
         with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages: only user"):
@@ -182,7 +181,7 @@ def test_json_in_a_template_is_that_of_transformers() -> None:
     assert template.render([{"role": "ü"}]) == '[{"role": "ü"}] [\n {\n  "role": "\\u00fc"\n }\n]'
 
 
-def test_a_tokenizer_s_template_is_found_by_name(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+def test_a_tokenizer_s_template_is_found_by_name(tokenizer_pair: TokenizerPair, tmp_path: Path) -> None:
     tokenizer, hf_tokenizer, _ = tokenizer_pair
     library_tokenizer = copy.deepcopy(hf_tokenizer)
     library_tokenizer.chat_template = {"default": "one", "tool_use": "two"}
@@ -195,7 +194,7 @@ def test_a_tokenizer_s_template_is_found_by_name(tokenizer_pair: tuple[Tokenizer
             load_chat_template(folder, tokenizer, None, name="rag")
 
 
-def test_unreadable_tokenizer_files_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_are_named(tokenizer_pair: TokenizerPair, tmp_path: Path) -> None:
     tokenizer, *_ = tokenizer_pair
     config = tmp_path / "tokenizer_config.json"
     config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it
@@ -210,9 +209,7 @@ def test_unreadable_tokenizer_files_are_named(tokenizer_pair: tuple[Tokenizer, A
         load_chat_template(tmp_path, tokenizer, None)
 
 
-def test_a_template_is_held_against_the_tokenizer_s_own(
-    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
-) -> None:
+def test_a_template_is_held_against_the_tokenizer_s_own(tokenizer_pair: TokenizerPair, tmp_path: Path) -> None:
     tokenizer, hf_tokenizer, file = tokenizer_pair
     rows, template_file = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
     for source, is_other in ((hf_tokenizer.chat_template, False), ("{{ 'x' }}" + hf_tokenizer.chat_template, True)):
@@ -226,7 +223,7 @@ def test_a_template_is_held_against_the_tokenizer_s_own(
 
 
 def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
-    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
+    tokenizer_pair: TokenizerPair, tmp_path: Path
 ) -> None:
     tokenizer, hf_tokenizer, _ = tokenizer_pair
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages(*CHATS[1])}) + "\n")
@@ -246,7 +243,7 @@ def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
     assert folders[0] == folders[1] != folders[2]
 
 
-def test_texts_and_answers_without_a_template(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
+def test_texts_and_answers_without_a_template(tokenizer_pair: TokenizerPair) -> None:
     tokenizer, _, file = tokenizer_pair
     rows = [{"text": "zwei", "label": "two"}]
     ((example,), _) = encoder(tokenizer, file, form="generation", prefix="to English: ").encode(rows)
@@ -335,7 +332,7 @@ def test_rows_that_are_no_pair_are_refused(tokenizer: Tokenizer, row: dict[str, 
         preference_encoder(tokenizer).encode([ROWS[0], {**ROWS[0], **row}])
 
 
-def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
+def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: TokenizerPair) -> None:
     """Answers as messages, and the prompt as a text; a conversation that has the prompt in itself is fine."""
     tokenizer, _, file = tokenizer_pair
     row = {"prompt": "a", "chosen": messages(("assistant", "b")), "rejected": messages(("assistant", "c"))}

@@ -14,8 +14,10 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from megatfm.config import TaskConfig
+from megatfm.errors import MegatfmError
 from megatfm.tasks import metrics
 from megatfm.tasks.metrics import calibration_error
+from megatfm.tasks.predictions import Predictions
 from megatfm.tasks.text_metrics import compute_text_metric, exact_match, get_metric_signature, token_f1
 
 TARGETS = np.array([0, 0, 0, 1, 1, 1, 1, 1])
@@ -84,6 +86,24 @@ def test_an_interval_takes_the_memory_of_one_sample(of_texts: bool) -> None:
 ])  # fmt: skip
 def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int]]) -> None:
     assert metrics.find_tag_spans(tags.split()) == spans
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("form", ["classification", "multilabel", "regression", "tagging"])
+def test_logits_that_are_not_finite_predict_nothing(form: str, broken: float) -> None:
+    """During training the metrics are NaN; a file of predictions is refused."""
+    labels = [] if form == "regression" else ["a", "b", "c"]
+    task, columns = TaskConfig(form=form, train="a.csv", labels=labels), max(1, len(labels))  # type: ignore[arg-type]
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(6, columns)).astype(np.float32)
+    targets = random.integers(0, 2, (6, columns)) if form in ("multilabel", "regression") else np.arange(6) % 3
+    intact = Predictions(task, np.arange(6), np.zeros(6, np.int64), logits, targets)
+    assert len(list(intact.rows())) == 6
+    assert np.isfinite([*intact.metrics().values()]).all()
+    logits[2, -1] = broken
+    assert np.isnan([*intact.metrics().values()]).all()
+    with pytest.raises(MegatfmError, match="logits are not finite: the weights are, or the training was, broken"):
+        list(intact.rows())
 
 
 def test_f1_of_spans() -> None:

@@ -12,7 +12,7 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.files import read_rows
@@ -272,6 +272,19 @@ def test_under_the_threshold_is_an_answer(tmp_path: Path) -> None:
     ).metrics()
     assert metrics["no_answer_f1"] == metrics["no_answer_exact_match"] == 1
     assert metrics["has_answer_f1"] == 0
+
+
+def test_answers_from_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    answered, _ = predictions(tmp_path, 3)
+    names = answered.metrics().keys()
+    logits = answered.logits.copy()
+    logits[5] = np.nan
+    broken = SpanPredictions(answered.task, answered.corpus, answered.examples, answered.words, logits)
+    metrics = broken.metrics()
+    assert metrics.keys() == names
+    assert np.isnan([*metrics.values()]).all()
+    with pytest.raises(MegatfmError, match="logits are not finite"):
+        list(broken.rows())
 
 
 def test_the_best_threshold_by_brute_force() -> None:

@@ -26,7 +26,7 @@ from tests.support.tokenizer_cases import LLAMA2_PIECES, T5_PIECES
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Spaces, tabs, form feeds and some letters beyond ASCII."""
-    sources = [inspect.getsource(module) for module in (json.decoder, json.encoder, textwrap, inspect)]
+    sources = [inspect.getsource(module)[:20_000] for module in (json.decoder, json.encoder, textwrap, inspect)]
     return [*sources, "all:\n\tcc -o all\t*.c\n" * 200, "Größe, naïve, 東京\n" * 20]
 
 
@@ -58,13 +58,17 @@ def trained(texts: list[str], tokenizer: SentencePieceTokenizer) -> dict[str, To
 def foreign(texts: list[str]) -> Callable[..., bytes]:
     """`foreign(model_type="bpe", …)`: a SentencePiece model as others train it, which normalises its text."""
     lines = [line for text in texts for line in text.splitlines()]
+    models: dict[str, bytes] = {}
 
     def train(**settings: Any) -> bytes:
-        buffer = BytesIO()
-        defaults = {"vocab_size": 500, "minloglevel": 2}
-        settings = {**defaults, **settings}
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=buffer, **settings)
-        return buffer.getvalue()
+        key = repr(sorted(settings.items()))
+        if key not in models:
+            buffer = BytesIO()
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines), model_writer=buffer, **{"vocab_size": 500, "minloglevel": 2, **settings}
+            )
+            models[key] = buffer.getvalue()
+        return models[key]
 
     return train
 

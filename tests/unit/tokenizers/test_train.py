@@ -21,7 +21,6 @@ from megatfm.tokenizers import (
     train_wordpiece,
 )
 from megatfm.tokenizers.sentence_piece_training import _SEGMENT
-from tests.support.tokenizer_cases import check_fitting_size
 
 Type = Literal["bpe", "unigram"]
 
@@ -39,12 +38,6 @@ def test_other_sentinels_leave_the_learnt_pieces(texts: list[str], model: bytes)
 
 TYPES = ("bpe", "unigram")
 FEW = {"bpe": 295, "unigram": 283}
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_sentencepiece_trains_silently(texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type) -> None:
-    train_sentencepiece(texts[:1], vocab_size=500, model_type=model_type)
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
@@ -95,18 +88,6 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
     assert changed == expected
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize(("text", "size", "message", "is_largest"), [
-    ("too little text for so many pieces\n", 5000, "too large for this little text", True),
-    ("the bytes alone need 256 pieces\n", 100, "too small for the characters", False),
-], ids=["too large", "too small"])  # fmt: skip
-def test_a_vocabulary_that_does_not_fit_names_one_that_does(
-    model_type: Type, text: str, size: int, message: str, is_largest: bool
-) -> None:
-    train = partial(train_sentencepiece, model_type=model_type)
-    check_fitting_size(train, SentencePieceTokenizer, text, size, message, is_largest=is_largest)
-
-
 def pieces(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.id_to_piece(token) for token in range(tokenizer.vocab_size)]
 
@@ -117,7 +98,11 @@ TRAIN: dict[str, Callable[..., bytes]] = {
     "wordpiece": train_wordpiece,
     "cased": partial(train_wordpiece, lowercase=False),
 }
-ALL = {"sentencepiece": train_sentencepiece, **TRAIN}
+SENTENCEPIECE: dict[str, Callable[..., bytes]] = {
+    "sentencepiece": train_sentencepiece,
+    "sentencepiece-unigram": partial(train_sentencepiece, model_type="unigram"),
+}
+ALL = {**SENTENCEPIECE, **TRAIN}
 SCRIPT = """
 import hashlib, inspect, json.decoder, textwrap
 from megatfm.tokenizers import train_byte_bpe, train_wordpiece
@@ -135,9 +120,9 @@ def test_every_process_trains_the_same(tmp_path: object) -> None:
     assert remaining == [first] * 3
 
 
-@pytest.mark.parametrize("kind", TRAIN)
-def test_training_a_json_tokenizer_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    TRAIN[kind](texts[:1], vocab_size=500)
+@pytest.mark.parametrize("kind", ALL)
+def test_training_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    ALL[kind](texts[:1], vocab_size=500)
     assert capfd.readouterr() == ("", "")
 
 
@@ -178,18 +163,22 @@ def test_rare_characters_take_no_piece() -> None:
     assert "\u4e00" not in vocab
 
 
-@pytest.mark.parametrize("kind", TRAIN)
-@pytest.mark.parametrize(("text", "size", "message", "is_largest"), [
-    ("too little text for so many pieces\n", 5000, "too large for this little text", True),
-    ("the reserved ids alone need some pieces\n", 20, "too small for the characters", False),
-], ids=["too large", "too small"])  # fmt: skip
-def test_a_json_vocabulary_that_does_not_fit_names_one_that_does(
-    kind: str, text: str, size: int, message: str, is_largest: bool
-) -> None:
-    check_fitting_size(TRAIN[kind], HuggingFaceTokenizer, text, size, message, is_largest=is_largest)
-
-
 @pytest.mark.parametrize("kind", ALL)
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(kind: str) -> None:
+    """The largest for a little text; for a small size one that holds all bytes, or all reserved ids."""
+    train = partial(ALL[kind], ["too little text for so many pieces\n" * 5])
+    tokenizer = SentencePieceTokenizer if kind in SENTENCEPIECE else HuggingFaceTokenizer
+    for size, message in ((5000, "too large for this little text"), (20, "too small for the characters")):
+        with pytest.raises(UsageError, match=message) as caught:
+            train(vocab_size=size)
+        fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
+        assert tokenizer(train(vocab_size=fitting)).vocab_size == fitting
+        if size == 5000:
+            with pytest.raises(UsageError):
+                train(vocab_size=fitting + 1)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", *TRAIN])
 @pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])
 def test_no_text_is_refused(kind: str, texts: list[str]) -> None:
     with pytest.raises(UsageError, match="no text to train a tokenizer on"):

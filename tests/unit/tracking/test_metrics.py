@@ -257,6 +257,35 @@ def test_unreachable_wandb_is_tried_once_then_offline(
     assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"two words", b"a/b", "café".encode(), b"a" * 129])
+def test_a_file_that_holds_no_wandb_id_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("began another run"))
+    (tmp_path / "wandb-id").write_bytes(content)
+    with pytest.raises(MegatfmError, match=rf"^{tmp_path}/wandb-id: not the id of a W&B run: .* delete the file"):
+        MetricsLog(RunInfo(tmp_path), ["wandb"])
+
+
+KILL_WANDB = """
+import psutil
+for child in psutil.Process().children(recursive=True):
+    child.kill()
+for step"""
+
+
+def test_training_goes_on_when_wandb_s_process_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+    completed = subprocess.run(
+        [sys.executable, "-c", WANDB_RUN.replace("\nfor step", KILL_WANDB), str(tmp_path), "0", "40"],
+        env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.count("W&B has stopped (ConnectionResetError") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 40
+
+
 def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     log_event(tmp_path, "started", "a prompt of \udcff")
     line = (tmp_path / "events.jsonl").read_bytes()

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -261,18 +260,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises((MegatfmError, OSError)):
         run.write("plan.txt", "new")
     assert (tmp_path / "plan.txt").read_text() == "old"
-
-
-@pytest.mark.parametrize("place", [temporary_path, Path])
-def test_files_are_not_written_through_symbolic_links(
-    tmp_path: Path, place: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
-    (tmp_path / "precious").write_text("precious")
-    place(tmp_path / "plan.txt").symlink_to(tmp_path / "precious")
-    RunDirectory(tmp_path, 0).write("plan.txt", "new")
-    assert (tmp_path / "plan.txt").read_text() == "new"
-    assert (tmp_path / "precious").read_text() == "precious"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

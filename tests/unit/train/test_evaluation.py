@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm import tokenizers
-from megatfm.config import Config
+from megatfm import cli, tokenizers
+from megatfm.config import Config, load_config
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.webdataset_images import LabelRule, index_images
 from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import UsageError
+from megatfm.inference import evaluate as inference
 from megatfm.inference.evaluate import _make_absolute
 from megatfm.layers.initialisation import draw
 from megatfm.models import Decoder, build
@@ -26,6 +29,8 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
 from megatfm.train.evaluation import compute_loss_by_position, evaluate, format_result
+from tests.support.images import encode_noise
+from tests.support.webdatasets import pack_tar
 from tests.support.workers import Workers
 
 LENGTH = 48
@@ -277,3 +282,54 @@ def test_a_batch_with_few_divisors_is_refused_with_a_better_one(folder: Path, ba
         assert max(d for d in range(1, 257) if near % d == 0) >= 16
     data = result.data.model_copy(update={"read_streams": 64})
     assert note_few_streams(result.model_copy(update={"train": train, "data": data})) == ""
+
+
+def index_classes(folder: Path, *names: str) -> str:
+    """A corpus with an image of each class, which are numbered in alphabetical order."""
+    folder.mkdir()
+    files = {f"{name}.txt": name.encode() for name in names} | {f"{name}.png": encode_noise() for name in names}
+    (folder / "0.tar").write_bytes(pack_tar(dict(sorted(files.items()))))
+    index_images(folder, LabelRule.parse("txt"))
+    return str(folder)
+
+
+def test_a_loss_that_is_no_likelihood_has_no_empty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos: dict[str, Any] = {"loss": 4.5}
+    results = {"step": 3, "objective": "image_to_text", "sets": {"photos": photos}}
+    monkeypatch.setattr(inference, "evaluate_run", lambda *_, **__: (results, {}))
+    for has_likelihood in (False, True):
+        photos |= {"bits_per_byte": 1.25, "bytes": 10} if has_likelihood else {}
+        arguments = cli.build_parser().parse_args(["evaluate", "runs/captioner"])
+        assert arguments.run(arguments) == 0
+        table = capsys.readouterr().out
+        assert "4.5000" in table
+        assert ("bits per byte" in table) == ("1.250" in table) == has_likelihood
+
+
+@pytest.mark.parametrize("experts", ["", "model.ffn={name='moe', d_ff=8, n_experts=2, top_k=1}"])
+def test_the_classes_of_corpora_agree_with_one_another_and_with_the_model(tmp_path: Path, experts: str) -> None:
+    pets = index_classes(tmp_path / "pets", "cat", "dog", "emu")
+    same, fewer = index_classes(tmp_path / "same", "cat", "dog"), index_classes(tmp_path / "fewer", "cat", "emu")
+    words = [
+        "model.embedding.channels=3", "model.embedding.mean=[0,0,0]", "model.embedding.std=[1,1,1]",
+        "train.global_batch=1", "train.micro_batch=1", "data.shuffle=false", *filter(None, [experts]),
+    ]  # fmt: skip
+
+    def open_notes(n_classes: int, *settings: str) -> list[str]:
+        classes = f"model.extra_heads.classifier.n_classes={n_classes}"
+        train = [] if "data.train=" in settings else [f"data.train={pets}"]
+        loaded = load_config("quickstart-vision", [*words, *train, "data.validation={}", classes, *settings])
+        return [note for note in open_corpora(loaded, None).warnings if "n_classes" in note]
+
+    assert open_notes(3, f"data.validation.same={same}") == []
+    note = f"model.extra_heads.classifier.n_classes = 10, and {pets} has 3 classes: the other outputs only learn"
+    assert open_notes(10) == [f"{note} to be small"]
+    with pytest.raises(UsageError, match=r"has 3 classes \(cat, dog, emu\).* choose .*n_classes=3$"):
+        open_notes(2)
+    with pytest.raises(UsageError, match=r"fewer: class 1 is 'emu', and in \S+pets it is 'dog': .*read.labels.classes"):
+        open_notes(3, f"data.validation.fewer={fewer}")
+    mixture = [f"data.mixture.{name}={{path='{path}', weight=1}}" for name, path in (("a", pets), ("b", fewer))]
+    with pytest.raises(UsageError, match="fewer: class 1 is 'emu'"):
+        open_notes(3, "data.train=", *mixture)

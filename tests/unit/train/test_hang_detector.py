@@ -67,38 +67,31 @@ def test_ranks_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector
             assert diagnose(detector, second + 0.1).ranks == [2]
 
 
-def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None:
-    behind, ahead = Heartbeat(7, "step", 8, 20.0, True), Heartbeat(7, "step", 9, 0.1, False)
-    assert stalled(detector, behind, behind, ahead, ahead).ranks == [0, 1]
-
-
 def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
     for rank, heartbeat in enumerate(heartbeats):
         detector.record_heartbeat(rank, heartbeat, 20.0)
     return diagnose(detector, 20.1)
 
 
-def test_the_rank_outside_a_collective_is_blamed(detector: HangDetector) -> None:
-    waits = Heartbeat(7, "step", 8, 11.0, True, "megatfm/engines/native/engine.py:50, in step")
-    works = Heartbeat(7, "step", 8, 11.0, False, "megatfm/data/loader.py:9, in row")
-    diagnosis = stalled(detector, waits, waits, waits, works)
-    assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([3], True, 0)
-    assert (
-        "rank 3 on n1 at step 7, step: has made no progress for 11 s (megatfm/data/loader.py:9, in row)"
-        in diagnosis.text
-    )
+WAITS = Heartbeat(7, "step", 8, 11.0, True, "megatfm/engines/native/engine.py:50, in step")
+WORKS = Heartbeat(7, "step", 8, 11.0, False, "megatfm/data/loader.py:9, in row")
+BEHIND, AHEAD = Heartbeat(7, "step", 8, 20.0, True), Heartbeat(7, "step", 9, 0.1, False)
+SAVES, STEPS = Heartbeat(7, "save", 9, 11.0, True), Heartbeat(7, "step", 8, 11.5, True)
 
 
-def test_the_rank_that_is_behind_is_blamed_although_it_waits(detector: HangDetector) -> None:
-    ahead, behind = Heartbeat(7, "save", 9, 11.0, True), Heartbeat(7, "step", 8, 11.5, True)
-    diagnosis = stalled(detector, behind, ahead, ahead, ahead)
-    assert (diagnosis.ranks, diagnosis.reporter) == ([0], 1)
-
-
-def test_all_ranks_are_named_where_none_stands_out(detector: HangDetector) -> None:
-    diagnosis = stalled(detector, *[Heartbeat(7, "step", 8, 11.0, True)] * 4)
-    assert diagnosis.ranks == [0, 1, 2, 3]
-    assert diagnosis.text.startswith("rank 0 on n0 at step 7, step, rank 1 on n0 at step 7, step, rank 2")
+@pytest.mark.parametrize(("heartbeats", "ranks", "reporter", "text"), [
+    ([BEHIND, BEHIND, AHEAD, AHEAD], [0, 1], 2, ""),
+    ([WAITS, WAITS, WAITS, WORKS], [3], 0,
+     "rank 3 on n1 at step 7, step: has made no progress for 11 s (megatfm/data/loader.py:9, in row)"),
+    ([STEPS, SAVES, SAVES, SAVES], [0], 1, ""),
+    ([WAITS] * 4, [0, 1, 2, 3], 0, "rank 0 on n0 at step 7, step, rank 1 on n0 at step 7, step, rank 2"),
+], ids=["behind one that is ahead", "outside a collective", "behind, although it waits", "alike"])  # fmt: skip
+def test_the_rank_that_holds_up_the_others_is_blamed(
+    detector: HangDetector, heartbeats: list[Heartbeat], ranks: list[int], reporter: int, text: str
+) -> None:
+    diagnosis = stalled(detector, *heartbeats)
+    assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == (ranks, True, reporter)
+    assert text in diagnosis.text
 
 
 def test_many_ranks_are_not_all_listed() -> None:
@@ -132,7 +125,14 @@ def test_a_failure_of_all_ranks_is_blamed_on_none(detector: HangDetector) -> Non
     for rank in range(4):
         detector.record_failure(rank, "run: another process is training", 1.0)
     diagnosis = diagnose(detector, 1.0)
-    assert (diagnosis.ranks, diagnosis.text) == ([], "run: another process is training")
+    assert (diagnosis.ranks, diagnosis.text, diagnosis.refused) == ([], "run: another process is training", False)
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]], ids=["one rank", "all"])
+def test_an_invalid_request_is_a_refusal_and_no_failure(detector: HangDetector, ranks: list[int]) -> None:
+    for rank in ranks:
+        detector.record_failure(rank, "train.seed changed", 1.0, refused=True)
+    assert diagnose(detector, 3.0).refused
 
 
 def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: HangDetector) -> None:

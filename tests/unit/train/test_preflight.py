@@ -3,6 +3,8 @@
 import errno
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,6 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tracking import utilization
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
 from megatfm.train.profiling import StepProfile, explain_out_of_memory, should_record_allocations
@@ -124,13 +125,10 @@ def write_group(folder: Path, limit: str, usage: str, prefix: str, values: tuple
     (folder / "memory.stat").write_text(f"{prefix}active_file 300\n{prefix}inactive_file 400\n{prefix}shmem 50\n")
 
 
-@pytest.mark.parametrize(
-    ("own_groups", "root", "limit", "usage", "prefix"),
-    [
-        ("0::/job/step\n", "", "memory.max", "memory.current", ""),
-        ("3:cpu:/other\n9:memory:/job/step\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ],
-)
+@pytest.mark.parametrize(("own_groups", "root", "limit", "usage", "prefix"), [
+    ("0::/job/step\n", "", "memory.max", "memory.current", ""),
+    ("3:cpu:/other\n9:memory:/job/step\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+])  # fmt: skip
 def test_a_container_and_a_job_limit_memory_and_their_page_cache_is_free(
     tmp_path: Path, own_groups: str, root: str, limit: str, usage: str, prefix: str
 ) -> None:
@@ -144,11 +142,6 @@ def test_a_container_and_a_job_limit_memory_and_their_page_cache_is_free(
     write_group(tmp_path / root / "other", *files, ("800", 800))
     assert startup_checks.list_cgroup_free_bytes(tmp_path, own_groups) == [750, 800], "of a job"
     assert startup_checks.list_cgroup_free_bytes(tmp_path, "") == [800]
-
-
-def test_the_product_is_timed() -> None:
-    assert 0 < utilization.time_matmul(torch.float32, torch.device("cpu")) < 5
-    assert startup_checks.SLOW_FACTOR > 1
 
 
 def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,54 +158,51 @@ def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path) -> None:
-    """The allocator's own error, for an exabyte."""
-    with (
-        pytest.raises(
-            MegatfmError, match=r"^rank 3 is out of memory: it held .* GiB and asked for 9\.31e\+08 GiB more\. Lower "
-        ),
-        explain_out_of_memory(tmp_path, 3, CPU),
-    ):
-        torch.empty(10**18, dtype=torch.uint8)
+def allocate_an_exabyte() -> None:
+    torch.empty(10**18, dtype=torch.uint8)
 
 
-def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
-    with pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"), explain_out_of_memory(tmp_path, 0, CPU):
-        raise MemoryError
-    output = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
-    with pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"), explain_out_of_memory(tmp_path, 0, CPU):
-        raise torch.OutOfMemoryError(output)
+def fail(error: BaseException) -> None:
+    raise error
 
 
-def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 79 GiB.")
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    (allocate_an_exabyte, r"^rank 3 is out of memory: it held .* GiB and asked for 9\.31e\+08 GiB more\. Lower "),
+    (partial(fail, MemoryError()), "rank 3 is out of memory: it held"),
+    (partial(fail, CUDA_ERROR), r"and asked for 2\.50 GiB more"),
+])  # fmt: skip
+def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path, act: Callable[[], None], message: str) -> None:
+    """The allocator's own error, Python's and CUDA's; others pass."""
+    with pytest.raises(MegatfmError, match=message), explain_out_of_memory(tmp_path, 3, CPU):
+        act()
+    with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 3, CPU):
+        raise RuntimeError("shapes don't match")
+
+
+@pytest.fixture
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of which 3 GiB were in use."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+
+
+@pytest.mark.usefixtures("gpu_memory")
+def test_a_gpu_leaves_a_snapshot_and_the_next_run_records_stacks(tmp_path: Path) -> None:
+    assert should_record_allocations(tmp_path, requested=True)
+    assert not should_record_allocations(tmp_path, requested=False)
     place = tmp_path / "memory" / "rank-2.pickle"
-    with (
-        pytest.raises(MegatfmError, match=f"it held 3 GiB.*; memory snapshot: {place}"),
-        explain_out_of_memory(tmp_path, 2, GPU),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    message = f"it held 3 GiB.*; memory snapshot: {place}"
+    with pytest.raises(MegatfmError, match=message), explain_out_of_memory(tmp_path, 2, GPU):
+        raise CUDA_ERROR
     assert place.read_bytes() == b"snapshot"
+    assert should_record_allocations(tmp_path, requested=False)
     (tmp_path / "memory").rename(tmp_path / "elsewhere")
     (tmp_path / "memory").write_text("a file where the folder should be")
     with pytest.raises(MegatfmError, match="could not be written to"), explain_out_of_memory(tmp_path, 2, GPU):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-
-
-def test_stacks_are_recorded_on_request_or_after_running_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert should_record_allocations(tmp_path, requested=True)
-    assert not should_record_allocations(tmp_path, requested=False)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
-    with pytest.raises(MegatfmError), explain_out_of_memory(tmp_path, 0, GPU):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-    assert should_record_allocations(tmp_path, requested=False)
-
-
-def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 0, CPU):
-        raise RuntimeError("shapes don't match")
+        raise CUDA_ERROR
 
 
 def test_a_run_on_cpus_asks_no_gpu_of_its_host_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,157 +15,121 @@ import torch
 import torch.distributed as dist
 
 from megatfm.parallel.distributed import ProcessInfo
-from megatfm.train.hang_detector import Heartbeat
 from megatfm.train.json_connection import JsonConnection
 from megatfm.train.rank_monitor_client import RankMonitor, _describe_thread, find_relays, is_peer_loss
 from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServer
+from tests.support.monitor_clients import MonitorClient, connect, make_heartbeat
+from tests.support.waiting import wait_until
 
 HOSTS = ["n0", "n0", "n1", "n1", "n1"]
 RELAYS = [0, 1, 2, 2, 2]
 
 
-def connect(listener: socket.socket) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5)
-
-
 class Cluster:
     """A server, a relay, and the connections of ranks."""
 
-    def __init__(self, hang_timeout: float = 60.0, interval: float = 0.1, token: str = "secret") -> None:
+    def __init__(self) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.server = RankMonitorServer(HOSTS, hang_timeout, interval, "secret", self.listeners[0], RELAYS)
+        self.server = RankMonitorServer(HOSTS, 60.0, 0.1, "secret", self.listeners[0], RELAYS)
         self.server.start()
-        self.upstream = JsonConnection(connect(self.listeners[0]))
-        self.upstream.send({"rank": 2, "token": token})
-        self.relay = RankMonitorRelay([2, 3, 4], hang_timeout, interval, "secret", self.listeners[1], self.upstream)
+        self.upstream = connect(self.listeners[0])
+        self.upstream.send({"rank": 2, "token": "secret"})
+        self.relay = RankMonitorRelay([2, 3, 4], 60.0, 0.1, "secret", self.listeners[1], self.upstream)
         self.relay.start()
-        self.ranks = [JsonConnection(connect(self.listeners[rank >= 2])) for rank in range(len(HOSTS))]
-        for rank, line in enumerate(self.ranks):
-            line.send({"rank": rank, "token": "secret"})
-        self.received: list[list[dict[str, Any]]] = [[] for _ in HOSTS]
-
-    def heartbeat(self, rank: int, step: int = 3, phase: str = "step", age: float = 0.0) -> None:
-        self.ranks[rank].send({"heartbeat": Heartbeat(step, phase, step, age, True, "").__dict__})
-
-    def hears(self, rank: int, key: str) -> dict[str, Any]:
-        """Wait for a message with this key."""
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            self.received[rank] += self.ranks[rank].receive() or []
-            for message in self.received[rank]:
-                if key in message:
-                    return message
-            time.sleep(0.01)
-        raise AssertionError(f"rank {rank} hears no {key}: {self.received[rank]}")
+        self.ranks = [MonitorClient(self.listeners[rank >= 2], rank) for rank in range(len(HOSTS))]
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
-    close(cluster)
-
-
-def close(cluster: Cluster) -> None:
-    for line in cluster.ranks:
-        line.close()
+    for rank in cluster.ranks:
+        rank.line.close()
     for thread in (cluster.server, cluster.relay):
         thread.join(20)
         assert not thread.is_alive()
 
 
 def test_the_server_has_one_connection_for_a_node(cluster: Cluster) -> None:
-    for rank in range(5):
-        cluster.heartbeat(rank)
-        cluster.hears(rank, "heartbeat")
+    for rank in cluster.ranks:
+        rank.heartbeat()
+        rank.hears("heartbeat")
     assert sorted(rank for rank in cluster.server._connections.values() if rank is not None) == [0, 1, 2]
 
 
 def test_all_say_goodbye(cluster: Cluster) -> None:
     for rank in (3, 0, 4, 2):
-        cluster.ranks[rank].send({"bye": True})
+        cluster.ranks[rank].send(bye=True)
     time.sleep(0.3)
     assert cluster.server.is_alive(), "rank 1 has not left"
-    cluster.ranks[1].send({"bye": True})
-    for rank in range(5):
-        assert cluster.hears(rank, "bye") == {"bye": True}
+    cluster.ranks[1].send(bye=True)
+    assert [rank.hears("bye") for rank in cluster.ranks] == [True] * 5
 
 
 @pytest.mark.parametrize("dead", [1, 2, 3])
 def test_a_death_on_either_node_is_heard_on_both(cluster: Cluster, dead: int) -> None:
-    cluster.heartbeat(dead, 7, "save")
+    cluster.ranks[dead].heartbeat(7, "save")
     time.sleep(0.3)
-    cluster.ranks[dead].close()
+    cluster.ranks[dead].line.close()
     for rank in set(range(5)) - {dead}:
-        diagnosis = cluster.hears(rank, "diagnosis")["diagnosis"]
+        diagnosis = cluster.ranks[rank].hears("diagnosis")
         assert diagnosis["ranks"] == [[dead, 1]]
         assert diagnosis["text"].startswith(f"rank {dead} on {HOSTS[dead]} at step 7, save: ended without")
 
 
 def test_the_last_message_of_a_rank_is_heard_before_its_end(cluster: Cluster) -> None:
-    cluster.heartbeat(4, 9, "evaluate")
-    cluster.ranks[4].send({"failed": "ValueError: no", "lost_peer": False})
-    cluster.ranks[4].close()
-    diagnosis = cluster.hears(0, "diagnosis")["diagnosis"]
-    assert diagnosis["text"] == "rank 4 on n1 at step 9, evaluate: failed: ValueError: no"
+    last = cluster.ranks[4]
+    last.heartbeat(9, "evaluate")
+    last.send(failed="ValueError: no", lost_peer=False)
+    last.line.close()
+    text = cluster.ranks[0].hears("diagnosis")["text"]
+    assert text == "rank 4 on n1 at step 9, evaluate: failed: ValueError: no"
 
 
 def test_rank_0_and_its_ranks_notice_a_lost_relay(cluster: Cluster) -> None:
     for rank in (0, 3):  # their tokens have arrived
-        cluster.hears(rank, "heartbeat")
+        cluster.ranks[rank].hears("heartbeat")
     cluster.upstream.shutdown()
-    diagnosis = cluster.hears(0, "diagnosis")["diagnosis"]
-    assert diagnosis["ranks"] == [[2, 1]]
-    assert cluster.hears(3, "server_lost")["hung"] is False
+    assert cluster.ranks[0].hears("diagnosis")["ranks"] == [[2, 1]]
+    cluster.ranks[3].hears("server_lost")
+    assert cluster.ranks[3].hears("hung") is False
 
 
 def test_ranks_behind_a_relay_notice_a_lost_server(cluster: Cluster) -> None:
     for rank in (0, 1):
-        cluster.ranks[rank].close()
-    assert cluster.hears(3, "diagnosis")["diagnosis"]["ranks"] == [[0, 1]]
+        cluster.ranks[rank].line.close()
+    assert cluster.ranks[3].hears("diagnosis")["ranks"] == [[0, 1]]
 
 
 def test_a_silent_server_is_reported() -> None:
     """A listener that accepts no one takes connections, and says nothing."""
-    silent = socket.create_server(("127.0.0.1", 0))
-    listener = socket.create_server(("127.0.0.1", 0))
-    relay = RankMonitorRelay([2, 3], 0.5, 0.1, "secret", listener, JsonConnection(connect(silent)))
+    silent, listener = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    relay = RankMonitorRelay([2, 3], 0.5, 0.1, "secret", listener, connect(silent))
     relay.start()
-    line = JsonConnection(connect(listener))
-    line.send({"rank": 3, "token": "secret"})
-    messages: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 20
-    while not any("server_lost" in message for message in messages):
-        assert time.monotonic() < deadline
-        messages += line.receive() or []
-        time.sleep(0.01)
-    assert messages[-1]["hung"] is True
-    assert messages[-1]["server_lost"].startswith("no sign of life for")
-    assert {"heartbeat": True} in messages, "the relay itself is well"
-    line.close()  # as long as a rank is there, the relay waits for its last message
+    rank = MonitorClient(listener, 3)
+    assert rank.hears("server_lost").startswith("no sign of life for")
+    assert rank.hears("hung") is True
+    assert {"heartbeat": True} in rank.heard, "the relay itself is well"
+    rank.line.close()  # as long as a rank is there, the relay waits for its last message
     relay.join(20)
     assert not relay.is_alive()
     silent.close()
 
 
 def test_a_relay_speaks_for_its_own_ranks_only(cluster: Cluster) -> None:
-    heartbeat = {"heartbeat": Heartbeat(1, "step", 1, 0.0, True, "").__dict__}
-    cluster.upstream.send({"relayed": [(1, heartbeat)]})
-    assert cluster.hears(0, "diagnosis")["diagnosis"]["ranks"] == [[2, 1]]
+    cluster.upstream.send({"relayed": [(1, make_heartbeat())]})
+    assert cluster.ranks[0].hears("diagnosis")["ranks"] == [[2, 1]]
 
 
 def test_ranks_behind_a_relay_show_the_token_and_are_of_its_node(cluster: Cluster) -> None:
     greetings: list[dict[str, Any]] = [{"rank": 3, "token": "guess"}, {"rank": 1, "token": "secret"}, {"relayed": []}]
     for hello in greetings:
-        stranger = JsonConnection(connect(cluster.listeners[1]))
-        stranger.send(hello)
-        deadline = time.monotonic() + 20
-        while stranger.receive() is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        stranger.close()
-    cluster.heartbeat(3)
-    cluster.hears(3, "heartbeat")
+        stranger = MonitorClient(cluster.listeners[1])
+        stranger.send(**hello)
+        stranger.wait_until_closed()
+        stranger.line.close()
+    cluster.ranks[3].heartbeat()
+    cluster.ranks[3].hears("heartbeat")
 
 
 def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
@@ -175,35 +139,26 @@ def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
     relay = RankMonitorRelay([2, 3], 600.0, 100.0, "secret", listener, JsonConnection(client_end))
     relay.start()
     upstream = JsonConnection(server)
-    lines = {rank: JsonConnection(connect(listener)) for rank in (2, 3)}
-    relayed: dict[int, list[dict[str, Any]]] = {2: [], 3: []}
+    ages: dict[int, list[float]] = {2: [], 3: []}
 
-    def sends(rank: int, phase: str) -> None:
-        lines[rank].send({"heartbeat": Heartbeat(1, phase, 1, 0.5, True, "").__dict__})
+    def is_relayed(rank: int, count: int) -> bool:
+        for message in upstream.receive() or ():
+            for sender, relayed in message["relayed"]:
+                ages[sender].append(relayed["heartbeat"]["age"])
+        return len(ages[rank]) >= count
 
-    def wait(rank: int, number: int) -> None:
-        deadline = time.monotonic() + 20
-        while len(relayed[rank]) < number:
-            assert time.monotonic() < deadline
-            for message in upstream.receive() or ():
-                for sender, inner in message["relayed"]:
-                    relayed[sender].append(inner["heartbeat"])
-            time.sleep(0.01)
-
-    for rank, line in lines.items():
-        line.send({"rank": rank, "token": "secret"})
-        sends(rank, "start")
-        wait(rank, 1)
-    sends(2, "start")
+    ranks = {rank: MonitorClient(listener, rank) for rank in (2, 3)}
+    for rank, client in ranks.items():
+        client.heartbeat(1, "start", age=0.5)
+        wait_until(lambda rank=rank: is_relayed(rank, 1))  # type: ignore[misc]
+    ranks[2].heartbeat(1, "start", age=0.5)
     time.sleep(0.6)
-    sends(3, "step")
-    wait(3, 2)
-    wait(2, 2)
-    assert relayed[2][1]["age"] > 1.0
-    assert relayed[3][1]["age"] < 1.0
+    ranks[3].heartbeat(1, "step", age=0.5)
+    wait_until(lambda: is_relayed(2, 2) and is_relayed(3, 2))
+    assert ages[2][1] > 1.0 > ages[3][1]
     upstream.close()
-    for line in lines.values():
-        line.close()
+    for client in ranks.values():
+        client.line.close()
     relay.join(20)
     assert not relay.is_alive()
 

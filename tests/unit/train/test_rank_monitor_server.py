@@ -11,52 +11,21 @@ from typing import Any
 import pytest
 
 from megatfm.train import rank_monitor_server
-from megatfm.train.hang_detector import Heartbeat
 from megatfm.train.json_connection import LINE_BYTES, JsonConnection
 from megatfm.train.rank_monitor_server import RankMonitorServer
 from tests.support.forked_commands import ForkedCommand
+from tests.support.monitor_clients import MonitorClient
+from tests.support.waiting import wait_until
 
-
-class Client:
-    """One rank's end of a connection."""
-
-    def __init__(self, port: int, rank: int | None = None, token: str = "secret") -> None:
-        self.line = JsonConnection(socket.create_connection(("127.0.0.1", port), 5))
-        self.heard: list[dict[str, Any]] = []
-        if rank is not None:
-            self.line.send({"rank": rank, "token": token})
-
-    def hears(self, key: str) -> dict[str, Any]:
-        """Wait for a message with this key."""
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            for message in self.line.receive() or ():
-                self.heard.append(message)
-                if key in message:
-                    return message
-            time.sleep(0.01)
-        raise AssertionError(f"no {key}: {self.heard}")
-
-    def is_closed(self) -> bool:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if self.line.receive() is None:
-                return True
-            time.sleep(0.01)
-        return False
-
-    def heartbeat(self, phase: str = "step", age: float = 0.0) -> None:
-        self.line.send({"heartbeat": Heartbeat(3, phase, 4, age, True, "").__dict__})
-
-
-Connect = Callable[..., Client]
+Connect = Callable[..., MonitorClient]
+OpenHub = Callable[..., Connect]
 
 
 @pytest.fixture
 def open_hub() -> Iterator[Callable[..., Connect]]:
     """`connect = open_hub(ranks)`, then `connect(rank)` for each: all is closed in the end."""
     hubs: list[RankMonitorServer] = []
-    clients: list[Client] = []
+    clients: list[MonitorClient] = []
 
     def open_hub(
         ranks: int,
@@ -70,10 +39,9 @@ def open_hub() -> Iterator[Callable[..., Connect]]:
         thread = RankMonitorServer(hosts or ["n0"] * ranks, limit, interval, "secret", listener, relays, warn)
         thread.start()
         hubs.append(thread)
-        port = listener.getsockname()[1]
 
-        def connect(rank: int | None = None, **how: str) -> Client:
-            clients.append(Client(port, rank, **how))
+        def connect(rank: int | None = None) -> MonitorClient:
+            clients.append(MonitorClient(listener, rank))
             return clients[-1]
 
         return connect
@@ -86,21 +54,8 @@ def open_hub() -> Iterator[Callable[..., Connect]]:
         assert not thread.is_alive()
 
 
-def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect]) -> None:
-    connect = open_hub(2)
-    ranks = [connect(rank) for rank in range(2)]
-    for rank in ranks:
-        rank.line.send({"heartbeat": Heartbeat(3, "step", 4, 0.0, False, "").__dict__})
-        rank.hears("heartbeat")
-    for rank in ranks:
-        rank.line.send({"bye": True})
-    for rank in ranks:
-        assert rank.hears("bye") == {"bye": True}
-        assert rank.is_closed()
-
-
-def test_the_goodbye_awaits_no_diagnosis(open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run waits for it at its end."""
+def test_all_hear_signs_and_in_the_end_goodbye(open_hub: OpenHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The goodbye, for which every run waits at its end, awaits no diagnosis."""
     monkeypatch.setattr(rank_monitor_server, "DIAGNOSE_INTERVAL_SECONDS", 3600.0)
     connect = open_hub(2)
     ranks = [connect(rank) for rank in range(2)]
@@ -108,34 +63,33 @@ def test_the_goodbye_awaits_no_diagnosis(open_hub: Callable[..., Connect], monke
         rank.heartbeat()
         rank.hears("heartbeat")
     for rank in ranks:
-        rank.line.send({"bye": True})
+        rank.send(bye=True)
     for rank in ranks:
-        rank.hears("bye")
+        assert rank.hears("bye") is True
+        rank.wait_until_closed()
 
 
-def test_a_closed_connection_is_reported_to_all_ranks(open_hub: Callable[..., Connect]) -> None:
+def test_a_closed_connection_is_reported_to_all_ranks(open_hub: OpenHub) -> None:
     connect = open_hub(3)
     ranks = [connect(rank) for rank in range(3)]
-    ranks[1].line.send({"heartbeat": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
+    ranks[1].heartbeat(phase="save")
     ranks[1].hears("heartbeat")
     ranks[1].line.close()
     for rank in (ranks[0], ranks[2]):
-        diagnosis = rank.hears("diagnosis")["diagnosis"]
+        diagnosis = rank.hears("diagnosis")
         assert diagnosis["ranks"] == [[1, 1]]
         assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without an error message")
 
 
-def test_a_missing_rank_is_named(open_hub: Callable[..., Connect]) -> None:
-    connect = open_hub(2, limit=0.5, interval=0.05)
-    local = connect(0)
-    deadline = time.monotonic() + 20
-    while not any("diagnosis" in message for message in local.heard):
-        assert time.monotonic() < deadline
-        local.line.send({"heartbeat": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
-        local.heard += local.line.receive() or []
-        time.sleep(0.02)
-    diagnosis = next(message["diagnosis"] for message in local.heard if "diagnosis" in message)
-    assert diagnosis["ranks"] == [[1, 1]]
+def test_a_missing_rank_is_named(open_hub: OpenHub) -> None:
+    local = open_hub(2, limit=0.5, interval=0.05)(0)
+
+    def hears_a_diagnosis() -> bool:
+        local.heartbeat(0, "start")
+        return any("diagnosis" in message for message in local.listen())
+
+    wait_until(hears_a_diagnosis)
+    assert local.hears("diagnosis")["ranks"] == [[1, 1]]
 
 
 @pytest.mark.parametrize("sent_bytes", [
@@ -143,19 +97,19 @@ def test_a_missing_rank_is_named(open_hub: Callable[..., Connect]) -> None:
     b"[1]\n", b"x" * (LINE_BYTES + 1), b'{"token": "\\ud800"}\n', b'{"token": "secret", "rank": 1}\n',
     b'{"token": "secret", "rank": "x"}\n', b'{"token": "secret"}\n',
 ], ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"])  # fmt: skip
-def test_strangers_are_shown_the_door_and_change_nothing(open_hub: Callable[..., Connect], sent_bytes: bytes) -> None:
+def test_strangers_are_shown_the_door_and_change_nothing(open_hub: OpenHub, sent_bytes: bytes) -> None:
     connect = open_hub(1)
     rank = connect(0)
     stranger = connect()
     stranger.line.connection.sendall(sent_bytes)
-    assert stranger.is_closed()
-    rank.line.send({"bye": True})
+    stranger.wait_until_closed()
+    rank.send(bye=True)
     assert rank.hears("bye")
     assert not any("diagnosis" in message for message in rank.heard)
 
 
 def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
-    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+    open_hub: OpenHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_monitor_server, "TOKEN_SECONDS", 0.3)
     monkeypatch.setattr(rank_monitor_server, "MAX_UNIDENTIFIED", 2)
@@ -164,18 +118,19 @@ def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
     rank.hears("heartbeat")
     begun = time.monotonic()
     first, *remaining = [connect() for _ in range(5)]
-    assert first.is_closed()
+    first.wait_until_closed()
     assert time.monotonic() - begun < 10, "as one too many, or for its silence"
-    assert all(stranger.is_closed() for stranger in remaining)
-    rank.line.send({"bye": True})
+    for stranger in remaining:
+        stranger.wait_until_closed()
+    rank.send(bye=True)
     assert rank.hears("bye")
 
 
-def test_a_rank_that_talks_nonsense_has_failed(open_hub: Callable[..., Connect]) -> None:
+def test_a_rank_that_talks_nonsense_has_failed(open_hub: OpenHub) -> None:
     connect = open_hub(2)
     ranks = [connect(rank) for rank in range(2)]
-    ranks[1].line.send({"heartbeat": 3})
-    assert ranks[0].hears("diagnosis")["diagnosis"]["ranks"] == [[1, 1]]
+    ranks[1].send(heartbeat=3)
+    assert ranks[0].hears("diagnosis")["ranks"] == [[1, 1]]
 
 
 def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
@@ -200,7 +155,7 @@ def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
     receiver.close()
 
 
-def test_a_diagnosis_of_any_length_arrives(open_hub: Callable[..., Connect]) -> None:
+def test_a_diagnosis_of_any_length_arrives(open_hub: OpenHub) -> None:
     """6,000 silent ranks on as many hosts: more than a socket's buffer takes at once from a slow reader."""
     hosts = [f"node-with-a-long-name-{number:06d}.cluster.example" for number in range(6000)]
     connect = open_hub(6000, limit=1.0, interval=0.1, hosts=hosts)
@@ -208,29 +163,26 @@ def test_a_diagnosis_of_any_length_arrives(open_hub: Callable[..., Connect]) -> 
     for _ in range(30):
         client.heartbeat(age=5.0)
         time.sleep(0.05)
-    diagnosis = client.hears("diagnosis")["diagnosis"]
+    diagnosis = client.hears("diagnosis")
     assert len(json.dumps(diagnosis)) > 4 * LINE_BYTES
     assert diagnosis["ranks"] == [[1, 5999]]
     assert [host for host, _ in diagnosis["hosts"]] == hosts[1:]
 
 
-def test_ranks_never_heard_are_named(open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_never_heard_are_named(open_hub: OpenHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_monitor_server, "FIRST_MESSAGE_SECONDS", 0.3)
     warnings: list[str] = []
     connect = open_hub(4, warn=warnings.append, interval=0.05)
     for rank in (0, 2):
         connect(rank).heartbeat()
-    deadline = time.monotonic() + 20
-    while not warnings:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: warnings)
     assert warnings == ["the rank monitor has had no message from 2 of 4 ranks since the start: 1, 3"]
     for rank in (1, 3):
-        connect(rank).line.send({"failed": "enough", "lost_peer": False})
+        connect(rank).send(failed="enough", lost_peer=False)
 
 
 def test_connections_that_can_not_be_accepted_are_logged_and_accepted_later(
-    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+    open_hub: OpenHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_monitor_server, "ACCEPT_PAUSE_SECONDS", 0.2)
     real, refusals = socket.socket.accept, [errno.EMFILE] * 3
@@ -246,7 +198,7 @@ def test_connections_that_can_not_be_accepted_are_logged_and_accepted_later(
     ranks = [connect(rank) for rank in range(2)]
     for rank in ranks:
         assert rank.hears("heartbeat")
-        rank.line.send({"bye": True})
+        rank.send(bye=True)
     for rank in ranks:
         assert rank.hears("bye")
     assert len(warnings) == 1

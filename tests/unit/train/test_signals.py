@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress, fit_la
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.expert_models import EXPERT_MODELS
 from tests.support.forked_commands import ForkedCommand
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -174,19 +176,16 @@ def test_a_layout_that_fits_stays(world_size: int) -> None:
     assert fit_layout(result, world_size) == (result, None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "world_size", "axes", "micro_batch"),
-    [
-        ({}, 4, (1, 4, 1), 3),  # a share of 6 rows
-        ({}, 8, (1, 8, 1), 3),
-        ({}, 24, (1, 24, 1), 1),
-        ({"parallel.dp_shard": 8}, 6, (1, 6, 1), 4),
-        ({"parallel.dp_shard": 4, "parallel.dp_replicate": 2}, 6, (2, 3, 1), 4),
-        ({"parallel.dp_replicate": 4}, 6, (2, 3, 1), 4),
-        ({"parallel.dp_replicate": 2}, 3, (1, 3, 1), 4),
-        ({"parallel.tp": 2, "parallel.dp_shard": 4}, 6, (1, 3, 2), 4),
-    ],
-)
+@pytest.mark.parametrize(("settings", "world_size", "axes", "micro_batch"), [
+    ({}, 4, (1, 4, 1), 3),  # a share of 6 rows
+    ({}, 8, (1, 8, 1), 3),
+    ({}, 24, (1, 24, 1), 1),
+    ({"parallel.dp_shard": 8}, 6, (1, 6, 1), 4),
+    ({"parallel.dp_shard": 4, "parallel.dp_replicate": 2}, 6, (2, 3, 1), 4),
+    ({"parallel.dp_replicate": 4}, 6, (2, 3, 1), 4),
+    ({"parallel.dp_replicate": 2}, 3, (1, 3, 1), 4),
+    ({"parallel.tp": 2, "parallel.dp_shard": 4}, 6, (1, 3, 2), 4),
+])  # fmt: skip
 def test_the_data_axes_and_the_micro_batch_give_way(
     settings: dict[str, object], world_size: int, axes: tuple[int, int, int], micro_batch: int
 ) -> None:
@@ -247,29 +246,19 @@ def start(folder: Path, restarts: int, step: int, agent: str = "none") -> None:
     check_progress(RunDirectory(folder, 0), step, 2, environment)
 
 
-def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path: Path) -> None:
-    start(tmp_path, 0, 0)
-    start(tmp_path, 1, 0)
-    with pytest.raises(NoProgressError, match=r"2 restarts in a row saved no checkpoint after step 0") as caught:
-        start(tmp_path, 2, 0)
+@pytest.mark.parametrize("starts", [
+    [(0, 0), (1, 0), (2, 0)],
+    [(0, 0), (1, 0), (2, 4), (3, 4), (4, 8), (5, 8), (6, 8)],  # a new checkpoint starts the count again
+    [(3, 4), (4, 4), (4, 4, "b"), (5, 4, "b"), (0, 4, "b"), (1, 4, "b"), (2, 4, "b")],  # another agent and a new start
+], ids=len)  # fmt: skip
+def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path: Path, starts: list[tuple[Any, ...]]) -> None:
+    for restarts, step, *agent in starts[:-1]:
+        start(tmp_path, restarts, step, *agent)
+    restarts, step, *agent = starts[-1]
+    reason = rf"2 restarts in a row saved no checkpoint after step {step}"
+    with pytest.raises(NoProgressError, match=reason) as caught:
+        start(tmp_path, restarts, step, *agent)
     assert caught.value.exit_code == NO_PROGRESS == 76
-
-
-def test_a_new_checkpoint_starts_the_count_again(tmp_path: Path) -> None:
-    for restarts, step in ((0, 0), (1, 0), (2, 4), (3, 4), (4, 8)):
-        start(tmp_path, restarts, step)
-    start(tmp_path, 5, 8)
-    with pytest.raises(NoProgressError):
-        start(tmp_path, 6, 8)
-
-
-def test_another_agent_and_a_new_start_of_the_same_one_count_afresh(tmp_path: Path) -> None:
-    start(tmp_path, 3, 4)
-    start(tmp_path, 4, 4)
-    start(tmp_path, 4, 4, agent="b")
-    start(tmp_path, 5, 4, agent="b")
-    start(tmp_path, 0, 4, agent="b")
-    start(tmp_path, 1, 4, agent="b")
 
 
 def test_without_an_agent_nothing_is_counted(tmp_path: Path) -> None:
@@ -334,6 +323,26 @@ def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
         name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
         actual = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
         assert re.match(actual, message), (layout, kind, message)
+
+
+def flip_on_rank_3(part: str) -> str:
+    """The error after a weight has changed on one of four ranks, each with half of the experts."""
+    layout = ParallelConfig(dp_replicate=2, dp_shard=2, ep=2, zero=0)
+    engine = build_engine(EXPERT_MODELS["top-k"], layout, ADAMW)
+    compare_replicas(engine, step=1, every=1)
+    if dist.get_rank() == 3:
+        next(tensor for name, tensor in engine.local.items() if part in name).view(-1)[0] += 1
+    with pytest.raises(MegatfmError) as error:
+        compare_replicas(engine, step=2, every=1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("part", "ranks"), [(".experts.", [1, 3]), (".attn.", [3])], ids=["experts", "attention"])
+def test_experts_are_compared_with_copies_of_theirs(workers: Workers, part: str, ranks: list[int]) -> None:
+    """Neither of two copies that differ is known to be the right one."""
+    message = workers.run(flip_on_rank_3, 4, part)[0]
+    assert [rank for rank in range(4) if f"rank {rank} on " in message] == ranks
+    assert part in message
 
 
 class Drawing:

@@ -74,25 +74,28 @@ def verify_preset(
 # --------------------------------------------------------------------------------------------------- cut rows
 
 
-@pytest.mark.parametrize(("preset", "overrides"), [
-    ("bigbird-base", ["parallel.cp=4", "train.recompute=selective"]),
-    ("longformer-base", ["parallel.cp=4", "train.recompute=selective"]),
-    ("t-dmca", ["parallel.cp=4", "train.recompute=selective"]),
-    ("spanbert-base", ["parallel.cp=4"]),
-    pytest.param("bert-base", ["parallel.cp=5", "parallel.cp_method=ring"], marks=EXTENDED),
-    ("llama3-8b", ["parallel.cp=5", "parallel.cp_method=ring"]),
-])  # fmt: skip
-def test_rows_in_parts_are_the_same(pool: RankPool, preset: str, overrides: list[str]) -> None:
-    """Documents lie within a part, between and across parts; the five parts of a ring are unequal."""
-    verify_preset(pool, preset, [*overrides, "parallel.dp_shard=1"], "short")
+FOUR_PARTS = ["parallel.cp=4", "parallel.dp_shard=1"]
+SELECTIVE = [*FOUR_PARTS, "train.recompute=selective"]
+RING = ["parallel.cp=5", "parallel.dp_shard=1", "parallel.cp_method=ring"]
 
 
 @pytest.mark.parametrize(("preset", "overrides", "documents"), [
+    ("bigbird-base", FOUR_PARTS, "short"),
+    ("longformer-base", FOUR_PARTS, "short"),
+    *(pytest.param(preset, SELECTIVE, "short", marks=EXTENDED) for preset in ("bigbird-base", "longformer-base")),
+    ("t-dmca", SELECTIVE, "short"),
+    ("spanbert-base", FOUR_PARTS, "short"),
+    pytest.param("bert-base", RING, "short", marks=EXTENDED),
+    ("llama3-8b", RING, "short"),
+    # Experts on all ranks of two axes, a batch that predicts nothing, averaged weights.
     ("quickstart-moe", ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"], "mixed"),
     ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
     ("quickstart", ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "mixed"),
-], ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"])  # fmt: skip
-def test_rare_cases_are_the_same(pool: RankPool, preset: str, overrides: list[str], documents: Documents) -> None:
+])  # fmt: skip
+def test_rows_in_parts_and_rare_cases_are_the_same(
+    pool: RankPool, preset: str, overrides: list[str], documents: Documents
+) -> None:
+    """Short documents lie within a part, between and across parts; the five parts of a ring are unequal."""
     verify_preset(pool, preset, overrides, documents)
 
 
@@ -172,18 +175,6 @@ def test_counted_is_expected(pool: RankPool, case: str) -> None:
     assert 0.5 * mean < sent < 2 * mean
 
 
-@pytest.mark.parametrize(
-    "case",
-    extend(
-        DIVIDED_CASES,
-        kept=["mean pool, with tensor parallelism", "class pool, three ranks", "pp", "interleaved",
-              "sigmoid, with data ranks"],
-    ),
-)  # fmt: skip
-def test_counted_is_expected_where_rows_or_layers_are_divided(pool: RankPool, case: str) -> None:
-    assert not verify_preset(pool, *DIVIDED_CASES[case]).axes_without_closed_form
-
-
 @pytest.mark.parametrize(("part", "collective"), [
     ("add_contrastive_loss", "send"), ("list_first_pass_calls", "all_gather"),
 ])  # fmt: skip
@@ -218,16 +209,17 @@ VISION_LANGUAGE_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    extend(
-        VISION_LANGUAGE_CASES,
-        kept=["tensor parallel", "pipeline", "context parallel", "context parallel, a window of text",
-              *(case for case in VISION_LANGUAGE_CASES if "frozen" in case)],
-    ),
-)  # fmt: skip
+PREDICTED = DIVIDED_CASES | {case: ("llava-1.5-7b", words) for case, words in VISION_LANGUAGE_CASES.items()}
+KEPT = {
+    "mean pool, with tensor parallelism", "class pool, three ranks", "pp", "interleaved", "sigmoid, with data ranks",
+    "tensor parallel", "pipeline", "context parallel", "context parallel, a window of text",
+    *(case for case in VISION_LANGUAGE_CASES if "frozen" in case),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", extend(PREDICTED, kept=KEPT))
 def test_the_layout_is_the_same_computation_with_the_expected_traffic(pool: RankPool, case: str) -> None:
-    comparison = verify_preset(pool, "llava-1.5-7b", VISION_LANGUAGE_CASES[case])
+    comparison = verify_preset(pool, *PREDICTED[case])
     assert comparison.expected
     assert not comparison.axes_without_closed_form
 

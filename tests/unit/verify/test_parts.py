@@ -1,5 +1,6 @@
 """Parts of verify: shrinking, batches, the comparison, the counting of bytes."""
 
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -13,10 +14,10 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
 from megatfm.verify.rank_processes import RankResult
-from megatfm.verify.reference import take_reference_step
 from megatfm.verify.shrink import Documents, draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import compute_gradient_differences
+from tests.support.workers import Workers
 
 
 def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 8192) -> Config:
@@ -118,25 +119,19 @@ def test_differences_of_cut_and_replicated_gradients() -> None:
     assert [difference.is_wrong for difference in actual] == [True, True, False]
 
 
-def test_the_worst_replica_counts_and_so_does_nan() -> None:
+def test_the_worst_replica_counts_and_so_do_nan_and_an_element_that_no_rank_holds() -> None:
     gradient = torch.ones(4).double()
     good, bad = answer({"w": ((0,), gradient)}), answer({"w": ((0,), gradient * 1.1)})
     for answers in ([good, bad], [bad, good]):
         assert compute_gradient_differences({"w": gradient}, answers)[0].error == pytest.approx(0.1)
-    broken = answer({"w": ((0,), gradient * float("nan"))})
-    for answers in ([good, broken], [broken, good]):
+    broken, partial = answer({"w": ((0,), gradient * float("nan"))}), answer({"w": ((0,), gradient[:3])})
+    for answers in ([good, broken], [broken, good], [partial]):
         assert compute_gradient_differences({"w": gradient}, answers)[0].is_wrong
 
 
-def test_an_element_that_no_rank_holds_is_wrong() -> None:
-    gradient = torch.ones(4).double()
-    assert compute_gradient_differences({"w": gradient}, [answer({"w": ((0,), gradient[:3])})])[0].is_wrong
-
-
 def count_collectives() -> list[CollectiveTraffic]:
-    world = dist.group.WORLD
-    ops = torch.ops._c10d_functional
-    rows = torch.ones(6, 2)
+    """Float32 between two ranks: all-reduces have 5 and 4 elements, other collectives 6 rows of 2."""
+    world, ops, rows = dist.group.WORLD, torch.ops._c10d_functional, torch.ones(6, 2)
     with TrafficCounter({world.group_name: "everybody"}) as traffic:
         dist.all_reduce(torch.ones(5))
         ops.wait_tensor(ops.all_reduce(torch.ones(4), "sum", world.group_name))
@@ -149,8 +144,8 @@ def count_collectives() -> list[CollectiveTraffic]:
 
 
 def count_coalesced() -> list[CollectiveTraffic]:
-    world = dist.group.WORLD
-    ops = torch.ops._c10d_functional
+    """Tensors of 12 and 8 elements go together."""
+    world, ops = dist.group.WORLD, torch.ops._c10d_functional
     rows, more = torch.ones(6, 2), torch.ones(2, 4)
     with TrafficCounter({world.group_name: "everybody"}) as traffic:
         for result in (
@@ -162,25 +157,16 @@ def count_coalesced() -> list[CollectiveTraffic]:
     return traffic.list_traffic()
 
 
-def test_tensors_that_go_together_count_as_those_that_go_alone(workers) -> None:
-    """12 and 8 elements of float32 between two ranks."""
-    for flows in workers.run(count_coalesced, 2):
-        assert flows == [
-            CollectiveTraffic("everybody", "all_gather", 1, 80),
-            CollectiveTraffic("everybody", "all_reduce", 1, 80),
-            CollectiveTraffic("everybody", "reduce_scatter", 1, 40),
-        ]
-
-
-def test_bytes_are_those_of_a_ring(workers) -> None:
-    """Two ranks, float32: all-reduces of 5 and 4 elements, the others of 6 rows of 2."""
-    for flows in workers.run(count_collectives, 2):
-        assert flows == [
-            CollectiveTraffic("everybody", "all_gather", 1, 48),
-            CollectiveTraffic("everybody", "all_reduce", 2, 20 + 16),
-            CollectiveTraffic("everybody", "all_to_all", 1, 32),
-            CollectiveTraffic("everybody", "reduce_scatter", 1, 24),
-        ]
+@pytest.mark.parametrize(("count", "expected"), [
+    (count_collectives,
+     [("all_gather", 1, 48), ("all_reduce", 2, 20 + 16), ("all_to_all", 1, 32), ("reduce_scatter", 1, 24)]),
+    (count_coalesced, [("all_gather", 1, 80), ("all_reduce", 1, 80), ("reduce_scatter", 1, 40)]),
+], ids=["alone", "together"])  # fmt: skip
+def test_bytes_are_those_of_a_ring(
+    workers: Workers, count: Callable[[], list[CollectiveTraffic]], expected: list[tuple[str, int, int]]
+) -> None:
+    for flows in workers.run(count, 2):
+        assert flows == [CollectiveTraffic("everybody", *flow) for flow in expected]
 
 
 # ----------------------------------------------------------------------------------------- blocks that differ
@@ -226,37 +212,28 @@ def test_patterns_shrink_with_the_row(name: str) -> None:
     assert any(pattern.simplify(small.data.sequence_length).builtin_mask is None for pattern in patterns)
 
 
-SIZES = {
-    "quickstart data.sequence_length=4096 "
-    'model.attention.pattern={name="window",width=128,dilation=3,initial_tokens=4}': {
-        "width": 8,
-        "dilation": 2,
-        "initial_tokens": 2,
-    },
-    'quickstart model.attention.pattern={name="chunked",size=512} data.sequence_length=1024': {"size": 21},
-    'quickstart model.attention.pattern={name="window",width=4096} data.sequence_length=4096': {"width": 64},
-    'bert-base model.attention.pattern={name="window",width=1024}': {"width": 128},
-    'quickstart model.attention.pattern={name="chunked",size=8192} data.sequence_length=4096': {"size": 128},
-    "bigbird-base data.sequence_length=512": {"block_size": 8},
-    'quickstart model.attention.pattern={name="strided",stride=128}': {"stride": 8},
-    'quickstart model.attention.pattern={name="fixed",stride=128,n_summary_tokens=8}': {
-        "stride": 8,
-        "n_summary_tokens": 2,
-    },
-    'quickstart model.attention.pattern={name="bigbird",block_size=64,n_global_tokens=64} data.sequence_length=4096': {
-        "block_size": 4,
-        "n_global_tokens": 8,
-    },
-    'bert-base model.attention.pattern={name="longformer",width=512,global_tokens=[0,7,500]}': {
-        "global_tokens": (0, 7, 32)
-    },
-}
+LONG = "data.sequence_length=4096"
+SIZES: dict[tuple[str, ...], dict[str, object]] = {
+    ("quickstart", LONG, 'model.attention.pattern={name="window",width=128,dilation=3,initial_tokens=4}'):
+        {"width": 8, "dilation": 2, "initial_tokens": 2},
+    ("quickstart", LONG, 'model.attention.pattern={name="window",width=4096}'): {"width": 64},
+    ("quickstart", LONG, 'model.attention.pattern={name="chunked",size=8192}'): {"size": 128},
+    ("quickstart", "data.sequence_length=1024", 'model.attention.pattern={name="chunked",size=512}'): {"size": 21},
+    ("quickstart", LONG, 'model.attention.pattern={name="bigbird",block_size=64,n_global_tokens=64}'):
+        {"block_size": 4, "n_global_tokens": 8},
+    ("quickstart", 'model.attention.pattern={name="strided",stride=128}'): {"stride": 8},
+    ("quickstart", 'model.attention.pattern={name="fixed",stride=128,n_summary_tokens=8}'):
+        {"stride": 8, "n_summary_tokens": 2},
+    ("bert-base", 'model.attention.pattern={name="window",width=1024}'): {"width": 128},
+    ("bigbird-base", "data.sequence_length=512"): {"block_size": 8},
+    ("bert-base", 'model.attention.pattern={name="longformer",width=512,global_tokens=[0,7,500]}'):
+        {"global_tokens": (0, 7, 32)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", SIZES)
-def test_sizes_of_patterns(words: str) -> None:
-    name, *overrides = words.split(" ")
-    small, _ = shrink(load_config(name, overrides))
+@pytest.mark.parametrize("words", SIZES, ids=" ".join)
+def test_sizes_of_patterns(words: tuple[str, ...]) -> None:
+    small, _ = shrink(load_config(words[0], list(words[1:])))
     pattern = small.model.attention.pattern
     assert {key: getattr(pattern, key) for key in SIZES[words]} == SIZES[words]
 
@@ -274,9 +251,3 @@ def test_unnamed_sizes_become_small() -> None:
     assert (albert.distinct_layers, albert.n_layers) == (2, 3)
     small, _ = shrink(load_config("t5-small", ["model.n_encoder_layers=24"]))
     assert small.model.n_encoder_layers == 2
-
-
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "longformer-base", "t-dmca"])
-def test_cores_of_every_kind_have_a_reference(name: str) -> None:
-    small, _ = shrink(load_config(name))
-    assert take_reference_step(small, draw_batch(small)).loss > 0

@@ -93,15 +93,12 @@ def test_the_table_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "DIFFERENT: gpt2-124m dp2: rank 0, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--presets", "quickstrt"], r"'quickstrt': no such preset \(did you mean 'quickstart'\?\)"),
-        (["--presets", "--layouts", "dp3"], r"'dp3': no such layout .* there are dp2, "),
-        (["quickstart", "--layouts", "dp2"], "--layouts is for --presets"),
-        ([], "verify needs a CONFIG"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    (["--presets", "quickstrt"], r"'quickstrt': no such preset \(did you mean 'quickstart'\?\)"),
+    (["--presets", "--layouts", "dp3"], r"'dp3': no such layout .* there are dp2, "),
+    (["quickstart", "--layouts", "dp2"], "--layouts is for --presets"),
+    ([], "verify needs a CONFIG"),
+])  # fmt: skip
 def test_words_that_do_not_fit(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_command(*words)

@@ -1,7 +1,7 @@
 """Compiled blocks: who compiles them unasked, and how; models of images have the gradients of eager blocks."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,32 +20,22 @@ from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model
 from tests.support.layouts import EXTENDED, extend
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
-from tests.support.pattern_models import (
-    ROW_LENGTH,
-    SCORE_MODELS,
-    SCORE_SIZES,
-    loss_gradients,
-    packed_batch,
-    score_inputs,
-)
+from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 from tests.support.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "on_gpu", "on_cpu"),
-    [
-        ([], True, False),
-        (["train.compile=true"], True, True),
-        (["train.compile=autotune"], True, True),
-        (["train.compile=false"], False, False),
-        (["train.recompute=2 GB"], False, False),
-        (["parallel.cp=2"], False, False),
-        (["model.attention.pattern=bigbird"], False, False),
-        (["parallel.pp=2", "parallel.pp_schedule=zbv"], False, False),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "on_gpu", "on_cpu"), [
+    ([], True, False),
+    (["train.compile=true"], True, True),
+    (["train.compile=autotune"], True, True),
+    (["train.compile=false"], False, False),
+    (["train.recompute=2 GB"], False, False),
+    (["parallel.cp=2"], False, False),
+    (["model.attention.pattern=bigbird"], False, False),
+    (["parallel.pp=2", "parallel.pp_schedule=zbv"], False, False),
+])  # fmt: skip
 def test_blocks_are_compiled_on_gpus_where_nothing_forbids(overrides: list[str], on_gpu: bool, on_cpu: bool) -> None:
     config = load_config("quickstart", overrides)
     assert should_compile(config, GPU) is on_gpu
@@ -65,49 +55,62 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", LEFT)
-def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Gradients equal those of a mask of all pairs."""
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
-    sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
-    model = build(ModelConfig.from_dotted({**sizes, **LEFT[name]})).double().train()
-    initialise(model, 3)
-    inputs = packed_batch("decoder", prefix=False)
-    by_mask, served, real = loss_gradients(model, inputs), [], nn.Module.compile
-    blocked = next(kernel for kernel in kernels.KERNELS if kernel.name == "blocks")
-    run = replace(blocked, run=lambda *inputs: (served.append(True), blocked.run(*inputs))[1])
-    monkeypatch.setattr(kernels, "KERNELS", tuple(run if item is blocked else item for item in kernels.KERNELS))
-    monkeypatch.setattr(kernels, "LONG", 1)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **inputs: real(self, **inputs, backend="eager"))
-    compile_all(model.decoder.layers.values(), autotune=False, fullgraph=False)
-    for name, gradient in loss_gradients(model, inputs).items():
-        torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
-    assert served
+    yield
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", extend(["shaw", "deberta", "xlnet"], kept=["shaw", "xlnet"]))
-def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Gradients equal those of all queries at once."""
-    torch._dynamo.reset()
-    config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
+def compare_with_blocks_compiled_around_attention(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], prepare: Callable[[], None]
+) -> None:
+    """Compare the gradients of eager blocks with those of blocks compiled after `prepare`."""
+    config = ModelConfig.from_dotted(sections)
     inputs = score_inputs(config.family, prefix=False)
     model = build(config).double().train()
     initialise(model, 3)
-    eager, real, pieces = loss_gradients(model, inputs), nn.Module.compile, []
-    monkeypatch.setattr(
-        reference, "checkpoint", lambda *inputs, **how: (pieces.append(inputs), checkpoint(*inputs, **how))[1]
-    )
-    monkeypatch.setattr(reference, "MAX_SCORES", 1)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **inputs: real(self, **inputs, backend="eager"))
+    eager, real = loss_gradients(model, inputs), nn.Module.compile
+    prepare()
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, **options, backend="eager"))
     stack = model.decoder if config.family == "decoder" else model.encoder
     compile_all(stack.layers.values(), autotune=False, fullgraph=False)
     for key, gradient in loss_gradients(model, inputs).items():
         torch.testing.assert_close(gradient, eager[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", LEFT)
+def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gradients equal those of a mask of all pairs."""
+    served = []
+    blocked = next(kernel for kernel in kernels.KERNELS if kernel.name == "blocks")
+    run = replace(blocked, run=lambda *inputs: (served.append(True), blocked.run(*inputs))[1])
+
+    def prefer_blocks() -> None:
+        monkeypatch.setattr(kernels, "KERNELS", tuple(run if item is blocked else item for item in kernels.KERNELS))
+        monkeypatch.setattr(kernels, "LONG", 1)
+
+    sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
+    compare_with_blocks_compiled_around_attention(monkeypatch, {**sizes, **LEFT[name]}, prefer_blocks)
+    assert served
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", extend(["shaw", "deberta", "xlnet"], kept=["shaw", "xlnet"]))
+def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gradients equal those of all queries at once."""
+    pieces = []
+
+    def split() -> None:
+        noted = lambda *inputs, **how: (pieces.append(inputs), checkpoint(*inputs, **how))[1]  # noqa: E731
+        monkeypatch.setattr(reference, "checkpoint", noted)
+        monkeypatch.setattr(reference, "MAX_SCORES", 1)
+
+    compare_with_blocks_compiled_around_attention(monkeypatch, {**SCORE_SIZES, **SCORE_MODELS[name]}, split)
     assert len(pieces) > ROW_LENGTH
-    torch._dynamo.reset()
 
 
 class Norm(nn.Module):
@@ -146,19 +149,13 @@ def test_each_length_of_a_warmup_has_its_kernels(workers: Workers) -> None:
 
 
 def test_kernels_are_chosen_by_trying_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes a mode or options, not both: the latter where products send."""
     inputs: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: inputs.append(options))
-    compile_all([nn.Linear(1, 1)], autotune=True)
+    for options in ({"autotune": True}, {"autotune": True, "async_tp": True}, {"autotune": False, "async_tp": True}):
+        compile_all([nn.Linear(1, 1)], **options)
     assert inputs[0]["mode"] == "max-autotune-no-cudagraphs"
-
-
-def test_kernels_are_still_chosen_by_trying_where_products_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch takes a mode or options, not both."""
-    inputs: list[dict[str, Any]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: inputs.append(options))
-    for autotune in (True, False):
-        compile_all([nn.Linear(1, 1)], autotune=autotune, async_tp=True)
-    tried, plain = (item["options"] for item in inputs)
+    tried, plain = (item["options"] for item in inputs[1:])
     assert tried["max_autotune"]
     assert "max_autotune" not in plain
     assert plain["_micro_pipeline_tp"]
@@ -194,16 +191,13 @@ def compare_compiled_images(name: str, backend_name: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("name", "blocks"),
-    [
-        ("class", 2),
-        pytest.param("swin", 5, marks=EXTENDED),
-        ("mvit v2", 3),
-        pytest.param("mae", 4, marks=pytest.mark.slow),
-        pytest.param("swin v2", 5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "blocks"), [
+    ("class", 2),
+    pytest.param("swin", 5, marks=EXTENDED),
+    pytest.param("mvit v2", 3, marks=EXTENDED),
+    pytest.param("mae", 4, marks=pytest.mark.slow),
+    pytest.param("swin v2", 5, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_compiled_blocks_of_images_equal_one_device(workers: Workers, name: str, blocks: int, backend: str) -> None:
     """A ViT, Swin, MViTv2, a masked autoencoder and Swin V2, with dropout and stochastic depth; no graph is broken."""
     (graphs,) = workers.run(compare_compiled_images, 1, name, backend, timeout=200.0)

@@ -12,18 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
-from megatfm.engines.interface import ParallelizedModel
+from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.native.cuda_graphs import GraphedModel, Run, make_graph_capture
-from megatfm.engines.native.engine import NativeEngine, NativeOptions
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.models import build
-from megatfm.optim.parameters import build_optimizer_groups
-from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.parallelize import parallelize
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.models import TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.uninitialized_memory import HostWaits
 from tests.support.workers import Workers
@@ -80,16 +75,6 @@ class Taped:
         return replay
 
 
-def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngine:
-    mesh = build_mesh(ParallelConfig(), 1, "cpu")
-    with torch.device("meta"):
-        model = build(config)
-    groups = build_optimizer_groups(ADAMW, model)
-    layout = parallelize(model, mesh, sequence_parallel=True)
-    parallelized = ParallelizedModel(model=model, layout=layout, mesh=mesh, device=torch.device("cpu"))
-    return NativeEngine(parallelized, groups, precision=precision, seed=7, options=NativeOptions(graphs=recorder))
-
-
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
     """Losses, norms, gradients, weights and an evaluation over batches, one of other shapes, one watched."""
     actual: list[dict[str, Any]] = []
@@ -118,9 +103,8 @@ DROPPED = TIED_MODEL.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
 
 
 def compare() -> None:
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # a GPU, for which the recorder stands, has no kernel document by document
+    with pytest.MonkeyPatch.context() as patch:
+        # A GPU, for which the recorder stands, has no kernel document by document.
         patch.setattr(PatternMask, "document_spans", lambda mask: None)
         compare_steps()
 
@@ -128,8 +112,8 @@ def compare() -> None:
 def compare_steps() -> None:
     for config, precision in ((UNTIED_MODEL, "fp32"), (DROPPED, "bf16"), (TIED_MODEL, "fp16")):
         taped = Taped()
-        engine = graphed(config, precision, taped)
-        expected = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
+        engine = build_engine(config, ParallelConfig(), precision=precision, graphs=taped)
+        expected = steps(build_engine(config, ParallelConfig(), precision=precision))
         actual = steps(engine)
         for a, b in zip(expected, actual, strict=True):
             assert a.keys() == b.keys()
@@ -148,7 +132,7 @@ def record_too_many() -> str:
     """The log line at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatfm.engines.native.cuda_graphs.MAX_SHAPES", 2)
-        engine = graphed(UNTIED_MODEL, "fp32", Taped())
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(), precision="fp32", graphs=Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)
             engine.zero_grad()

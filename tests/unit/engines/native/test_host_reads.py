@@ -63,23 +63,28 @@ def waits_of_a_step(model: ModelConfig, parallel: ParallelConfig, precision: str
     return [*waits.found, *requested], len(reads)
 
 
+WAITING_LAYOUTS = {
+    "one": (1, ParallelConfig()),
+    **{f"zero {zero}": (2, ParallelConfig(zero=zero, dp_shard=2)) for zero in (0, 1, 3)},
+    "tp": (2, ParallelConfig(tp=2)),
+}  # fmt: skip
+STEPS = [("fp32", False), ("bf16", True), ("fp32", True), ("bf16", False)]
+"""Precision, and whether the device may skip a step by itself."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (1, ParallelConfig()),
-        (2, ParallelConfig(zero=0, dp_shard=2)),
-        (2, ParallelConfig(zero=1, dp_shard=2)),
-        (2, ParallelConfig(zero=3, dp_shard=2)),
-        (2, ParallelConfig(tp=2)),
-    ],
+    ("layout", "precision", "early"),
+    extend(
+        [(layout, *step) for step in STEPS for layout in WAITING_LAYOUTS],
+        kept=[
+            *((layout, "fp32", False) for layout in WAITING_LAYOUTS),
+            ("one", "bf16", True),
+            ("zero 1", "bf16", True),
+        ],
+    ),
 )
-@pytest.mark.parametrize(
-    ("precision", "early"),
-    extend([("fp32", False), ("bf16", True), ("fp32", True), ("bf16", False)], kept=[("fp32", False), ("bf16", True)]),
-)
-def test_the_host_waits_once_a_step(
-    workers: Workers, ranks: int, parallel: ParallelConfig, precision: str, early: bool
-) -> None:
+def test_the_host_waits_once_a_step(workers: Workers, layout: str, precision: str, early: bool) -> None:
+    ranks, parallel = WAITING_LAYOUTS[layout]
     for waits, reads in workers.run(waits_of_a_step, ranks, TIED_MODEL, parallel, precision, early):
         assert waits == []
         assert reads == 1
@@ -181,18 +186,15 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
     return actual
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        ("llama", ParallelConfig(zero=0, cp=2, cp_method="ring")),
-        ("llama", ParallelConfig(zero=0, cp=2, cp_method="ulysses")),
-        ("prefix language model", ParallelConfig(zero=0, cp=2, cp_method="ring")),
-        ("window, prefixes", ParallelConfig(zero=0, cp=2)),
-        pytest.param("patterns of decoders", ParallelConfig(zero=0, cp=2), marks=EXTENDED),
-        ("patterns of encoders", ParallelConfig(zero=0, cp=2)),
-        pytest.param("patterns of encoders, rows of 11 tokens", ParallelConfig(zero=0, cp=2), marks=EXTENDED),
-    ],
-)
+@pytest.mark.parametrize(("name", "parallel"), [
+    ("llama", ParallelConfig(zero=0, cp=2, cp_method="ring")),
+    ("llama", ParallelConfig(zero=0, cp=2, cp_method="ulysses")),
+    ("prefix language model", ParallelConfig(zero=0, cp=2, cp_method="ring")),
+    ("window, prefixes", ParallelConfig(zero=0, cp=2)),
+    pytest.param("patterns of decoders", ParallelConfig(zero=0, cp=2), marks=EXTENDED),
+    ("patterns of encoders", ParallelConfig(zero=0, cp=2)),
+    pytest.param("patterns of encoders, rows of 11 tokens", ParallelConfig(zero=0, cp=2), marks=EXTENDED),
+])  # fmt: skip
 def test_the_host_does_not_wait_for_known_values(workers: Workers, name: str, parallel: ParallelConfig) -> None:
     assert workers.run(waits_of_rows, 2, name, parallel, True) == [[], []]
 

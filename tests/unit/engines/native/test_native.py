@@ -1,7 +1,6 @@
-"""The engine's step, its norm, its state through the checkpoint store, and steps that the device skips by itself."""
+"""The engine's step, its norm, its state after a resume, and steps that the device skips by itself."""
 
 import gc
-import itertools
 import os
 import weakref
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm import checkpoint
-from megatfm.config import AdamWConfig, MuonConfig, OptimizerSection, ParallelConfig
+from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.base import count_threads
 from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import NativeEngine, shard_parameters
@@ -35,7 +34,7 @@ from tests.support.parity import (
     one_device_gradients,
     uneven_microbatches,
 )
-from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
+from tests.support.sharded_engines import assert_same_after_resume, get_tensor, load_checkpoint, train_steps
 from tests.support.workers import Workers
 
 
@@ -88,18 +87,23 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ran
         assert difference <= 1e-6 * expected  # the customary 1e-6 in the divisor
 
 
+def copy_state(engine: NativeEngine) -> dict[str, Tensor]:
+    """All that a checkpoint would hold."""
+    return {name: get_tensor(part).clone() for name, part in engine.state_dict().items()}
+
+
 def one_bad_gradient(value: float) -> None:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
     train_steps(engine, 0, 1)
-    before = {name: get_tensor(part).clone() for name, part in engine.state_dict().items()}
+    before = copy_state(engine)
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     if dist.get_rank() == 1:
         engine.gradients()["decoder.layers.0.ffn.w_up.weight"][-1, -1] = value
     norm = engine.step(1e-2, clip=1.0)
     assert not torch.isfinite(torch.tensor(norm))
-    after = engine.state_dict()
+    after = copy_state(engine)
     assert after.keys() == before.keys()
-    assert all(torch.equal(before[name], get_tensor(part)) for name, part in after.items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
     assert engine.gradients() == {}, "the bad gradient would be added to the next one"
 
 
@@ -108,55 +112,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(worker
     workers.run(one_bad_gradient, 2, value)
 
 
-def ranks_of(parallel: ParallelConfig) -> int:
-    return 1 if parallel == ParallelConfig() else 2
-
-
-MOVES = {
-    "shards to one": (ParallelConfig(dp_shard=2), ParallelConfig()),
-    "tp to shards": (ParallelConfig(tp=2), ParallelConfig(dp_shard=2)),
-    "one to tp": (ParallelConfig(), ParallelConfig(tp=2)),
-    "zero 1 to 0": (ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2, zero=0)),
-    "zero 0 to 2": (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=2)),
-}
-"""The layout that saves, and the one that loads."""
-
-
-@pytest.mark.parametrize(
-    ("move", "optimizer"),
-    [
-        pytest.param(move, optimizer, id=f"{move}-{optimizer.name}", marks=[EXTENDED] * (number % 4 in (1, 2)))
-        for number, (move, optimizer) in enumerate(itertools.product(MOVES, (ADAMW, MUON)))
-    ],
-)
-def test_state_goes_through_the_store_bit_for_bit(
-    workers: Workers, tmp_path: Path, move: str, optimizer: AdamWConfig
-) -> None:
-    saved, loaded = MOVES[move]
-    path, _ = workers.run(train_and_save, ranks_of(saved), tmp_path / "a", saved, optimizer)[0]
-    saved_path, _ = workers.run(load_and_train, ranks_of(loaded), path, loaded, optimizer, tmp_path / "b")[0]
-    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(saved_path)
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    assert sum(name.startswith("model.") for name in before) == 21
-    moments = {name.rpartition(".")[2] for name in before if name.startswith("optimizer.")}
-    assert moments == {"step", "exp_avg", "exp_avg_sq"} | (
-        {"momentum_buffer"} if isinstance(optimizer, MuonConfig) else set()
-    )
-    assert all(tensor.abs().max() > 0 for name, tensor in before.items())
-
-
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_training_after_a_load_equals_plain_training(workers: Workers, tmp_path: Path, optimizer: AdamWConfig) -> None:
-    layout = ParallelConfig(dp_shard=2, zero=1)
-    straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
-    path = straight[0][0]
-    resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "b")
-    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
-        assert expected.keys() == actual.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(tensor, actual[name]), name
+def test_training_after_a_load_equals_plain_training(
+    workers: Workers, tmp_path: Path, optimizer: OptimizerSection
+) -> None:
+    assert_same_after_resume(workers, tmp_path, 2, ParallelConfig(dp_shard=2, zero=1), optimizer)
 
 
 def weights_from_outside() -> None:
@@ -280,14 +240,6 @@ def take_steps(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> 
     return norms
 
 
-def copy_state(engine: NativeEngine) -> dict[str, Tensor]:
-    """All that a checkpoint would hold."""
-    return {
-        name: (value if isinstance(value, Tensor) else value.tensor).clone()
-        for name, value in engine.state_dict().items()
-    }
-
-
 def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: str, folder: Path) -> int:
     """The number of optimizers that decide on the device."""
     host = build_engine(TIED_MODEL, parallel, optimizer, precision=precision)
@@ -299,9 +251,7 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
         assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
     path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
     resumed = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
-    state = resumed.empty_state_dict(checkpoint.read_tensor_specs(path))
-    checkpoint.load(path, state)
-    resumed.load_state_dict(state)
+    load_checkpoint(resumed, path)
     for engine in (host, device, resumed):
         take_steps(engine, ("gradient", "", "clipped"), len(STEPS))
     expected = copy_state(host)
@@ -319,16 +269,12 @@ def compare_all(cases: list[tuple[ParallelConfig, OptimizerSection, str]], folde
 ALONE, SHARDED, CUT = ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=2, zero=1)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (1, [(ALONE, SHORT, "bf16"), (ALONE, ADAMW, "fp16")]),
-        (2, [(SHARDED, ADAMW, "fp32"), (CUT, MUON, "bf16")]),
-        pytest.param(1, [(ALONE, ADAMW, "fp32"), (ALONE, MUON, "fp32")], marks=EXTENDED),
-        pytest.param(2, [(CUT, SHORT, "bf16")], marks=EXTENDED),
-    ],
-    ids=["one rank", "two ranks", "one rank, further", "two ranks, further"],
-)
+@pytest.mark.parametrize(("ranks", "cases"), [
+    (1, [(ALONE, SHORT, "bf16"), (ALONE, ADAMW, "fp16")]),
+    (2, [(SHARDED, ADAMW, "fp32"), (CUT, MUON, "bf16")]),
+    pytest.param(1, [(ALONE, ADAMW, "fp32"), (ALONE, MUON, "fp32")], marks=EXTENDED),
+    pytest.param(2, [(CUT, SHORT, "bf16")], marks=EXTENDED),
+], ids=["one rank", "two ranks", "one rank, further", "two ranks, further"])  # fmt: skip
 def test_steps_skipped_on_the_device_leave_the_same_bits(
     workers: Workers, tmp_path: Path, ranks: int, cases: list[tuple[ParallelConfig, OptimizerSection, str]]
 ) -> None:

@@ -100,10 +100,8 @@ def compare_arrival() -> None:
         for block in iter_blocks(engine.model):
             block.register_forward_pre_hook(lambda *_: backward_part.append(len(data._pending_parameters)))
         arriving = trained(engine)
-        first, second = (
-            backward_part[-8:-4],
-            backward_part[-4:],
-        )  # the last step's micro-batches, before each of four blocks
+        # The last step's micro-batches, before each of four blocks.
+        first, second = backward_part[-8:-4], backward_part[-4:]
         assert first[0] > first[1] > first[2] > first[3] == 0, first
         assert not any(second)
         assert len(data._pending_parameters) == len(data._buckets)

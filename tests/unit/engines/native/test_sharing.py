@@ -1,21 +1,23 @@
 """ZeRO stages: bytes that a rank holds and needs, and reduced gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import MemoryNeeds
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.fully_sharded import reduce_gradients
 from megatfm.engines.native.replicated import assign_buckets
-from megatfm.engines.native.zero import count_max_block_inputs
+from megatfm.engines.pipeline import count_max_block_inputs
 from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
+from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import compute_block_input_bytes
 from megatfm.verify.traffic import TrafficCounter
@@ -23,6 +25,7 @@ from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, LENGTH, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.sharded_engines import count_held_bytes, low_precision_gradients
+from tests.support.uninitialized_memory import OperatorCounter
 from tests.support.workers import Workers
 
 
@@ -89,26 +92,16 @@ def test_packing_and_unpacking_lose_nothing(shapes: dict[str, tuple[int, ...]], 
     assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())
 
 
-class CountedOperators(TorchDispatchMode):
-    """Context that counts the operators of torch which are no views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 def test_operators_of_a_bucket_do_not_grow_with_the_ranks() -> None:
     """A tensor's full shards are copied at once; a last one that is not full, and its padding, separately."""
     counts = {}
     for ranks in (4, 64):
         (bucket,) = assign_buckets({"even": (128, 3), "uneven": (130, 3)}, ranks, 2**24)
         tensors = {name: torch.rand(shape) for name, shape in bucket.shapes.items()}
-        with CountedOperators() as operators:
+        with OperatorCounter() as operators:
             bucket.unpack(bucket.pack(tensors, torch.empty(0)), tensors)
         counts[ranks] = operators.count
-    assert counts[64] == counts[4], counts
+    assert 0 < counts[4] == counts[64], counts
 
 
 def _span(rows: tuple[int, int]) -> tuple[int, int]:
@@ -167,6 +160,27 @@ def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:
 def test_micro_batches_are_not_added_up_in_it() -> None:
     with pytest.raises(ValueError, match=r"zero = 3 would also add up micro-batches in bf16: set grad_accumulation"):
         ParallelConfig(reduce_dtype="bf16")
+
+
+def sum_deferred_gradients() -> float:
+    """Return the sum of this rank's gradients, of a pass after which FSDP2 was told to reduce nothing yet."""
+    mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
+    model = nn.Linear(2, 2, bias=False)
+    fully_shard(model, mesh=mesh.device_mesh["dp_shard"])
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    reduce_gradients(model)
+    (gradient,) = (parameter.grad for parameter in model.parameters())
+    assert isinstance(gradient, DTensor)
+    return float(gradient.to_local().sum())
+
+
+def test_deferred_gradients_are_summed_unscaled(workers: Workers) -> None:
+    """Each rank has one row of the weight; its gradient is two ones from each rank."""
+    assert workers.run(sum_deferred_gradients, 2) == [2 * 2.0, 2 * 2.0]
 
 
 # ------------------------------------------------------------------------------------------- memory of a step

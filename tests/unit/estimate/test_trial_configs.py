@@ -1,0 +1,184 @@
+"""Small copies of models for a calibration: their sizes, and the operators that they run."""
+
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.commands.estimate import _calibrate
+from megatfm.config import Config, MLAAttentionConfig, ParallelConfig, load_config
+from megatfm.config.ffn import MoEConfig
+from megatfm.config.sources import list_presets
+from megatfm.describe import describe
+from megatfm.errors import UsageError
+from megatfm.estimate import calibrate, trial_configs
+from megatfm.estimate.clock import Clock
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import open_estimator
+from megatfm.estimate.operators import Operator
+from megatfm.estimate.roofline import name_matmuls
+from megatfm.estimate.trial_configs import list_trials
+from megatfm.estimate.trials import measure_trials
+from megatfm.parallel.mesh import compute_axis_sizes
+from tests.support.layouts import extend
+
+ONE_RANK = {
+    "parallel": ParallelConfig(zero=0, dp_shard=1),
+    "train.device": "cpu",
+    "train.precision": "fp32",
+    "train.compile": False,
+    "train.cuda_graphs": False,
+    "train.recompute": "none",
+}
+
+
+def list_on_cpu(preset: str, *overrides: str) -> list[Config]:
+    return list_trials(load_config(preset, list(overrides)), "cpu", "fp32")
+
+
+def check_sizes(configs: list[Config], min_widths: int) -> None:
+    assert len({config.model.d_model for config in configs}) >= min_widths
+    assert len({describe(config).tokens_per_step for config in configs}) > 1
+    for config in configs:
+        assert set(compute_axis_sizes(config.parallel, 1).values()) == {1}
+        description = describe(config)
+        assert description.flops_full * description.tokens_per_step <= trial_configs.MAX_FLOPS["cpu"]
+        assert description.parameters <= trial_configs.MAX_PARAMETERS["cpu"]
+
+
+def test_trials_are_small_copies_on_one_rank() -> None:
+    configs = list_on_cpu("vit-b16")
+    check_sizes(configs, min_widths=3)
+    assert {config.data.sequence_length for config in configs} == {197}, "an image is a row"
+
+
+@pytest.mark.extended
+def test_each_preset_has_trials() -> None:
+    for preset in list_presets():
+        if not preset.endswith("-data"):  # a corpus, not a model
+            vocabulary = ["model.vocab_size=512"] if preset in ("quickstart", "quickstart-moe") else []
+            check_sizes(list_on_cpu(preset, *vocabulary), min_widths=2)
+
+
+def test_trials_run_on_a_machine_that_the_config_is_not_for() -> None:
+    configs = list_on_cpu("gpt2-124m", "train.device=cuda", "train.cuda_graphs=true", "train.precision=bf16")
+    assert {(config.train.device, config.train.precision) for config in configs} == {("cpu", "fp32")}
+
+
+def test_fewer_heads_of_the_same_width_where_their_number_has_no_divisors() -> None:
+    sizes = {(c.model.d_model, c.model.attention.n_heads, c.model.ffn.d_ff) for c in list_on_cpu("gpt2-xl")}
+    assert sizes == {(768, 12, 3072), (512, 8, 2048), (384, 6, 1536), (256, 4, 1024)}, "of 25 heads of 64 channels"
+
+
+def test_a_block_of_each_kind_with_few_experts_and_divided_ranks() -> None:
+    model = list_on_cpu("deepseek-v3")[-1].model  # width 7168 / 16
+    assert model.layer_types == ("dense", "sparse")
+    assert (model.d_model, model.attention.n_heads, model.head_width) == (448, 8, 128)
+    assert isinstance(model.attention, MLAAttentionConfig)
+    assert (model.attention.kv_lora_rank, model.attention.q_lora_rank) == (32, 96)
+    sparse = model.type_config("sparse").ffn
+    assert isinstance(sparse, MoEConfig)
+    assert (model.ffn.d_ff, sparse.d_ff, sparse.n_experts, sparse.top_k) == (1152, 128, 32, 8)
+
+
+def test_query_heads_still_share_keys() -> None:
+    """4 query heads of 256 channels share a key head. Of 5 local layers and a global one there is one each."""
+    models = [config.model for config in list_on_cpu("gemma3-1b")]
+    assert {(m.attention.n_heads, m.attention.kv_heads, m.head_width) for m in models} == {(2, 1, 256)}
+    assert {(m.layer_types, m.n_layers) for m in models} == {(("local", "global"), 2)}
+
+
+def test_stages_keep_their_ratios() -> None:
+    models = [config.model for config in list_on_cpu("swin-t")]
+    assert {(m.d_model, m.ffn.d_ff, m.stages and m.stages.heads) for m in models} == {
+        (96, 384, (3, 6, 12, 24)),
+        (32, 128, (1, 2, 4, 8)),
+        (24, 96, (1, 2, 4, 8)),
+        (16, 64, (1, 2, 4, 8)),
+    }
+    assert {(m.n_layers, m.stages and m.stages.layers) for m in models} == {(8, (2, 2, 2, 2))}
+
+
+def test_second_towers_and_decoders_are_divided() -> None:
+    siglip = next(config for config in list_on_cpu("siglip-b16") if config.model.d_model == 192)
+    tower, contrastive = siglip.model.text_tower, siglip.model.contrastive
+    assert tower is not None
+    assert contrastive is not None
+    assert (siglip.model.d_model, tower.d_model, tower.n_heads, tower.d_ff, tower.n_layers) == (192, 192, 3, 768, 2)
+    assert contrastive.width == 192
+    llava = list_on_cpu("llava-1.5-7b")[0]
+    assert llava.model.vision_tower is not None
+    assert llava.model.connector is not None
+    assert llava.model.connector.image_token_id < (llava.model.vocab_size or 0)
+    assert (llava.model.d_model, llava.model.vision_tower.d_model) == (256, 64)
+    assert (llava.data.sequence_length, llava.data.target_length) == (577, 577 + 128), "an image and a text"
+    mae = list_on_cpu("mae-b16")[-1].model.pixel_decoder
+    assert mae is not None
+    assert (mae.d_model, mae.n_heads, mae.d_ff, mae.n_layers) == (128, 4, 512, 2), "of 16 heads of 32 channels"
+
+
+LARGE_IMAGES = (
+    "data.images.transforms=[]", "data.images.size=1024", "data.sequence_length=65537", "model.embedding.patch_size=4",
+)  # fmt: skip
+
+
+def test_a_model_without_small_copies_says_why() -> None:
+    reason = (
+        r"^no small copy of vit-b16 can be made: of width 8, it has 12,736 parameters, and a step takes 2e\+11 FLOPs$"
+    )
+    with pytest.raises(UsageError, match=reason):
+        list_on_cpu("vit-b16", *LARGE_IMAGES)
+
+
+def test_another_model_is_measured_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Config] = []
+    monkeypatch.setattr(calibrate, "measure_device", lambda clock, precision, configs: ({}, measured.extend(configs)))
+    monkeypatch.setattr(calibrate, "write_table", lambda table, path: None)
+    config = load_config("vit-b16", [*LARGE_IMAGES, "train.precision=fp32"])
+    _calibrate(Namespace(hardware=None, json=False, calibrate=Path("here.toml"), config="vit-b16"), config)
+    assert {trial.name for trial in measured} == {"llama3-8b"}
+    assert "FLOPs; operators are measured in trials of llama3-8b\n" in capsys.readouterr().out
+
+
+UNMEASURED = {
+    "slice_backward": "a profile's predicted tokens are the first of each row; a step takes them by their indices",
+}
+
+
+def name_operator(operator: Operator) -> str:
+    return name_matmuls(operator) if operator.kind == "matmul" else operator.variant
+
+
+def find_unmeasured(config: Config) -> dict[str, float]:
+    """Operators of a config's step that its trials do not run, with their shares of the bytes, from a thousandth."""
+    times, _ = measure_trials(list_trials(config, "cpu", "fp32"), Clock(torch.device("cpu")))
+    measured = {name_operator(operator) for operator, _ in times.operators}
+    needed = Counter[str]()
+    step = config.with_changes({**ONE_RANK, "train.global_batch": config.train.micro_batch})
+    with open_estimator(step, load_cluster("cpu", 1)) as opened:
+        for part in opened.profile(opened.base).parts:
+            for operator in (*part.forward, *part.backward):
+                if operator.kind != "attention" and operator.name != "_grouped_mm":  # measured beside the trials
+                    needed[name_operator(operator)] += operator.moved_bytes
+    shares = {name: n_bytes / needed.total() for name, n_bytes in needed.items() if name not in measured}
+    return {name: share for name, share in shares.items() if share > 1e-3 and name not in UNMEASURED}
+
+
+# Batches of 8 images: of more, MViT's and Swin-V2's scores, of which biases need gradients, exceed a kernel's limit.
+FAMILIES = {
+    "mae-b16": (), "gpt2-xl": (), "deepseek-v3": (), "switch-base-128": (), "t-dmca-moe": (), "swin-t": (),
+    "swinv2-t": ("train.micro_batch=8",), "mvitv2-t": ("train.micro_batch=8",), "simmim-swin-b": (), "clip-b32": (),
+    "siglip-b16": (), "llava-1.5-7b": (), "deberta-v3-base": (), "xlnet-base": (), "t5-base": (), "bigbird-base": (),
+    "longformer-base": (),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("equal_seconds")
+@pytest.mark.parametrize("preset", extend(FAMILIES, ["mae-b16"]))
+def test_trials_run_the_operators_of_a_step(preset: str) -> None:
+    """By name, precision, and what their time depends on beside bytes."""
+    assert find_unmeasured(load_config(preset, list(FAMILIES[preset]))) == {}
