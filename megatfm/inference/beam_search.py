@@ -24,6 +24,7 @@ class BeamResult:
 
 
 MAX_ALPHA = 10
+"""Largest exponent of a length penalty, positive or negative."""
 
 
 def gnmt_penalty(alpha: float) -> LengthPenalty:

@@ -215,5 +215,5 @@ def _find_expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn
 
 def _get_local(tensor: Tensor) -> Tensor:
     """Return the local block of a DTensor, sharing its storage."""
-    # `to_local` is an autograd function and a DTensor's `detach` goes through its dispatcher: too slow for many tensors.
+    # `to_local`, an autograd function, and DTensor's `detach` are slow, and there are many tensors.
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
