@@ -69,7 +69,7 @@ def measure_trials(
     """
     keep_freed_memory(clock.device)
     measurements: list[Measurement] = []
-    recorded: list[tuple[list[Call], list[Call]]] = []
+    recorded: list[tuple[list[OperatorCall], list[OperatorCall]]] = []
     with _single_process_group(clock.device):
         for index, config in enumerate((*configs, *held_out)):
             passes, update = _make_step(config, clock.device)
@@ -83,7 +83,7 @@ def measure_trials(
                 measurements.append(clock.make_measurement(step))
         seconds = measure_in_turns([*measurements, *others])
     times = TrialTimes()
-    by_call: dict[Call, list[float]] = defaultdict(list)
+    by_call: dict[OperatorCall, list[float]] = defaultdict(list)
     for config, (passes_calls, update_calls), measured_step in zip(configs, recorded, seconds, strict=False):
         step_seconds, *operator_seconds = measured_step
         for call, measured in zip((*passes_calls, *update_calls), operator_seconds, strict=True):
@@ -145,14 +145,14 @@ def time_operators(clock: Clock, function: Callable[[], object]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator and its signature: its variant, the bytes that it moves, its arguments' shapes, layouts and flags."""
 
     signature: Hashable
     operator: Operator = field(compare=False)
 
 
-def record_calls(function: Callable[[], object]) -> list[Call]:
+def record_calls(function: Callable[[], object]) -> list[OperatorCall]:
     """Return the operators that a function runs and that `OperatorTimer` measures, in order."""
     recorder = _CallRecorder()
     with recorder.record():
@@ -165,7 +165,7 @@ class _CallRecorder(OperatorRecorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -183,7 +183,7 @@ class _CallRecorder(OperatorRecorder):
         )
         if operator.name.startswith(FUSED_ATTENTION):
             operator = _count_attention(operator, args, kwargs)
-        self.calls.append(Call(signature, operator))
+        self.calls.append(OperatorCall(signature, operator))
         return output
 
 

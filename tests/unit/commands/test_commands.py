@@ -322,7 +322,7 @@ def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     (("--device", "h1000"), "did you mean 'h100'"),
     (("--gpus", "0"), "--gpus 0"),
     (("--gpus", "3", "parallel.tp=2"), "does not fit 3 processes"),
-    (("--gpus", "7"), "is not a multiple of micro-batches"),
+    (("--gpus", "7"), "is not a multiple of train.micro_batch"),
     (("--device", "a100", "train.precision=fp8"), "has no fp8"),
     (("parallel.engine=deepspeed", "parallel.zero=1"), "estimates are of the native engine"),
     (("--hardware", "missing.toml"), "can't be read"),

@@ -30,7 +30,10 @@ def run_check(section: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in doctor._run_check(doctor.SECTIONS[section], section)}
 
 
-def test_doctor_passes_on_a_machine_that_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_on_a_machine_that_can_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     assert doctor_command(ARGS) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == list(doctor.SECTIONS)

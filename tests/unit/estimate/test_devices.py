@@ -82,7 +82,7 @@ def test_a_table_of_an_earlier_calibration_is_refused_with_the_way_out(tmp_path:
         (["--gpus", str(10**18)], f"--gpus {10**18}: no cluster has more than 16,777,216"),  # ran for hours
         (["--gpus-per-node", "0"], "--gpus-per-node 0: choose 1 or more"),
         (["--gpus-per-node", "-3"], "--gpus-per-node -3: choose 1 or more"),
-        (["--gpus", "7"], "is not a multiple of micro-batches of 8 × 7 data ranks: the nearest that is one is 504"),
+        (["--gpus", "7"], "is not a multiple of train.micro_batch = 8 × 7 data ranks: the nearest that is one is 504"),
         (["--search", "--write", "old.toml"], "--write old.toml: the file exists: give another name"),
         (["--search", "--write", "new.toml"], "--write new.toml: the file new.sbatch exists: give another name"),
         (["--write", "older.toml"], "--write older.toml: the file older.config.toml exists: give another name"),

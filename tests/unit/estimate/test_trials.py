@@ -113,7 +113,7 @@ def test_sums_over_other_dimensions_are_measured_apart() -> None:
 
 
 def test_a_product_added_in_place_is_a_matmul() -> None:
-    """As a head's gradient is added up over chunks of the logits: G += gᵀ x."""
+    """G += gᵀ x: a head's gradient is added up so, over chunks of the logits."""
     total, gradient, x = torch.zeros(3, 4), torch.randn(6, 3), torch.randn(6, 4)
     (operator,) = (op for op in collect(lambda: total.addmm_(gradient.T, x)) if op.kind == "matmul")
     assert (name_matmuls(operator), operator.dims) == ("fp32 tn", (1, 3, 4, 6))
@@ -167,7 +167,6 @@ def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequen
 
 
 def test_a_part_makes_no_gradients_of_its_outputs() -> None:
-    """They come from the part behind it."""
     with open_estimator(load_config("gpt2-124m", SMALL), load_cluster("cpu", 1)) as opened:
         backward = [op.name for part in opened.profile(opened.base).parts for op in part.backward]
     assert not [name for name in backward if name.startswith("ones")]
