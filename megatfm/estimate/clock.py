@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.estimate.operators import COLLECTIVES
 from megatfm.ops.kernel_free import KERNEL_FREE
 
-ROUNDS = 16
+ROUNDS = 24
 MIN_SECONDS = 2e-3
 """Shortest measurement of a function that is repeated."""
 SHORTEST_KERNEL = {"cpu": 0.0, "cuda": 3e-6}

@@ -57,19 +57,27 @@ class TrialTimes:
     held_out: list[Trial] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator and its signature: its variant, the bytes that it moves, its arguments' shapes, layouts and flags."""
+
+    signature: Hashable
+    operator: Operator = field(compare=False)
+
+
 def measure_trials(
     configs: Sequence[Config],
     clock: Clock,
     held_out: Sequence[Config] = (),
-    others: Sequence[Measurement] = (),
+    further_measurements: Sequence[Measurement] = (),
 ) -> tuple[TrialTimes, list[float]]:
     """Measure steps of configs and each of their operators, in turns. held_out: configs of steps alone.
 
-    others: measurements that take turns with these, and whose seconds are returned, too.
+    further_measurements: of one part each; they take turns with these, and their seconds are returned, too.
     """
     keep_freed_memory(clock.device)
     measurements: list[Measurement] = []
-    recorded: list[tuple[list[OperatorCall], list[OperatorCall]]] = []
+    calls: list[tuple[list[OperatorCall], list[OperatorCall]]] = []
     with _single_process_group(clock.device):
         for index, config in enumerate((*configs, *held_out)):
             passes, update = _make_step(config, clock.device)
@@ -77,21 +85,33 @@ def measure_trials(
             for _ in range(2):  # the first steps allocate
                 step()
             if index < len(configs):
-                recorded.append((record_calls(passes), record_calls(update)))
-                measurements.append(partial(time_step_and_operators, clock, step, sum(map(len, recorded[-1]))))
+                calls.append((record_calls(passes), record_calls(update)))
+                measurements.append(partial(time_step_and_operators, clock, step, sum(map(len, calls[-1]))))
             else:
                 measurements.append(clock.make_measurement(step))
-        seconds = measure_in_turns([*measurements, *others])
-    times = TrialTimes()
-    by_call: dict[OperatorCall, list[float]] = defaultdict(list)
-    for config, (passes_calls, update_calls), measured_step in zip(configs, recorded, seconds, strict=False):
-        step_seconds, *operator_seconds = measured_step
-        for call, measured in zip((*passes_calls, *update_calls), operator_seconds, strict=True):
-            by_call[call].append(measured)
-        times.trials.append(Trial(config, step_seconds, sum(operator_seconds[len(passes_calls) :])))
-    times.operators += [(call.operator, float(np.mean(measured))) for call, measured in by_call.items()]
+        seconds = measure_in_turns([*measurements, *further_measurements])
+    times = _collect_times(configs, calls, seconds)
     times.held_out += [Trial(config, *step) for config, step in zip(held_out, seconds[len(configs) :], strict=False)]
     return times, list(itertools.chain(*seconds[len(measurements) :]))
+
+
+def _collect_times(
+    configs: Sequence[Config],
+    calls: Sequence[tuple[list[OperatorCall], list[OperatorCall]]],
+    seconds: Sequence[Sequence[float]],
+) -> TrialTimes:
+    """Return trials' times. calls: of each one's passes and update; seconds: of its step and of these calls.
+
+    Equal calls count as one operator, by their mean.
+    """
+    times = TrialTimes()
+    seconds_by_call: dict[OperatorCall, list[float]] = defaultdict(list)
+    for config, (passes_calls, update_calls), (step, *operators) in zip(configs, calls, seconds, strict=False):
+        for call, operator_seconds in zip((*passes_calls, *update_calls), operators, strict=True):
+            seconds_by_call[call].append(operator_seconds)
+        times.trials.append(Trial(config, step, sum(operators[len(passes_calls) :])))
+    times.operators += [(call.operator, float(np.mean(measured))) for call, measured in seconds_by_call.items()]
+    return times
 
 
 def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -103,12 +123,8 @@ def _make_step(config: Config, device: torch.device) -> tuple[Callable[[], objec
     objective = objective_for(config)
     fields = without_documents(draw_batch(config, "one"))
     batch = {name: torch.from_numpy(values) for name, values in fields.items()}
-
-    def run_passes() -> None:
-        with torch.enable_grad():
-            engine.forward_backward([batch], objective)
-
-    return run_passes, partial(engine.step, 0.0, config.optimizer.max_grad_norm and UNREACHED_NORM)
+    update = partial(engine.step, 0.0, config.optimizer.max_grad_norm and UNREACHED_NORM)
+    return partial(engine.forward_backward, [batch], objective), update
 
 
 def _run_both(passes: Callable[[], object], update: Callable[[], object]) -> None:
@@ -142,14 +158,6 @@ def time_operators(clock: Clock, function: Callable[[], object]) -> list[float]:
     with OperatorTimer(clock) as timer:
         function()
     return timer.seconds
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """An operator and its signature: its variant, the bytes that it moves, its arguments' shapes, layouts and flags."""
-
-    signature: Hashable
-    operator: Operator = field(compare=False)
 
 
 def record_calls(function: Callable[[], object]) -> list[OperatorCall]:
