@@ -12,12 +12,14 @@ from torch import Tensor
 from megatfm.config import Config, load_config
 from megatfm.describe import describe
 from megatfm.errors import MegatfmError
+from megatfm.estimate import trials
 from megatfm.estimate.clock import Clock
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.roofline import name_matmuls
 from megatfm.estimate.trials import (
+    OperatorCall,
     Trial,
     TrialTimes,
     fit_overheads,
@@ -148,8 +150,17 @@ SMALL = (
         pytest.param("t5-base", ("model.n_encoder_layers=1", "data.target_length=16"), marks=pytest.mark.extended),
     ],
 )
-def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequence[str]) -> None:
+def test_each_operator_of_an_estimate_is_measured(
+    preset: str, overrides: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An estimate's operators are recorded without memory, a trial's where they run: both have the same names."""
+    recorded: list[list[OperatorCall]] = []
+
+    def record(function: Callable[[], object]) -> list[OperatorCall]:
+        recorded.append(record_calls(function))
+        return recorded[-1]
+
+    monkeypatch.setattr(trials, "record_calls", record)
     config = load_config(preset, [*SMALL, *overrides])
     times, _ = measure_trials([config], Clock(torch.device("cpu")))
     measured = set(tabulate_matmuls(times)) | set(tabulate_operators(times)) | set(tabulate_attention(times))
@@ -163,7 +174,9 @@ def test_each_operator_of_an_estimate_is_measured(preset: str, overrides: Sequen
     missing = {name: n_bytes for name, n_bytes in needed.items() if name not in measured}
     assert sum(missing.values()) < 0.02 * needed.total(), missing
     assert [trial.config for trial in times.trials] == [config]
-    assert times.trials[0].update > 0
+    passes, update = recorded
+    assert len(passes) > len(operators) / 2
+    assert times.trials[0].update == len(update) > 0, "a second for each operator"
 
 
 def test_a_part_makes_no_gradients_of_its_outputs() -> None:
