@@ -88,7 +88,7 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ran
 
 
 def copy_state(engine: NativeEngine) -> dict[str, Tensor]:
-    """All that a checkpoint would hold."""
+    """The contents of a checkpoint: weights, optimizer state and the rest of the engine's state."""
     return {name: get_tensor(part).clone() for name, part in engine.state_dict().items()}
 
 
