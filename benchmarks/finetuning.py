@@ -251,10 +251,10 @@ def run_speed(args: argparse.Namespace) -> None:
         tokenizer = write_model(work / "bert", args)
         for name in args.only:
             job, mean = make_job(args, name, work, tokenizer)
-            ours, theirs = (common.SideProcess(__file__, {**job, "side": side}) for side in ("megatfm", "trainer"))
-            ratios = common.summarize(common.compare(ours, theirs, args.rounds, warmup=0))
-            ours.close()
-            theirs.close()
+            side, peer_side = (common.SideProcess(__file__, {**job, "side": kind}) for kind in ("megatfm", "trainer"))
+            ratios = common.summarize(common.compare(side, peer_side, args.rounds, warmup=0))
+            side.close()
+            peer_side.close()
             page.add(
                 f"| {name} | {mean:.0f} | {job['rows']} × {job['row']} | **{ratios['cpu']:.2f}** | "
                 f"{ratios['cpu_lowest']:.2f} – {ratios['cpu_highest']:.2f} | {ratios['wall']:.2f} |"

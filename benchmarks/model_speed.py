@@ -129,8 +129,8 @@ def run_passes(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         losses = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-        ours, theirs = (common.make_side(functools.partial(run_both_passes, loss)) for loss in losses)
-        page.add(f"| {name} | {dtype} | {state} | {format_ratios(common.compare(ours, theirs, args.rounds))} |")
+        side, peer_side = (common.make_side(functools.partial(run_both_passes, loss)) for loss in losses)
+        page.add(f"| {name} | {dtype} | {state} | {format_ratios(common.compare(side, peer_side, args.rounds))} |")
 
 
 def run_both_passes(compute_loss: Callable[[], Tensor]) -> None:
@@ -165,7 +165,7 @@ CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(
 
 
 def make_generators(folder: Path, case: Case) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return our function and theirs, which return the new tokens [rows, new_tokens]."""
+    """Return functions of megatfm and of transformers that return the new tokens [rows, new_tokens]."""
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     model, prompts = load_hf_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
@@ -211,9 +211,9 @@ def run_generation(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         for case in CASES:
-            ours, theirs = make_generators(Path(folder), case)
-            assert torch.equal(ours(), theirs()), "the sides generate different tokens"
-            ratios = common.compare(common.make_side(ours), common.make_side(theirs), args.rounds)
+            generate, generate_by_peer = make_generators(Path(folder), case)
+            assert torch.equal(generate(), generate_by_peer()), "the sides generate different tokens"
+            ratios = common.compare(common.make_side(generate), common.make_side(generate_by_peer), args.rounds)
             sizes = f"{case.rows} | {case.shortest} to {case.longest} | {case.new_tokens}"
             page.add(f"| {sizes} | {format_ratios(ratios)} |")
 

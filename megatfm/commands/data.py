@@ -167,7 +167,7 @@ def _draw_images(args: argparse.Namespace) -> str:
         )
     from megatfm.data.contact_sheet import CaptionedImage, draw_contact_sheet, iter_captioned_images
 
-    names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
+    names = Corpus.open(args.dir).manifest.class_names
     embedding = config.model.patch_embedding
     patch_size, images, position = embedding.patch_size if embedding else 1, list[CaptionedImage](), 0
     while len(images) < args.count:

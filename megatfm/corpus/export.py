@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -201,12 +202,10 @@ def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> b
 
 
 def _write_tars(corpus: Corpus, out: Path) -> str:
-    """Write the folder under another name, and rename it when it is complete."""
-    partial = out.with_name(f".{out.name}.partial")
+    """Write the folder under a name of its own, and rename it when it is complete."""
+    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
     try:
         with name_write_errors(out):
-            if partial.exists():  # a killed export has left it
-                shutil.rmtree(partial)
             n_shards = _write_tar_shards(corpus, partial)
             partial.replace(out)
             fsync_directory(out.parent)

@@ -119,7 +119,7 @@ def _describe_text(corpus: Corpus) -> dict[str, str]:
 
 def _describe_classes(corpus: Corpus) -> dict[str, str]:
     """Return the number of classes of images, and the first names."""
-    names = corpus.manifest.provenance.get("classes", [])
+    names = corpus.manifest.class_names
     more = ", …" if len(names) > MAX_SHARES else ""
     return {"classes": f"{len(names):,} ({', '.join(names[:MAX_SHARES])}{more})"} if names else {}
 
@@ -157,7 +157,7 @@ def _show_sample(
 
 def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
     """Return the number and name of an image's class."""
-    label, names = sample.members.get("cls", b"").strip(), corpus.manifest.provenance.get("classes", [])
+    label, names = sample.members.get("cls", b"").strip(), corpus.manifest.class_names
     if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
         return {}
     number = int(label)

@@ -112,6 +112,19 @@ class Manifest(_Strict):
             raise ValueError("a file is listed twice")
         return self
 
+    @model_validator(mode="after")
+    def _check_class_names(self) -> Self:
+        names = self.provenance.get("classes", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("provenance.classes is no list of names")
+        return self
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of images' classes in the order of their numbers; empty if they have none."""
+        names: list[str] = self.provenance.get("classes", [])
+        return names
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """The tokens' type on disk, little-endian."""

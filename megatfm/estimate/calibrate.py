@@ -66,12 +66,7 @@ def measure_device(
     forward = attention_flops / forward_seconds
     backward = BACKWARD_MATMULS * attention_flops / max(both_seconds - forward_seconds, 1e-9)
     move_seconds = seconds[len(matmuls) : -2]
-    products = tabulate_matmuls(times)
-    for index, layout in enumerate(LAYOUTS):
-        measured = seconds[index * len(shapes) : (index + 1) * len(shapes)]
-        table_name = precision if layout == "nt" else f"{precision} {layout}"
-        rows = [[*shape, t] for shape, t in zip(shapes, measured, strict=True)]
-        products[table_name] = products.get(table_name, []) + fit_to_steps(rows, products.get(table_name, []))
+    products = _tabulate_products(precision, shapes, seconds[: len(matmuls)], times)
     rate = max(n_bytes / t for n_bytes, t in zip(sizes, move_seconds, strict=True) if n_bytes > 2**20)
     peak = max(forward, *(2 * m * n * k / t for m, n, k, t in products[precision]))
     name = (
@@ -114,6 +109,19 @@ def measure_device(
         "source": "link measured between processes of this machine; disk assumed",
     }
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}, times
+
+
+def _tabulate_products(
+    precision: str, shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float], times: TrialTimes
+) -> dict[str, list[list[float]]]:
+    """Return rows (m, n, k, seconds) by table: those of trial steps, and of matmuls alone, layout by layout."""
+    products = tabulate_matmuls(times)
+    for index, layout in enumerate(LAYOUTS):
+        measured = seconds[index * len(shapes) : (index + 1) * len(shapes)]
+        table_name = precision if layout == "nt" else f"{precision} {layout}"
+        rows = [[*shape, t] for shape, t in zip(shapes, measured, strict=True)]
+        products[table_name] = products.get(table_name, []) + fit_to_steps(rows, products.get(table_name, []))
+    return products
 
 
 def list_matmul_shapes(kind: str) -> list[tuple[int, int, int]]:

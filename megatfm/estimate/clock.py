@@ -75,20 +75,24 @@ class Clock:
         return [seconds for (seconds,) in measure_in_turns(list(map(self.make_cold_measurement, functions)), rounds)]
 
 
-def measure_in_turns(measurements: Sequence[Measurement], rounds: int = ROUNDS) -> list[list[float]]:
-    """Return the seconds of the parts of each measurement, at the machine's median speed over all rounds."""
+def measure_in_turns(
+    measurements: Sequence[Measurement], rounds: int = ROUNDS, read_time: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Return the seconds of the parts of each measurement, at the machine's median speed over all rounds.
+
+    read_time: in seconds, by which spells end.
+    """
     draw = random.Random(0)
     tables: list[list[Sequence[float]]] = [[] for _ in measurements]
     spells: list[list[int]] = [[] for _ in measurements]
-    spell, elapsed = 0, 0.0
+    spell, start = 0, read_time()
     for _ in range(rounds):
         for index in draw.sample(range(len(measurements)), len(measurements)):
             seconds = measurements[index]()
             tables[index].append(seconds)
             spells[index].append(spell)
-            elapsed += sum(seconds)
-            if elapsed >= SPELL_SECONDS:
-                spell, elapsed = spell + 1, 0.0
+            if (now := read_time()) - start >= SPELL_SECONDS:
+                spell, start = spell + 1, now
     numbers = [len(table[0]) for table in tables]
     spells_of_parts = np.repeat(np.array(spells).T, numbers, axis=1)
     fitted = fit_seconds(np.concatenate([np.array(table) for table in tables], axis=1), spells_of_parts)

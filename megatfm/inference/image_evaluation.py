@@ -67,9 +67,7 @@ class ImageEvaluation:
 
     def get_class_names(self, name: str) -> Sequence[str]:
         """Return the names of a set's classes; empty if they are numbers."""
-        corpus = open_corpus(self._config, self._config.data.validation[name])
-        names: Sequence[str] = corpus.manifest.provenance.get("classes", [])
-        return names
+        return open_corpus(self._config, self._config.data.validation[name]).manifest.class_names
 
     def write(self, run_dir: Path, step: int) -> None:
         """Write the confusion matrices, and pictures if `n_images` > 0. Raises MegatfmError."""

@@ -159,7 +159,7 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
     key, n_classes = f"model.extra_heads.{HEAD}.n_classes", get_n_classes(config.model)
     names_by_folder: dict[str, list[str]] = {}
     for corpus in (rows.corpus for rows in datasets if isinstance(rows, PackedDataset)):
-        if names := corpus.manifest.provenance.get("classes"):
+        if names := corpus.manifest.class_names:
             names_by_folder[str(corpus.folder)] = names
     longest = max(names_by_folder, key=lambda folder: len(names_by_folder[folder]), default="")
     for folder, names in names_by_folder.items():

@@ -74,23 +74,23 @@ def test_optimizers_with_more_to_remember_resume_bitwise(workers, make_config, w
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
     optimizer = [f"optimizer={{{options}, lr=3e-3}}", 'lr_schedule={name="constant", warmup_steps=2}']
     stop_and_resume(workers, make_config, tmp_path, optimizer, signal.SIGTERM)
-    whole = whole_run(2, *optimizer)
-    assert_bitwise_equal(whole, tmp_path / "stopped", state)
-    losses = [line["loss"] for line in training_curve(whole)]
+    uninterrupted = whole_run(2, *optimizer)
+    assert_bitwise_equal(uninterrupted, tmp_path / "stopped", state)
+    losses = [line["loss"] for line in training_curve(uninterrupted)]
     assert losses[-1] < losses[0]
 
 
 def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, whole_run, tmp_path):
     """A SIGKILL leaves metrics ahead of the last checkpoint, and a half-written save."""
-    whole = whole_run(2, "parallel.dp_shard=2")
-    shutil.copytree(whole, tmp_path / "killed")
+    uninterrupted = whole_run(2, "parallel.dp_shard=2")
+    shutil.copytree(uninterrupted, tmp_path / "killed")
     for path in sorted((tmp_path / "killed/checkpoints").iterdir())[1:]:
         path.rename(path.with_name(f".{path.name}.partial-0000"))
     (left,) = (path for path in (tmp_path / "killed/checkpoints").iterdir() if path.name.startswith("step-"))
     assert left.name == "step-00000004"
     config = make_config("parallel.dp_shard=2", run="killed")
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
-    assert_bitwise_equal(whole, tmp_path / "killed")
+    assert_bitwise_equal(uninterrupted, tmp_path / "killed")
 
 
 # A mixture goes on on more ranks in tests/e2e/test_data.py.

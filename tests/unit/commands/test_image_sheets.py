@@ -62,9 +62,9 @@ class RowsOfTwoImages(RowsOfOneImage):
 def test_the_first_images_of_training_are_drawn_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    provenance, opened = {"classes": ["cat", "dog"]}, list[str]()
+    class_names, opened = ["cat", "dog"], list[str]()
     monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
-    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(provenance=provenance)))
+    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(class_names=class_names)))
 
     def open_training_rows(config: Config, _: object) -> SimpleNamespace:
         opened.extend([config.data.train, str(config.data.validation)])
@@ -97,7 +97,7 @@ def test_images_that_cannot_be_drawn_are_one_line(
 ) -> None:
     """A corpus without images is not searched for ever, also where images are mixed, whose rows have no length."""
     monkeypatch.setattr(corpora, "open_tokenizer", lambda config: (config, None))
-    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(provenance={})))
+    monkeypatch.setattr(Corpus, "open", lambda _: SimpleNamespace(manifest=SimpleNamespace(class_names=[])))
     sheet = tmp_path / "missing" / "sheet.png"
     for rows, code, message in (
         (RowsWithoutImages(), 2, "error: --images: no sample of corpora/texts has an image"),

@@ -16,6 +16,7 @@ import zstandard
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
+from megatfm.corpus.manifest import MANIFEST
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
@@ -329,3 +330,12 @@ def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "open", lambda path, *args, **kw: opened.append(path) or os_open(path, *args, **kw))
     assert_refused(lambda: Corpus.open(folder), "shards.1.file")
     assert opened == [folder / "manifest.json"]
+
+
+@pytest.mark.parametrize("names", [7, "cats", {"cat": 0}, [1, 2], None])
+def test_class_names_that_are_no_list_of_names_are_refused(folder: Path, names: object) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["provenance"]["classes"] = names
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(MegatfmError, match=r"manifest\.json.*provenance\.classes is no list of names"):
+        Corpus.open(folder)

@@ -181,11 +181,15 @@ def test_an_export_that_fails_midway_leaves_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_export_of_tars_leaves_does_not_stop_the_next(exported_from: Path, tmp_path: Path) -> None:
-    (tmp_path / ".tars.partial").mkdir()
-    (tmp_path / ".tars.partial" / "shard-00099.tar").write_text("of a killed one")
+def test_an_export_of_tars_leaves_hidden_folders_of_others_alone(exported_from: Path, tmp_path: Path) -> None:
+    """Another export may still write there, a killed one may have left it, or it is the user's own."""
+    hidden = [tmp_path / ".tars.partial", tmp_path / ".tars.partial-01234567"]
+    for folder in hidden:
+        folder.mkdir()
+        (folder / "shard-00099.tar").write_text("of another one")
     export_corpus(exported_from, tmp_path / "tars", None)
-    assert [path.name for path in tmp_path.iterdir()] == ["tars"]
+    assert sorted(tmp_path.iterdir()) == sorted([*hidden, tmp_path / "tars"])
+    assert all((folder / "shard-00099.tar").read_text() == "of another one" for folder in hidden)
     assert not (tmp_path / "tars" / "shard-00099.tar").exists()
     check_corpus(tmp_path / "tars")
 

@@ -126,7 +126,7 @@ LARGE_IMAGES = (
 
 def test_a_model_without_small_copies_says_why() -> None:
     reason = (
-        r"^no small copy of vit-b16 can be made: of width 8, it has 12,736 parameters, and a step takes 2e\+11 FLOPs$"
+        r"^no small copy of vit-b16 can be made: of width 8, it has 12,736 parameters, and a step takes 2e\+12 FLOPs$"
     )
     with pytest.raises(UsageError, match=reason):
         list_on_cpu("vit-b16", *LARGE_IMAGES)

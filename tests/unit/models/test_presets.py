@@ -79,7 +79,7 @@ IMAGES = {
     "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
     "clip-b32": 151_277_313, "clip-b16": 149_620_737, "clip-l14": 427_616_513, "siglip-b16": 203_155_970,
 }  # fmt: skip
-"""As transformers counts them with 1,000 classes (MViTv2: timm), and as the released pairs of towers have them."""
+"""Parameters with 1,000 classes, counted by transformers (MViTv2: timm), and those of the released pairs of towers."""
 COUNTS = DECODERS | {name: counts[0] for name, counts in (ENCODERS | ELECTRA).items()} | IMAGES
 OF_RELEASED_MODELS = [name for name in COUNTS if name != "quickstart"]
 ACTIVE = {

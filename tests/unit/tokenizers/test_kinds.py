@@ -132,9 +132,9 @@ def test_streamed_text_is_decoded_text(trained: Own, text: str, cuts: list[int])
 def test_streamed_ids_of_a_model_are_decoded_too(trained: Own, ids: list[int]) -> None:
     """Any ids, as a model may sample: broken characters and unknown ids among them."""
     for kind, tokenizer in trained.items():
-        said = [token for token in ids if token not in tokenizer.special.reserved or token == tokenizer.unk]
+        visible_ids = [token for token in ids if token not in tokenizer.special.reserved or token == tokenizer.unk]
         stream = IncrementalDetokenizer(tokenizer)
-        assert marked(stream.add(said) + stream.end()) == marked(tokenizer.decode(said)), kind
+        assert marked(stream.add(visible_ids) + stream.end()) == marked(tokenizer.decode(visible_ids)), kind
 
 
 def marked(text: str) -> str:
