@@ -37,7 +37,14 @@ import torch
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
-from megatfm.estimate.calibrate import DTYPES, list_matmul_shapes, make_matmul, measure_device, write_table
+from megatfm.estimate.calibrate import (
+    DTYPES,
+    keep_kernels,
+    list_matmul_shapes,
+    make_matmul,
+    measure_device,
+    write_table,
+)
 from megatfm.estimate.clock import Clock
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
@@ -127,6 +134,7 @@ def measure_steps(preset: str, precision: str) -> None:
 @common.argument("--rounds", type=int, default=10)
 @common.argument("--held-out", type=int, default=40)
 def run_calibrate(args: argparse.Namespace) -> None:
+    keep_kernels()
     for precision in DTYPES:
         measure_products(precision, args.rounds, args.held_out)
     for preset, precision in product(FAMILIES, DTYPES):

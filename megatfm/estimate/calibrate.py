@@ -4,6 +4,7 @@ All measurements take turns (`clock`). On a CPU, time is that of this process's 
 """
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ MOVED_BYTES: Mapping[str, Sequence[int]] = {
 """Bytes that an addition in place reads and writes."""
 LAYOUTS = ("nt", "nn", "tn")
 """Layouts of matmuls: a linear layer's outputs, its inputs' gradients, and its weights' gradients."""
+KERNEL_CACHE, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 65_536
+"""Variable of oneDNN that tells how many kernels it keeps (1,024 by default; its documentation, "Primitive Cache"), and
+more than a calibration runs: one that was dropped takes some 1 ms to build again."""
 EXCHANGES = 6
 """Exchanges of each size over a link, of which the fastest counts."""
 
@@ -55,6 +59,7 @@ def measure_device(
 
     trials: configs of small steps (`list_trials`); held_out: of steps that are measured and give nothing to the tables.
     """
+    keep_kernels()
     device, kind, dtype = clock.device, clock.device.type, DTYPES[precision]
     shapes, sizes = list_matmul_shapes(kind), MOVED_BYTES[kind]
     matmuls = [make_matmul(shape, dtype, device, layout) for layout in LAYOUTS for shape in shapes]
@@ -109,6 +114,14 @@ def measure_device(
         "source": "link measured between processes of this machine; disk assumed",
     }
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}, times
+
+
+def keep_kernels() -> None:
+    """Let oneDNN keep all kernels of a calibration, as it keeps those of a run, which has fewer shapes.
+
+    oneDNN reads the variable when it runs its first kernel: after that, and where the user set it, nothing changes.
+    """
+    os.environ.setdefault(KERNEL_CACHE, str(KERNELS))
 
 
 def _tabulate_products(

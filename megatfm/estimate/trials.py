@@ -88,7 +88,7 @@ def measure_trials(
                 calls.append((record_calls(passes), record_calls(update)))
                 measurements.append(partial(time_step_and_operators, clock, step, sum(map(len, calls[-1]))))
             else:
-                measurements.append(clock.make_measurement(step))
+                measurements.append(partial(time_step, clock, step))
         seconds = measure_in_turns([*measurements, *further_measurements])
     times = _collect_times(configs, calls, seconds)
     times.held_out += [Trial(config, *step) for config, step in zip(held_out, seconds[len(configs) :], strict=False)]
@@ -142,9 +142,15 @@ def _single_process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def time_step(clock: Clock, step: Callable[[], object]) -> list[float]:
+    """Return the seconds of a step that follows an equal one, as in a run: caches hold what that one left."""
+    step()
+    return [clock.time_call(step)]
+
+
 def time_step_and_operators(clock: Clock, step: Callable[[], object], n_operators: int) -> list[float]:
-    """Return the seconds of a step, and of each operator of another. Raises MegatfmError for another number of them."""
-    step_seconds, operator_seconds = clock.time_call(step), time_operators(clock, step)
+    """Return the seconds of a step, and of each operator of the next. Raises MegatfmError for another number of them."""
+    (step_seconds,), operator_seconds = time_step(clock, step), time_operators(clock, step)
     if len(operator_seconds) != n_operators:
         raise MegatfmError(
             f"--calibrate: two equal steps ran {n_operators} and {len(operator_seconds)} operators, so they can't be "
