@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
-from megatfm.estimate.weights import LocalWeight, RankBytes, list_buckets, number_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, get_item_sizes, list_buckets
 
 
 class GradientAccumulation:
@@ -28,8 +28,7 @@ class GradientAccumulation:
     ) -> None:
         """is_first: there are no gradients of earlier passes; is_last: the pass reduces gradients."""
         self._parallel, self._state, self._is_first = config.parallel, state, is_first
-        self._size, compute = number_bytes(config)
-        self._buffer_size = 2 if config.parallel.reduce_dtype == "bf16" else self._size
+        self._size, compute, self._buffer_size = get_item_sizes(config)
         self._cast = self._size / compute if self._size > compute else 0.0
         self._uses = {
             w: uses for w in weights if w.is_trained and (uses := sorted(index for index in w.parts if index in parts))

@@ -23,7 +23,7 @@ from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_sta
 from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
-from megatfm.estimate.weights import LocalWeight, local_weights
+from megatfm.estimate.weights import LocalWeight, count_expert_shards, local_weights
 from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
@@ -187,8 +187,7 @@ class Estimator:
     def local_weights(self, config: Config) -> list[LocalWeight]:
         """Return the parameters as a rank has them before ZeRO."""
         parallel, model = config.parallel, self._model(config)
-        shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.zero_shards
-        key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
+        key = id(model), parallel.ep, parallel.expert_tp, count_expert_shards(parallel), parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points
             self._weights[key] = local_weights(config, self._meta_model, model.layout, points, model.model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatfm.config import Config
 from megatfm.estimate.accumulation import GradientAccumulation
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pending_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, get_item_sizes, pending_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StageMemory:
     def _sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
         """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end."""
         config, state = self.config, self.state
-        size, compute = number_bytes(config)
+        size, compute, _ = get_item_sizes(config)
         reduces_at_once = not state.keeps_whole_gradients
         reducing = 0  # bytes of the last block's gradients in a reduce-scatter
         saved = sum(self.saved_bytes[index] for index in self.parts)

@@ -20,7 +20,7 @@ from megatfm.estimate.traffic import (
     find_zero_axis,
     leaves_node,
 )
-from megatfm.estimate.weights import LocalWeight
+from megatfm.estimate.weights import LocalWeight, get_item_sizes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR
 
 ASYNC_TP_EXPOSED = 0.35
@@ -221,8 +221,7 @@ def _estimate_zero_seconds(
     if parallel.effective_zero < 2:
         return 0.0, 0.0
     gather = reduce = 0.0
-    compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
-    size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
+    _, compute, size = get_item_sizes(config)
     for is_expert in (False, True):
         axis, replicas = find_zero_axis(axes, is_expert=is_expert), axes[REPLICATE]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]

@@ -19,7 +19,7 @@ from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node, find_zero_axis
-from megatfm.estimate.weights import LocalWeight, number_bytes, numel_by_block
+from megatfm.estimate.weights import LocalWeight, count_expert_shards, get_item_sizes, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE
 
 Numbers = NDArray[np.float64]
@@ -186,9 +186,9 @@ class QuickScores:
         """Return the bytes of state, gradients and gathered weights of each pipeline rank. largest_block: elements."""
         parallel = config.parallel
         zero = parallel.effective_zero
-        size, compute = number_bytes(config)
+        size, compute, _ = get_item_sizes(config)
         is_mixed = size != compute
-        edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
+        edp = count_expert_shards(parallel)
         unsharded_numel = sums.dense + sums.experts
         shard = sums.dense / parallel.zero_shards + sums.experts / edp if zero else unsharded_numel
         unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
@@ -226,10 +226,9 @@ class QuickScores:
 
     def _data_seconds(self, config: Config, axes: dict[str, Axis], sums: RankSums) -> tuple[float, float]:
         """Return the seconds in which ZeRO gathers all weights once, and reduces all gradients once."""
-        parallel, node = config.parallel, self.cluster.node
+        node = self.cluster.node
         shard, copies, edp = find_zero_axis(axes, is_expert=False), axes[REPLICATE], axes[EXPERT_SHARD]
-        compute = 4 if config.train.precision == "fp32" else 2
-        size = 2 if parallel.reduce_dtype == "bf16" else 4
+        _, compute, size = get_item_sizes(config)
         n_dense, n_expert = float(sums.dense.max()), float(sums.experts.max())
         gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
         gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))

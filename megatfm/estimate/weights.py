@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
 
 BUCKET_NUMEL = 2**24
-"""Elements of the weights that ZeRO 1 gathers together (`engines.native.replicated.BUCKET_ELEMENTS`)."""
+"""Elements that ZeRO 0 and 1 send in one message (`engines.native.replicated.BUCKET_ELEMENTS`)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,7 @@ def local_weights(
 
     full: the model on the meta device, not parallelized. local: the parallelized model of `layout`.
     """
-    weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = count_optimizer_state(config, full, weight_bytes)
+    optimizer = count_optimizer_state(config, full, get_item_sizes(config).stored)
     experts = expert_names(local)
     whole_tensor_groups = {
         name: number
@@ -118,7 +118,7 @@ def local_weights(
         is_expert = name in experts and config.parallel.ep > 1
         if name in experts:
             sizes = _get_expert_sizes(sizes, shape, config.parallel)
-        dim = _choose_shard_dim(sizes, name in experts, _count_expert_shards(config.parallel), config.parallel.zero)
+        dim = _choose_shard_dim(sizes, name in experts, count_expert_shards(config.parallel), config.parallel.zero)
         rows = sizes[dim] if sizes else 1
         listed.append(
             LocalWeight(
@@ -155,7 +155,7 @@ def _get_expert_sizes(sizes: list[int], shape: Sequence[int], parallel: Parallel
     return [sizes[0] // parallel.ep, *sizes[1:]]
 
 
-def _count_expert_shards(parallel: ParallelConfig) -> int:
+def count_expert_shards(parallel: ParallelConfig) -> int:
     """Return the ranks over which ZeRO shards experts."""
     return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
 
@@ -166,10 +166,22 @@ def _choose_shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: i
     return 1 if is_within else 0
 
 
-def number_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of a number as stored, and as the model computes with it."""
-    size = 8 if config.train.precision == "fp64" else 4
-    return size, size if config.train.precision in ("fp32", "fp64") else 2
+class ItemSizes(NamedTuple):
+    """Bytes of a number."""
+
+    stored: int
+    """In the optimizer's weights and in accumulated gradients."""
+    computed: int
+    """In the weights that the model computes with."""
+    reduced: int
+    """In gradients on their way to other ranks."""
+
+
+def get_item_sizes(config: Config) -> ItemSizes:
+    """Return the bytes of a number in weights and gradients."""
+    stored = 8 if config.train.precision == "fp64" else 4
+    computed = stored if config.train.precision in ("fp32", "fp64") else 2
+    return ItemSizes(stored, computed, 2 if config.parallel.reduce_dtype == "bf16" else stored)
 
 
 def accumulates_whole_gradients(config: Config) -> bool:
@@ -186,7 +198,7 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     ZeRO 2 and 3 reduce the gradients of weights outside of blocks together, at the end; whole ones of earlier
     micro-batches take up new ones of the same precision at once.
     """
-    size, compute = number_bytes(config)
+    size, compute, _ = get_item_sizes(config)
     is_fully_sharded = config.parallel.effective_zero >= 2
     waits_outside = is_fully_sharded and not (accumulates_whole_gradients(config) and size == compute)
     waiting = 0
@@ -201,12 +213,12 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
 def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1) -> RankBytes:
     """Add up the state of some split points on the fullest rank. ahead: number of blocks whose weights ZeRO 3 gathers
     ahead."""
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     zero = config.parallel.effective_zero
-    size, compute = number_bytes(config)
-    is_mixed = train.precision not in ("fp32", "fp64")
-    shards = {w.name: _count_shards(w, parallel) if zero else 1 for w in stage_weights}
+    size, compute, _ = get_item_sizes(config)
+    is_mixed = size != compute
+    shards = {w.name: count_shards(w, parallel) if zero else 1 for w in stage_weights}
     stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
     unsharded_numel = sum(w.local for w in stage_weights)
     # Without mixed precision, ZeRO 1 updates the model's weights in place, which each rank has whole.
@@ -226,7 +238,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
         block, prefetched, experts = largest[0], sum(largest[1 : 1 + ahead]), largest_experts[0]
         gathered = (outside + block + prefetched + experts) * compute
         # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
-        received = experts if _count_expert_shards(parallel) > 1 else 0
+        received = experts if count_expert_shards(parallel) > 1 else 0
         beyond_in_forward = (max(prefetched, experts + received) - prefetched - experts) * compute
         beyond_outside = ((received if experts else block) - block - prefetched - experts) * compute
     elif zero >= 2:
@@ -289,12 +301,13 @@ def _find_fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig
     return max(((n_bytes[owner], numel[owner]) for owner in n_bytes), default=(0, 0))
 
 
-def _count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
-    return _count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
+def count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
+    """Return the ranks over which ZeRO shards a weight."""
+    return count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
 
 
 def list_buckets(weights: Iterable[LocalWeight]) -> list[list[LocalWeight]]:
-    """Return the buckets of neighbours in which ZeRO 1 reduces, the last one first, and gathers: experts come last."""
+    """Group neighbours into the buckets in which ZeRO 0 and 1 reduce, and ZeRO 1 gathers; experts come last."""
     buckets: list[list[LocalWeight]] = []
     for weight in sorted(weights, key=lambda w: w.is_expert):
         if (
