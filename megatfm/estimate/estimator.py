@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import lcm
 from typing import cast
 
@@ -18,6 +19,7 @@ from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
+from megatfm.estimate.rank_flows import StageSplit
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
 from megatfm.estimate.stand_ins import fake_ranks
@@ -128,20 +130,18 @@ class Estimator:
         compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
         weights = self.local_weights(config)
-        parts_of_rank, rank_of, stages = self._stages(config, profile)
-        step = step_time(config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled)
+        stages = self._split_stages(config, profile)
+        step = step_time(config, self.cluster, profile, weights, stages, microbatches, compiled=compiled)
         reserved = int(self.cluster.device.reserved_gib * 2**30)
         sent_bytes = {
-            stage: profile.parts[indices[-1]].output_bytes
-            for stage, (indices, sender, receiver) in enumerate(zip(stages, rank_of, rank_of[1:], strict=False))
-            if sender != receiver
+            stage: profile.parts[stages.parts[stage][-1]].output_bytes for stage in stages.list_sending_stages()
         }
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
         memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
         memory = [
-            rank_memory(memory_step, RankStages(rank, parts, step.in_flight, sent_bytes))
-            for rank, parts in enumerate(parts_of_rank)
+            rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), step.in_flight, sent_bytes))
+            for rank in range(parallel.pp)
         ]
         computed = step.time.step
         time = replace(
@@ -150,16 +150,16 @@ class Estimator:
             checkpoint=estimate_checkpoint_stall(config, self.cluster, memory, computed),
         )
         return Estimate(
-            config,
-            self.cluster,
-            self.description,
-            memory,
-            time,
-            step.flows,
-            step.busiest,
-            step.timeline,
-            microbatches,
-            compiled,
+            config=config,
+            cluster=self.cluster,
+            description=self.description,
+            memory=memory,
+            time=time,
+            flows_by_rank=step.flows,
+            busiest=step.busiest,
+            timeline=step.timeline,
+            microbatches=microbatches,
+            compiled=compiled,
         )
 
     def _model(self, config: Config) -> LocalModel:
@@ -193,24 +193,13 @@ class Estimator:
             self._weights[key] = local_weights(config, self._meta_model, model.layout, points, model.model)
         return self._weights[key]
 
-    def _stages(
-        self, config: Config, profile: ModelProfile
-    ) -> tuple[list[dict[int, Sequence[int]]], list[int], list[Sequence[int]]]:
-        """Return the split points of each stage by pipeline rank, each stage's rank, and each stage's split points."""
-        parallel = config.parallel
-        if parallel.pp == 1:
-            only_stage = range(len(profile.parts))
-            return [{0: only_stage}], [0], [only_stage]
+    def _split_stages(self, config: Config, profile: ModelProfile) -> StageSplit:
+        """Return the split points of each pipeline stage; without a pipeline there is one stage."""
+        if config.parallel.pp == 1:
+            return StageSplit([range(len(profile.parts))], [0])
         pipeline = self.pipeline(config)
-        indices, start = list[Sequence[int]](), 0
-        for stage in pipeline.stages:
-            indices.append(range(start, start + len(stage.split_points)))
-            start += len(stage.split_points)
-        rank_of = pipeline.stage_to_rank
-        by_rank: list[dict[int, Sequence[int]]] = [{} for _ in range(parallel.pp)]
-        for stage_index, rank in enumerate(rank_of):
-            by_rank[rank][stage_index] = indices[stage_index]
-        return by_rank, rank_of, indices
+        ends = accumulate((len(stage.split_points) for stage in pipeline.stages), initial=0)
+        return StageSplit([range(start, end) for start, end in pairwise(ends)], pipeline.stage_to_rank)
 
     def split_points(self, config: Config) -> Sequence[SplitPoint]:
         """Return the split points of the model."""

@@ -57,15 +57,9 @@ class RankMemory:
     @property
     def largest(self) -> str:
         """Name of the largest part."""
-        sizes = {
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer,
-            "weights": self.weights + self.copies,
-            "gathered weights": self.gathered,
-            "activations": self.activations,
-            "workspace": self.workspace,
-        }
-        return max(sizes, key=lambda name: sizes[name])
+        sizes = {name: n_bytes for name, n_bytes in self.parts.items() if name != "reserved"}
+        name = max(sizes, key=lambda name: sizes[name])
+        return {"optimizer": "optimizer state", "gathered": "gathered weights"}.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -126,17 +120,17 @@ def rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
     if by_phase["optimizer"] > max(by_phase.get(phase, 0) for phase in ("forward", "backward")):
         peak, gather_buffer, waiting = Moment("optimizer", 0, exchanged, state.reduced), 0, 0
     return RankMemory(
-        stages.pipeline_rank,
-        state.weights,
-        state.copies,
-        peak.gradients,
-        state.optimizer,
-        state.gathered if peak.phase != "optimizer" else 0,
-        waiting + peak.activations + min(0, peak.workspace),
-        max(0, peak.workspace) + gather_buffer,
-        step.reserved,
-        by_phase,
-        sum(n_bytes for index, n_bytes in saved_bytes.items() if step.profiles[index].is_block),
+        pipeline_rank=stages.pipeline_rank,
+        weights=state.weights,
+        copies=state.copies,
+        gradients=peak.gradients,
+        optimizer=state.optimizer,
+        gathered=state.gathered if peak.phase != "optimizer" else 0,
+        activations=waiting + peak.activations + min(0, peak.workspace),
+        workspace=max(0, peak.workspace) + gather_buffer,
+        reserved=step.reserved,
+        by_phase=by_phase,
+        saved_in_blocks=sum(n_bytes for index, n_bytes in saved_bytes.items() if step.profiles[index].is_block),
     )
 
 

@@ -85,8 +85,6 @@ class Recording:
     """Storage → index in `live` of the call that allocated it, and its bytes."""
     last_calls: dict[int, int] = field(default_factory=dict)
     """Storage → index in `live` of the last call that reads or writes it, or makes a view of it, but by `detach`."""
-    live_at_end: int = 0
-    """Bytes that are live at the end of the pass."""
 
     def peak(self) -> int:
         """Return the most bytes that are live at once."""
@@ -130,7 +128,6 @@ class OperatorRecorder(TorchDispatchMode):
             with self:
                 yield self.recording
         finally:
-            self.recording.live_at_end = self._live - self._base
             self.recording = outer
 
     def live_storages(self, recording: Recording) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Profile of one part of a model: the kernels of its two passes, and the bytes that it saves between them.
 
-A part is what a split point runs, such as a block or the head. `profile.py` makes profiles; `moments.py` and
-`accumulation.py` add up the memory of a rank from them, `part_time.py` its time.
+A part is what a split point runs, such as a block or the head. `profile.py` makes profiles; `moments.py` adds up the
+memory of a rank from them, `part_time.py` its time.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -65,14 +65,14 @@ def estimate_part_kernels(
     grouped = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartKernels(
-        estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
-        estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
-        estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
-        _list_collectives(part.forward),
-        _list_collectives(part.backward),
-        _list_collectives(repeated),
-        estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
-        _count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
+        forward=estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
+        backward=estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
+        recompute=estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
+        sent_forward=_list_collectives(part.forward),
+        sent_backward=_list_collectives(part.backward),
+        sent_again=_list_collectives(repeated),
+        grouped_matmul=estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
+        weight_share=_count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
     )
 
 
@@ -185,20 +185,20 @@ def estimate_part_time(
     on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
     exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
     return PartTime(
-        kernels.forward,
-        kernels.backward,
-        kernels.recompute + sent_again * exposed,
-        sent_forward * exposed,
-        sent_backward * exposed,
-        context,
-        experts,
-        _estimate_imbalance(config, kernels.grouped_matmul, experts),
-        gather,
-        reduce,
-        kernels.weight_share,
-        sent_forward * on_link[TENSOR] + exchanged / 3,
-        (sent_backward + sent_again) * on_link[TENSOR] + exchanged * 2 / 3,
-        count_all_gathers(config, True, 2) == 1,
+        forward=kernels.forward,
+        backward=kernels.backward,
+        recompute=kernels.recompute + sent_again * exposed,
+        sent_forward=sent_forward * exposed,
+        sent_backward=sent_backward * exposed,
+        context=context,
+        experts=experts,
+        imbalance=_estimate_imbalance(config, kernels.grouped_matmul, experts),
+        gather=gather,
+        reduce=reduce,
+        weight_share=kernels.weight_share,
+        shared_forward=sent_forward * on_link[TENSOR] + exchanged / 3,
+        shared_backward=(sent_backward + sent_again) * on_link[TENSOR] + exchanged * 2 / 3,
+        gathers_once=count_all_gathers(config, in_block=True, microbatches=2) == 1,
     )
 
 

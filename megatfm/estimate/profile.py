@@ -73,15 +73,7 @@ class LocalModel:
         self.check(config)
         parallel = config.parallel
         self.config, self.tp, self._device_kind = config, parallel.tp, device_kind
-        tp_only = parallel.model_copy(
-            update={
-                "pp": 1,
-                "cp": 1,
-                "ep": 1,
-                "dp_replicate": 1,
-                "dp_shard": -1,
-            }
-        )
+        tp_only = parallel.model_copy(update={"pp": 1, "cp": 1, "ep": 1, "dp_replicate": 1, "dp_shard": -1})
         self._is_data_dependent = depends_on_values(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
@@ -192,16 +184,16 @@ class LocalModel:
         read = {name: tensor for name, tensor in carry.items() if name in point.reads}
         saved_in_forward = sum(forward.created[number][1] for number in saved if number in forward.created)
         return PartProfile(
-            point.name,
-            forward.operators,
-            backward.operators,
-            list(saved.values()),
-            sum(tensor.nbytes for tensor in read.values()),
-            sum(tensor.nbytes for tensor in written.values()),
-            max(0, forward.peak() - saved_in_forward),
-            max(backward.live_without(gradients), default=0),
-            listed_gradients,
-            is_block,
+            name=point.name,
+            forward=forward.operators,
+            backward=backward.operators,
+            saved=list(saved.values()),
+            input_bytes=sum(tensor.nbytes for tensor in read.values()),
+            output_bytes=sum(tensor.nbytes for tensor in written.values()),
+            forward_peak=max(0, forward.peak() - saved_in_forward),
+            backward_peak=max(backward.live_without(gradients), default=0),
+            gradients=listed_gradients,
+            is_block=is_block,
             weight_numbers=weights,
             whole_backward_peak=backward.peak(),
             peak_after_gradients=peak_after_gradients,

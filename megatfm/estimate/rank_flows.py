@@ -1,6 +1,7 @@
 """Traffic of a rank in a step over all axes; tensor, context, expert and pipeline parallelism in closed forms."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megatfm.config import Config
@@ -13,34 +14,53 @@ from megatfm.estimate.weights import LocalWeight, experts_section
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 
 
+@dataclass(frozen=True)
+class StageSplit:
+    """Stages of a pipeline."""
+
+    parts: Sequence[Sequence[int]]
+    """Indices of the split points of each stage."""
+    rank_of: Sequence[int]
+    """Stage → pipeline rank."""
+
+    def get_stages(self, rank: int) -> dict[int, Sequence[int]]:
+        """Return stage → split points of a pipeline rank."""
+        return {stage: self.parts[stage] for stage, stage_rank in enumerate(self.rank_of) if stage_rank == rank}
+
+    def list_parts(self, rank: int) -> list[int]:
+        """Return the split points of a pipeline rank."""
+        return [index for parts in self.get_stages(rank).values() for index in parts]
+
+    def list_sending_stages(self) -> list[int]:
+        """Return the stages whose output goes to another rank."""
+        return [stage for stage, (sender, receiver) in enumerate(pairwise(self.rank_of)) if sender != receiver]
+
+
 def compute_rank_flows(
     config: Config,
     profile: ModelProfile,
     weights: Sequence[LocalWeight],
-    stages: Sequence[Sequence[int]],
-    rank_of: Sequence[int],
+    stages: StageSplit,
     rank: int,
     microbatches: int,
 ) -> Flows:
-    """Estimate the traffic of a pipeline rank. stages: split points of each stage; rank_of: pipeline rank of each."""
+    """Estimate the traffic of a pipeline rank."""
     axes, flows = axes_of(config.parallel), Flows()
-    indices = list_rank_parts(stages, rank_of, rank)
+    indices = stages.list_parts(rank)
     for part in (profile.parts[index] for index in indices):
         _add_tensor_flows(flows, axes[TENSOR], part, config, microbatches)
         add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
         add_expert_flows(flows, config, part, axes[EXPERT], microbatches)
     add_data_flows(flows, config, weights, indices, microbatches)
     add_ring_flows(flows, config, profile.samples, microbatches)
-    last_parts = [profile.parts[stage[-1]] for stage in stages]
-    _add_pipeline_flows(flows, axes[PIPELINE], last_parts, rank_of, rank, microbatches)
-    rank_of_part = {index: stage_rank for stage, stage_rank in zip(stages, rank_of, strict=True) for index in stage}
+    for stage in stages.list_sending_stages():  # activations forward, or as many gradients back
+        if rank in stages.rank_of[stage : stage + 2]:
+            flows.add(axes[PIPELINE], "send", profile.parts[stages.parts[stage][-1]].output_bytes, microbatches)
+    rank_of_part = {
+        index: stage_rank for parts, stage_rank in zip(stages.parts, stages.rank_of, strict=True) for index in parts
+    }
     _add_shared_gradients(flows, config, weights, rank_of_part, rank)
     return flows
-
-
-def list_rank_parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
-    """Return the split points of a pipeline rank, by index."""
-    return [index for stage, stage_rank in zip(stages, rank_of, strict=True) if stage_rank == rank for index in stage]
 
 
 def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
@@ -147,20 +167,6 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
     sent = rows * row_bytes * (axis.size - 1) // axis.size
     repeats = config.train.recompute in ("full", "selective")
     flows.add(axis, "all_to_all", sent, (4 + 2 * repeats) * microbatches)
-
-
-def _add_pipeline_flows(
-    flows: Flows,
-    axis: Axis,
-    last_parts: Sequence[PartProfile],
-    rank_of: Sequence[int],
-    rank: int,
-    microbatches: int,
-) -> None:
-    """Add the sends between stages: activations forward, as many gradients back. last_parts: of each stage."""
-    for part, (sender, receiver) in zip(last_parts, pairwise(rank_of), strict=False):
-        if sender != receiver and rank in (sender, receiver):
-            flows.add(axis, "send", part.output_bytes, microbatches)
 
 
 def _add_shared_gradients(

@@ -49,7 +49,7 @@ def count_traced_microbatches(estimate: Estimate) -> int:
     return min(estimate.microbatches, enough)
 
 
-def make_trace_overrides(config: Config, gpus: int, microbatches: int) -> list[str]:
+def make_trace_overrides(config: Config, microbatches: int) -> list[str]:
     """Return the overrides of a trace and of its estimate: few micro-batches."""
     rows = microbatches * config.train.micro_batch * config.parallel.dp_shard * config.parallel.dp_replicate
     return [f"train.global_batch={rows}", f"parallel.dp_shard={config.parallel.dp_shard}"]

@@ -122,17 +122,17 @@ def local_weights(
         rows = sizes[dim] if sizes else 1
         listed.append(
             LocalWeight(
-                name,
-                math.prod(shape),
-                rows,
-                math.prod(sizes) // max(rows, 1),
-                is_expert,
-                parameter.requires_grad,
-                optimizer.get(name, 0),
-                tuple(holders.get(id(parameter), ())),
-                ".layers." in name,
-                TENSOR in layout[name].partial_axes,
-                whole_tensor_groups.get(name),
+                name=name,
+                numel=math.prod(shape),
+                rows=rows,
+                row_numel=math.prod(sizes) // max(rows, 1),
+                is_expert=is_expert,
+                is_trained=parameter.requires_grad,
+                optimizer_bytes=optimizer.get(name, 0),
+                parts=tuple(holders.get(id(parameter), ())),
+                in_block=".layers." in name,
+                is_partial=TENSOR in layout[name].partial_axes,
+                whole_tensor_group=whole_tensor_groups.get(name),
             )
         )
     return listed
@@ -210,9 +210,8 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     return waiting * (compute if is_fully_sharded else size)
 
 
-def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1) -> RankBytes:
-    """Add up the state of some split points on the fullest rank. ahead: number of blocks whose weights ZeRO 3 gathers
-    ahead."""
+def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int]) -> RankBytes:
+    """Add up the state of some split points on the fullest rank."""
     parallel = config.parallel
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     zero = config.parallel.effective_zero
@@ -235,7 +234,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     gathered = gather_buffer = beyond_in_forward = beyond_outside = 0
     if zero == 3 and not parallel.splits_backward:
         outside = sum(w.local for w in stage_weights if not w.in_block)
-        block, prefetched, experts = largest[0], sum(largest[1 : 1 + ahead]), largest_experts[0]
+        block, prefetched, experts = largest[0], sum(largest[1:2]), largest_experts[0]
         gathered = (outside + block + prefetched + experts) * compute
         # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
         received = experts if count_expert_shards(parallel) > 1 else 0
@@ -251,18 +250,18 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
         regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute
         regathered += sum(stored[w.name] for w in list_buckets(trained)[-1]) * compute
     return RankBytes(
-        weight_bytes,
-        copies,
-        gradients,
-        optimizer,
-        gathered,
-        reduced,
-        regathered,
-        unsharded,
-        gather_buffer,
-        beyond_in_forward,
-        beyond_outside,
-        exchanged,
+        weights=weight_bytes,
+        copies=copies,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered,
+        reduced=reduced,
+        regathered=regathered,
+        keeps_whole_gradients=unsharded,
+        gather_buffer=gather_buffer,
+        beyond_in_forward=beyond_in_forward,
+        beyond_outside=beyond_outside,
+        exchanged=exchanged,
     )
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatfm.config import Config, load_config
-from megatfm.estimate.accumulation import GradientAccumulation
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.moments import StageMemory
+from megatfm.estimate.moments import GradientAccumulation, StageMemory
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 
