@@ -13,6 +13,7 @@ import torch
 from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
@@ -22,7 +23,6 @@ from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.rank_flows import StageSplit
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
-from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, count_expert_shards, local_weights

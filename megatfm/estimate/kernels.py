@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.cost import TokenCounts
+from megatfm.describe.activation_memory import replace_grouped_matmul
 from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
 from megatfm.estimate.stand_ins import (
@@ -24,11 +25,11 @@ from megatfm.estimate.stand_ins import (
     VOCAB_PARALLEL_STATISTICS,
     AttentionStandIn,
     CrossEntropyStandIn,
+    GroupedMatmulStandIn,
     RMSNormStandIn,
     count_fetched_tokens,
     even_rows,
     exchange_tokens,
-    experts_by_shapes,
 )
 from megatfm.estimate.weights import experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
@@ -85,7 +86,7 @@ class ProfiledKernels:
     def experts_by_shapes(self) -> AbstractContextManager[object]:
         """Run experts on as many rows as they get on average. Rows that a CPU doesn't reach, it cuts off at once."""
         stack = ExitStack()
-        stack.enter_context(experts_by_shapes(self.note))
+        stack.enter_context(replace_grouped_matmul(partial(GroupedMatmulStandIn.apply, self.note)))
         if self.device_kind == "cpu":
             stack.enter_context(even_rows(self._reached_share))
         return stack

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
+from megatfm.describe.activation_memory import default_dtype, quiet_fake_tensors
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.kernels import ProfiledKernels
@@ -33,9 +34,7 @@ from megatfm.estimate.part_profile import (
 from megatfm.estimate.stand_ins import (
     HostValues,
     StandInLoss,
-    default_dtype,
     forward_predicted_tokens,
-    quiet_fake_tensors,
     record_shared_tables,
 )
 from megatfm.estimate.weights import expert_names

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.config import Config, ParallelConfig, load_config, to_toml
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.traced import Traced, compare_with_trace, name_traced_axis, run_trace
 from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard, load_guard
