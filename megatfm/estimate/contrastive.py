@@ -4,7 +4,7 @@ With several micro-batches, a step computes all features without a graph first (
 """
 
 from megatfm.config import Config, ContrastiveObjective
-from megatfm.estimate.traffic import Flows, axes_of, join_axes
+from megatfm.estimate.traffic import Flows, join_axes, make_axes
 from megatfm.estimate.weights import get_item_sizes
 from megatfm.parallel.mesh import CONTEXT, REPLICATE, SHARD
 
@@ -29,7 +29,7 @@ def add_ring_flows(flows: Flows, config: Config, samples: int, microbatches: int
     contrastive = config.model.contrastive
     if not isinstance(config.objective, ContrastiveObjective) or contrastive is None:
         return
-    axes = axes_of(config.parallel)
+    axes = make_axes(config.parallel)
     ring = join_axes((axes[SHARD], axes[REPLICATE], axes[CONTEXT]))
     features = samples * microbatches * _feature_row_bytes(config)
     sums = samples * microbatches * get_item_sizes(config).stored * (contrastive.loss == "softmax")

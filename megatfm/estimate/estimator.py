@@ -17,15 +17,15 @@ from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
-from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, rank_memory
+from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, estimate_rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.rank_flows import StageSplit
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
-from megatfm.estimate.step_time import StepTime, step_time
+from megatfm.estimate.step_time import StepTime, estimate_step
 from megatfm.estimate.traffic import Flows
-from megatfm.estimate.weights import LocalWeight, count_expert_shards, local_weights
+from megatfm.estimate.weights import LocalWeight, count_expert_shards, list_local_weights
 from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
@@ -129,9 +129,9 @@ class Estimator:
         microbatches = count_microbatches(config)
         compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
-        weights = self.local_weights(config)
+        weights = self.list_local_weights(config)
         stages = self._split_stages(config, profile)
-        step = step_time(config, self.cluster, profile, weights, stages, microbatches, compiled=compiled)
+        step = estimate_step(config, self.cluster, profile, weights, stages, microbatches, compiled=compiled)
         reserved = int(self.cluster.device.reserved_gib * 2**30)
         sent_bytes = {
             stage: profile.parts[stages.parts[stage][-1]].output_bytes for stage in stages.list_sending_stages()
@@ -140,7 +140,7 @@ class Estimator:
         kept_bytes += microbatches * profile.batch_bytes
         memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
         memory = [
-            rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), step.in_flight, sent_bytes))
+            estimate_rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), step.in_flight, sent_bytes))
             for rank in range(parallel.pp)
         ]
         computed = step.time.step
@@ -162,7 +162,7 @@ class Estimator:
             compiled=compiled,
         )
 
-    def _model(self, config: Config) -> LocalModel:
+    def _get_model(self, config: Config) -> LocalModel:
         parallel = config.parallel
         key = (
             parallel.tp,
@@ -178,34 +178,34 @@ class Estimator:
 
     def profile(self, config: Config) -> ModelProfile:
         """Return the profile of the parts; it depends on tp, cp and the micro-batch."""
-        model = self._model(config)
+        model = self._get_model(config)
         key = id(model), config.train.micro_batch, config.parallel.cp
         if key not in self._profiles:
             self._profiles[key] = model.profile(config.train.micro_batch, config.parallel.cp)
         return self._profiles[key]
 
-    def local_weights(self, config: Config) -> list[LocalWeight]:
+    def list_local_weights(self, config: Config) -> list[LocalWeight]:
         """Return the parameters as a rank has them before ZeRO."""
-        parallel, model = config.parallel, self._model(config)
+        parallel, model = config.parallel, self._get_model(config)
         key = id(model), parallel.ep, parallel.expert_tp, count_expert_shards(parallel), parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points
-            self._weights[key] = local_weights(config, self._meta_model, model.layout, points, model.model)
+            self._weights[key] = list_local_weights(config, self._meta_model, model.layout, points, model.model)
         return self._weights[key]
 
     def _split_stages(self, config: Config, profile: ModelProfile) -> StageSplit:
         """Return the split points of each pipeline stage; without a pipeline there is one stage."""
         if config.parallel.pp == 1:
             return StageSplit([range(len(profile.parts))], [0])
-        pipeline = self.pipeline(config)
+        pipeline = self.plan_pipeline(config)
         ends = accumulate((len(stage.split_points) for stage in pipeline.stages), initial=0)
         return StageSplit([range(start, end) for start, end in pairwise(ends)], pipeline.stage_to_rank)
 
-    def split_points(self, config: Config) -> Sequence[SplitPoint]:
+    def get_split_points(self, config: Config) -> Sequence[SplitPoint]:
         """Return the split points of the model."""
-        return cast(Splittable, self._model(config).model).split_points
+        return cast(Splittable, self._get_model(config).model).split_points
 
-    def pipeline(self, config: Config) -> Pipeline:
+    def plan_pipeline(self, config: Config) -> Pipeline:
         """Return the model's pipeline stages. Raises UsageError if it has too few split points."""
         parallel = config.parallel
         is_v_shaped = parallel.pp_schedule in ("zbv", "dualpipev")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatfm.config import Config
 from megatfm.estimate.moments import Moment, StageMemory
 from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
-from megatfm.estimate.weights import LocalWeight, RankBytes, rank_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, count_rank_bytes
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class RankStages:
     there."""
 
 
-def rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
+def estimate_rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
     """Estimate the fullest moment of a rank's step.
 
     It is taken to be in a pass of the rank's first stage, while all others wait for a backward pass, or in the
     optimizer.
     """
-    state = rank_bytes(step.config, step.weights, [index for parts in stages.parts.values() for index in parts])
+    state = count_rank_bytes(step.config, step.weights, [index for parts in stages.parts.values() for index in parts])
     saved_bytes: dict[int, int] = {}
     for parts in stages.parts.values():
         profiles = [step.profiles[index] for index in parts]
-        alone = [profile.saved_bytes(step.config.train.recompute, step.compiled) for profile in profiles]
+        alone = [profile.count_saved_bytes(step.config.train.recompute, step.compiled) for profile in profiles]
         saved_bytes |= zip(parts, add_shared_inputs(profiles, alone), strict=True)
     waiting = step.kept_bytes + _sum_waiting(stages, saved_bytes)
     moments = _list_moments(step, stages, state, saved_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
-from megatfm.estimate.weights import LocalWeight, RankBytes, get_item_sizes, list_buckets, pending_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, count_pending_bytes, get_item_sizes, list_buckets
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class StageMemory:
 
     def list_moments(self, *, is_first: bool, is_last: bool) -> list[Moment]:
         """List the moments of a micro-batch. is_first, is_last: its backward pass is the first or last of the step."""
-        moments = list(self._forward_moments(0 if is_first else self.state.gradients))
+        moments = list(self._iter_forward_moments(0 if is_first else self.state.gradients))
         if self.config.parallel.effective_zero >= 2:
-            return moments + list(self._sharded_backward_moments(is_first))
+            return moments + list(self._iter_sharded_backward_moments(is_first))
         # Pipelines reduce after all passes, and without sharding nothing is freed.
         reduces = is_last and self.config.parallel.effective_zero == 1 and self.config.parallel.pp == 1
-        return moments + list(self._backward_moments(is_first, reduces))
+        return moments + list(self._iter_backward_moments(is_first, reduces))
 
-    def _forward_moments(self, gradients: int) -> Iterator[Moment]:
+    def _iter_forward_moments(self, gradients: int) -> Iterator[Moment]:
         saved = 0
         for index in self.parts:
             profile = self.profiles[index]
@@ -66,7 +66,7 @@ class StageMemory:
             saved += self.saved_bytes[index]
             yield Moment("forward", saved, workspace, gradients)
 
-    def _backward_moments(self, is_first: bool, reduces: bool) -> Iterator[Moment]:
+    def _iter_backward_moments(self, is_first: bool, reduces: bool) -> Iterator[Moment]:
         """Yield the moments of a backward pass under ZeRO 0 and 1."""
         accumulation = GradientAccumulation(
             self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
@@ -74,12 +74,13 @@ class StageMemory:
         saved = sum(self.saved_bytes[index] for index in self.parts)
         for index, waiting in self._list_waiting():
             profile, recomputed = self.profiles[index], self._count_recomputed(index)
-            unsaved = profile.saved_bytes("none", compiled=False) - profile.saved_bytes("none", self.compiled)
-            for live, gradients in accumulation.run_backward(index, profile, max(0, unsaved), compiled=self.compiled):
+            eager, saved_by_part = (profile.count_saved_bytes("none", compiled) for compiled in (False, self.compiled))
+            unsaved = max(0, eager - saved_by_part)
+            for live, gradients in accumulation.run_backward(index, profile, unsaved, compiled=self.compiled):
                 yield Moment("backward", saved, live + recomputed + waiting, gradients)
             saved -= self.saved_bytes[index]
 
-    def _sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
+    def _iter_sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
         """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end."""
         config, state = self.config, self.state
         size, compute, _ = get_item_sizes(config)
@@ -89,12 +90,12 @@ class StageMemory:
         for index, waiting in self._list_waiting():
             profile = self.profiles[index]
             gradients = self._count_sharded_gradients(index) if is_first else state.gradients
-            pending = pending_bytes(config, self.weights, self.parts, index) + waiting
+            pending = count_pending_bytes(config, self.weights, self.parts, index) + waiting
             experts = self._count_trained(index, is_expert=True)
             reducing_experts = experts * size * reduces_at_once
             if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
                 reducing_experts -= experts * compute  # no longer gathered
-            peak = profile.unreduced_peak(config.parallel.ep, reducing, reducing_experts)
+            peak = profile.compute_unreduced_peak(config.parallel.ep, reducing, reducing_experts)
             yield Moment("backward", saved, peak + self._count_recomputed(index) + pending, gradients)
             saved -= self.saved_bytes[index]
             if profile.is_block:
@@ -118,7 +119,7 @@ class StageMemory:
         profile, mode = self.profiles[index], self.config.train.recompute
         if not profile.is_block or mode == "none":
             return 0
-        return max(0, profile.saved_bytes("none", self.compiled) - profile.saved_bytes(mode, self.compiled))
+        return max(0, profile.count_saved_bytes("none", self.compiled) - profile.count_saved_bytes(mode, self.compiled))
 
     def _count_trained(self, index: int, *, is_expert: bool) -> int:
         """Return the elements of a block's trained weights: of experts on several ranks, or of the others."""

@@ -85,7 +85,7 @@ class ExpertMoment:
     """Whether the experts' gradients are reduced by then, and their weights no longer gathered."""
 
 
-def expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
+def list_expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
     """Return the moments of a backward pass that may be the fullest for some number of ranks that share experts.
 
     gradients: storages of the experts' gradients. complete: index of the call before which all of them are computed;
@@ -152,7 +152,7 @@ class PartProfile:
         """Whether it runs grouped matmuls."""
         return any(op.name == "_grouped_mm" for op in self.forward)
 
-    def unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
+    def compute_unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
         """Return the most live bytes of a backward pass that keeps all gradients of dense weights, and those of experts
         until they are reduced.
 
@@ -175,7 +175,7 @@ class PartProfile:
         """Bytes of the saved inputs that other parts share, by name."""
         return {tensor.shared_input: tensor.n_bytes for tensor in self.saved if tensor.shared_input}
 
-    def saved_bytes(self, recompute: str, compiled: bool) -> int:
+    def count_saved_bytes(self, recompute: str, compiled: bool) -> int:
         """Return the bytes that the part saves between its passes, without shared inputs. Only blocks recompute."""
         without_recompute = sum(tensor.n_bytes for tensor in self._own_saved)
         input_bytes = self.input_bytes - self.shared_input_bytes
@@ -194,10 +194,10 @@ class PartProfile:
             terms |= {tensor.number for tensor in self.saved if tensor.shared_input}
             return input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
         if recompute.endswith("%"):
-            return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
-        return self.compiled_bytes() if compiled else without_recompute
+            return int(self.count_compiled_bytes() * int(recompute[:-1].strip()) / 100)
+        return self.count_compiled_bytes() if compiled else without_recompute
 
-    def compiled_bytes(self) -> int:
+    def count_compiled_bytes(self) -> int:
         """Return the bytes that a compiled block saves, without shared inputs.
 
         torch's partitioner recomputes elementwise operators from their inputs, with two exceptions. It saves a result
@@ -277,7 +277,7 @@ class ModelProfile:
 def add_shared_inputs(parts: Sequence[PartProfile], saved_bytes: Sequence[int]) -> list[int]:
     """Return the bytes that each part saves, with each shared input at the first part that saves it.
 
-    saved_bytes: of each part, by `PartProfile.saved_bytes`.
+    saved_bytes: of each part, by `PartProfile.count_saved_bytes`.
     """
     counted: set[str] = set()
     sums = []

@@ -13,10 +13,10 @@ from megatfm.estimate.stalls import estimate_fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
-    collective_seconds,
     count_all_gathers,
     data_leaves_node,
     estimate_axis_seconds,
+    estimate_collective_seconds,
     find_zero_axis,
     leaves_node,
 )
@@ -171,7 +171,7 @@ def estimate_part_time(
     """Estimate the seconds of a split point's two passes."""
     parallel, node = config.parallel, cluster.node
     sent_forward, sent_backward, sent_again = (
-        sum(collective_seconds(axes[TENSOR], node, collective, n_bytes) for collective, n_bytes in sent)
+        sum(estimate_collective_seconds(axes[TENSOR], node, collective, n_bytes) for collective, n_bytes in sent)
         for sent in (kernels.sent_forward, kernels.sent_backward, kernels.sent_again)
     )
     exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
@@ -227,10 +227,11 @@ def _estimate_zero_seconds(
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
         if shard:
-            gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
+            gather += estimate_collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
-            reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
-            reduce += collective_seconds(replicas, node, "all_reduce", 2 * shard * size * (1 - 1 / replicas.size))
+            reduce += estimate_collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
+            sent = 2 * shard * size * (1 - 1 / replicas.size)
+            reduce += estimate_collective_seconds(replicas, node, "all_reduce", sent)
     return gather, reduce
 
 

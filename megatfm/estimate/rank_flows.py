@@ -9,8 +9,8 @@ from megatfm.config.attention import MLAAttentionConfig
 from megatfm.estimate.contrastive import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of
-from megatfm.estimate.weights import LocalWeight, experts_section
+from megatfm.estimate.traffic import Axis, Flows, add_data_flows, make_axes
+from megatfm.estimate.weights import LocalWeight, find_experts_section
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 
 
@@ -45,7 +45,7 @@ def compute_rank_flows(
     microbatches: int,
 ) -> Flows:
     """Estimate the traffic of a pipeline rank."""
-    axes, flows = axes_of(config.parallel), Flows()
+    axes, flows = make_axes(config.parallel), Flows()
     indices = stages.list_parts(rank)
     for part in (profile.parts[index] for index in indices):
         _add_tensor_flows(flows, axes[TENSOR], part, config, microbatches)
@@ -158,7 +158,7 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
     matmuls = [op for op in part.forward if op.name == "_grouped_mm"]
     if not matmuls:
         return
-    section = experts_section(config.model)
+    section = find_experts_section(config.model)
     top_k = getattr(section, "top_k", 1)
     rows = _count_local_tokens(config, part) * top_k
     if config.parallel.expert_tp != "by_channel":
@@ -174,7 +174,7 @@ def _add_shared_gradients(
 ) -> None:
     """Add sums of partial gradients: of tied tables over pipeline ranks, and of norms and biases over tensor-parallel
     ranks with sequence parallelism."""
-    parallel, axes = config.parallel, axes_of(config.parallel)
+    parallel, axes = config.parallel, make_axes(config.parallel)
     size = 8 if config.train.precision == "fp64" else 4
     for weight in weights:
         ranks = {rank_of_part[index] for index in weight.parts}

@@ -189,7 +189,7 @@ class EvenRows(SortedRows):
 
 
 @contextmanager
-def even_rows(share: float) -> Iterator[None]:
+def dispatch_evenly(share: float) -> Iterator[None]:
     """Have experts dispatch tokens as on a CPU, evenly. share: of all choices, those of a rank's experts."""
     original = vars(experts_module)["SortedRows"]
     vars(experts_module)["SortedRows"] = partial(EvenRows, share)

@@ -11,8 +11,15 @@ from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.rank_flows import StageSplit, compute_rank_flows
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of, collective_seconds, estimate_axis_seconds
-from megatfm.estimate.weights import LocalWeight, rank_bytes
+from megatfm.estimate.traffic import (
+    Axis,
+    Flows,
+    add_data_flows,
+    estimate_axis_seconds,
+    estimate_collective_seconds,
+    make_axes,
+)
+from megatfm.estimate.weights import LocalWeight, count_rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
 OVERLAP = 0.9
@@ -62,7 +69,7 @@ class StepEstimate:
     """Stage → most micro-batches between their two passes."""
 
 
-def step_time(
+def estimate_step(
     config: Config,
     cluster: Cluster,
     profile: ModelProfile,
@@ -73,7 +80,7 @@ def step_time(
     compiled: bool,
 ) -> StepEstimate:
     """Estimate a step of the busiest pipeline rank."""
-    parallel, node, axes = config.parallel, cluster.node, axes_of(config.parallel)
+    parallel, node, axes = config.parallel, cluster.node, make_axes(config.parallel)
     times = _estimate_part_times(config, cluster, profile, weights, compiled=compiled)
     busiest = max(
         range(parallel.pp),
@@ -99,7 +106,7 @@ def step_time(
             data += max(0.0, reducing - plain)
         data += sum(times[i].exposed_first_gather for i in indices)
         return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
-    transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
+    transfer = estimate_collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
         parallel.pp,
@@ -119,7 +126,7 @@ def _estimate_part_times(
 ) -> list[PartTime]:
     """Return the times of all parts; a part that occurs several times is estimated once."""
     parallel, fp8 = config.parallel, config.train.precision.startswith("fp8")
-    axes, time_by_part = axes_of(parallel), dict[int, PartTime]()
+    axes, time_by_part = make_axes(parallel), dict[int, PartTime]()
     for index, part in enumerate(profile.parts):
         if id(part) not in time_by_part:
             kernels = estimate_part_kernels(
@@ -214,7 +221,7 @@ def estimate_optimizer_seconds(
 
     Of a measured device, those of adding up the gradients of micro-batches count, too.
     """
-    state = rank_bytes(config, weights, parts)
+    state = count_rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
     device = cluster.device

@@ -75,7 +75,7 @@ class Flows:
         return sum(n_bytes for (name, _), n_bytes in self.sent.items() if name == axis)
 
 
-def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
+def make_axes(parallel: ParallelConfig) -> dict[str, Axis]:
     """Return the axes of a layout, whose `dp_shard` is known, with their strides (see `parallel.mesh.AXES`)."""
     tp, cp, shard = parallel.tp, parallel.cp, parallel.dp_shard
     ep_stride = 1 if parallel.expert_tp == "folded" else tp
@@ -112,7 +112,7 @@ def find_zero_axis(axes: Mapping[str, Axis], *, is_expert: bool) -> Axis:
     return axes[EXPERT_SHARD] if is_expert else join_axes((axes[SHARD], axes[CONTEXT]))
 
 
-def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
+def estimate_collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
     """Estimate the seconds of collectives. n_bytes: what each rank sends in all calls together.
 
     A byte that a rank sends in a ring over nodes crosses the network once, and the ranks of a node share their network
@@ -147,7 +147,7 @@ def add_data_flows(
     flows: Flows, config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], microbatches: int
 ) -> None:
     """Add the traffic of ZeRO for the parameters of a rank's split points."""
-    parallel, axes = config.parallel, axes_of(config.parallel)
+    parallel, axes = config.parallel, make_axes(config.parallel)
     size, compute, reduced = get_item_sizes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     for is_expert in (False, True):
@@ -224,7 +224,7 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
 
     The ranks of dp_shard, cp and tp share the tensors (`assign_owners`).
     """
-    parallel, axes = config.parallel, axes_of(config.parallel)
+    parallel, axes = config.parallel, make_axes(config.parallel)
     axis = join_axes((axes[SHARD], axes[CONTEXT], axes[TENSOR]))
     size = get_item_sizes(config).stored
     owners = assign_owners(weights, axis.size)
@@ -281,5 +281,5 @@ def estimate_axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, na
         parts = name.split(" × ")
         if parts[0] in names:
             axis = join_axes(axes[part] for part in parts)
-            seconds += collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
+            seconds += estimate_collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
     return seconds

@@ -93,7 +93,7 @@ class RankBytes:
         return self.weights + self.copies + self.optimizer
 
 
-def local_weights(
+def list_local_weights(
     config: Config, full: nn.Module, layout: ModelLayout, points: Sequence[SplitPoint], local: nn.Module
 ) -> list[LocalWeight]:
     """List the parameters as a rank of `layout` (tensor parallelism alone) has them, experts divided by `parallel.ep`.
@@ -101,7 +101,7 @@ def local_weights(
     full: the model on the meta device, not parallelized. local: the parallelized model of `layout`.
     """
     optimizer = count_optimizer_state(config, full, get_item_sizes(config).stored)
-    experts = expert_names(local)
+    experts = list_expert_names(local)
     whole_tensor_groups = {
         name: number
         for number, group in enumerate(build_optimizer_groups(config.optimizer, full))
@@ -138,7 +138,7 @@ def local_weights(
     return listed
 
 
-def expert_names(model: nn.Module) -> frozenset[str]:
+def list_expert_names(model: nn.Module) -> frozenset[str]:
     """Return the names of experts' stacked weights."""
     return frozenset(
         f"{path}.{key}"
@@ -191,7 +191,7 @@ def accumulates_whole_gradients(config: Config) -> bool:
     return microbatches > 1 and parallel.grad_accumulation == "unsharded"
 
 
-def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
+def count_pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
     """Return the bytes of gradients that wait during the backward pass of split point `index`.
 
     A weight with several uses, such as a tied table, has an incomplete gradient until its first use has run backward.
@@ -210,7 +210,7 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     return waiting * (compute if is_fully_sharded else size)
 
 
-def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int]) -> RankBytes:
+def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int]) -> RankBytes:
     """Add up the state of some split points on the fullest rank."""
     parallel = config.parallel
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
@@ -268,7 +268,7 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
 def _list_largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:
     """Return blocks' elements on a rank before ZeRO, the largest first, then 0: of experts on several ranks, or of the
     other weights."""
-    blocks = numel_by_block([w for w in weights if w.is_expert == is_expert])
+    blocks = count_block_elements([w for w in weights if w.is_expert == is_expert])
     return [*sorted(blocks.values(), reverse=True), 0]
 
 
@@ -319,7 +319,7 @@ def list_buckets(weights: Iterable[LocalWeight]) -> list[list[LocalWeight]]:
     return buckets
 
 
-def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
+def count_block_elements(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
     """Return block (the split points that run it) → elements on a rank before ZeRO."""
     sums: dict[tuple[int, ...], int] = {}
     for weight in weights:
@@ -328,7 +328,7 @@ def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], i
     return sums
 
 
-def experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
+def find_experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
     """Return the config section of a model's experts, from the first kind of block that has some; else None."""
     sections = (kind.ffn for kind in model.layer_kinds)
     return next((ffn for ffn in sections if isinstance(ffn, MoEConfig | SoftMoEConfig)), None)
