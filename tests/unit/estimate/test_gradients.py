@@ -104,7 +104,7 @@ SMALL += ["train.micro_batch=2", "train.global_batch=2", "train.precision=bf16",
 def profile_parts(preset: str, *overrides: str) -> dict[str, PartProfile]:
     config = load_config(preset, [*SMALL, *overrides])
     with open_estimator(config, load_cluster("h100", 1)) as opened:
-        points = opened.split_points(opened.base)
+        points = opened.get_split_points(opened.base)
         return dict(zip((point.name for point in points), opened.profile(opened.base).parts, strict=True))
 
 

@@ -235,7 +235,7 @@ def test_stages_are_those_of_the_whole_model(tp: int) -> None:
     assert engine.pipeline is not None
     assert [len(stage.split_points) for stage in engine.pipeline.stages] == expected
     with open_estimator(config, load_cluster("h100", 3 * tp)) as opened:
-        estimated = opened.pipeline(config)
+        estimated = opened.plan_pipeline(config)
     assert [len(stage.split_points) for stage in estimated.stages] == expected
 
 
