@@ -4,14 +4,9 @@ With several micro-batches, a step computes all features without a graph first (
 """
 
 from megatfm.config import Config, ContrastiveObjective
-from megatfm.estimate.traffic import Flows, join_axes, make_axes
+from megatfm.estimate.traffic import Flows, join_axes, make_axes, takes_two_passes
 from megatfm.estimate.weights import get_item_sizes
 from megatfm.parallel.mesh import CONTEXT, REPLICATE, SHARD
-
-
-def takes_two_passes(config: Config, microbatches: int) -> bool:
-    """Return whether a step runs each micro-batch forward once more, for the features of all samples."""
-    return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
 
 
 def count_kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:

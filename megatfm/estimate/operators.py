@@ -160,10 +160,10 @@ class OperatorRecorder(TorchDispatchMode):
             return out
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        known = {self.number(x) for x in inputs}
+        input_numbers = {self.number(x) for x in inputs}
         for x in outputs:
             number, key = self.number(x), x.untyped_storage()._cdata
-            if number not in known and key not in self._sizes:
+            if number not in input_numbers and key not in self._sizes:
                 self._sizes[key] = x.untyped_storage().nbytes()
                 self._live += self._sizes[key]
                 self.recording.created[number] = len(self.recording.live), self._sizes[key]

@@ -14,8 +14,7 @@ SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
 LONG_CHAIN = 100
-"""Operators of a pointwise chain after which torch saves a result
-(its `ban_recompute_long_fusible_chains`)."""
+"""Operators of a pointwise chain after which torch saves a result (its `ban_recompute_long_fusible_chains`)."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,11 @@ def list_expert_moments(backward: Recording, gradients: Sequence[int], complete:
     if not created or not complete:
         return []
     live = backward.live_without(gradients)
-    held = [sum(n_bytes for start, n_bytes in created if start <= index < complete) for index in range(len(live))]
-    moments = [(held[index], index >= complete, n_bytes) for index, n_bytes in enumerate(live)]
-    moments.append((held[complete - 1], True, live[complete - 1]))  # in their reduction
+    expert_bytes = [
+        sum(n_bytes for start, n_bytes in created if start <= index < complete) for index in range(len(live))
+    ]
+    moments = [(expert_bytes[index], index >= complete, n_bytes) for index, n_bytes in enumerate(live)]
+    moments.append((expert_bytes[complete - 1], True, live[complete - 1]))  # in their reduction
     fullest: dict[tuple[int, bool], int] = {}
     for expert_gradients, is_reduced, n_bytes in moments:
         key = expert_gradients, is_reduced
@@ -256,8 +257,8 @@ class PartProfile:
             for number in op.writes:
                 producers.setdefault(number, op)
                 reads.setdefault(number, {}).update(inputs)
-                known = [starts[n] for n in (*inputs, number) if n in starts]
-                starts[number] = min([index, *known]) if op.kind == "pointwise" else index + 1
+                input_starts = [starts[n] for n in (*inputs, number) if n in starts]
+                starts[number] = min([index, *input_starts]) if op.kind == "pointwise" else index + 1
                 lengths[number] = index - starts[number]
         return producers, reads, lengths
 

@@ -20,7 +20,7 @@ from megatfm.layers.moe import experts as experts_module
 from megatfm.layers.moe.experts import Experts, SortedRows
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
+from megatfm.ops.cross_entropy import choose_gpu_chunk, pad_row_length
 from megatfm.parallel.context_parallel import compute_token_indices
 from megatfm.parallel.expert_parallel import install_exchange
 from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
@@ -99,16 +99,9 @@ class CrossEntropyStandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
-        rows, width = len(weight_WD), pad_row_length(len(weight_WD))
-        chunk = (
-            VOCAB_PARALLEL_CHUNK
-            if n_statistics
-            else max(
-                LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT,
-                ROW_ALIGNMENT,
-            )
-        )
-        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), width)
+        rows = len(weight_WD)
+        chunk = VOCAB_PARALLEL_CHUNK if n_statistics else choose_gpu_chunk(rows, hidden_MD.element_size())
+        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), pad_row_length(rows))
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         into_hidden, into_weight = torch.empty_like(hidden_MD) if needs_hidden else None, None
         for start in range(0, len(hidden_MD), chunk):

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatfm.config import Config
-from megatfm.estimate.contrastive import takes_two_passes
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
@@ -18,6 +17,7 @@ from megatfm.estimate.traffic import (
     estimate_axis_seconds,
     estimate_collective_seconds,
     make_axes,
+    takes_two_passes,
 )
 from megatfm.estimate.weights import LocalWeight, count_rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR

@@ -263,14 +263,18 @@ def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tup
     return np.array(blocks, dtype=np.int64), np.array(is_first, dtype=np.int64)
 
 
+def takes_two_passes(config: Config, microbatches: int) -> bool:
+    """Return whether a step runs each micro-batch forward once more, for the features of all samples."""
+    return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
+
+
 def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
     """Return how often a step gathers weights under ZeRO 2 and 3. in_block: those of a block, else those outside."""
     parallel = config.parallel
     if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
         return 1
     if in_block:
-        compares_samples = isinstance(config.objective, ContrastiveObjective) and microbatches > 1
-        return (2 + compares_samples) * microbatches  # once more for features without a graph
+        return (2 + takes_two_passes(config, microbatches)) * microbatches
     return microbatches * (parallel.stages_per_rank if parallel.pp > 1 else 1)  # each backward pass reshards them
 
 

@@ -103,9 +103,8 @@ def keep_host_copy(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     result = function(*tensors)
     if is_on_host(result) or torch.compiler.is_compiling():
         return result
-    copies = [_find_host_copy(tensor) for tensor in tensors]
-    known = [copy for copy in copies if copy is not None]
-    return remember_host_copy(result, function(*known)) if len(known) == len(copies) else result
+    host_copies = [copy for tensor in tensors if (copy := _find_host_copy(tensor)) is not None]
+    return remember_host_copy(result, function(*host_copies)) if len(host_copies) == len(tensors) else result
 
 
 def _find_host_copy(tensor: Tensor) -> Tensor | None:
