@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.by_document import attend_by_document
+from megatfm.ops.attention.flash import supports_device
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -33,7 +34,8 @@ class AttentionRequest:
 
     scores: number of scores, B · N · T · S. builtin_mask: as in `AttentionMask`. has_dense_bias: a bias of all pairs.
     trains_dense_bias: and it needs a gradient. has_relative_bias: a bias by distance. compiled: a block is being
-    compiled. is_varlen: the mask is a window within documents, and FlashAttention supports the heads.
+    compiled. is_varlen: the mask is a window within documents, and FlashAttention supports the heads and the
+    device.
     """
 
     device: str
@@ -71,6 +73,7 @@ class AttentionRequest:
         is_dense_bias = bias is not None and not is_relative_bias
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
+        is_varlen = is_varlen and supports_device(q_BNTH.device)
         return cls(
             device=q_BNTH.device.type,
             dtype=q_BNTH.dtype,

@@ -21,6 +21,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import sdpa, varlen
+from megatfm.ops.attention.flash import has_flash
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
@@ -205,6 +206,38 @@ def test_masked_attention_on_a_gpu_is_neither_cudnn_s_nor_torch_s_math(caplog: p
     assert "all scores are held at once" in caplog.text
 
 
+class OnGPU:
+    """Heads on a GPU, as far as the choice of a kernel sees them."""
+
+    device = torch.device("cuda", 1)
+    requires_grad = False
+
+    def __init__(self, dtype: torch.dtype, width: int = 64, length: int = 4096) -> None:
+        self.dtype, self.shape = dtype, torch.Size((B, N, length, width))
+
+
+def set_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(("capability", "is_new"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_attention_is_for_ampere_and_newer(
+    capability: tuple[int, int], is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older GPUs, which float16 is for, would raise "FlashAttention only supports Ampere GPUs or newer"."""
+    set_capability(monkeypatch, capability)
+    heads: Any = OnGPU(torch.float16)
+    packed = PatternMask(Full(causal=True), make_metadata())
+    request = AttentionRequest.from_inputs(heads, heads, packed, AttentionOptions(), has_dropout=False)
+    assert choose_kernel(request).name == ("varlen" if is_new else "flex")
+    assert has_flash(heads, 64) == sdpa._supports_flash(heads, 64, masked=False) == is_new
+    assert sdpa.choose_backends(heads, 64, masked=False) == sdpa.UNMASKED_BACKENDS
+    in_bf16: Any = OnGPU(torch.bfloat16)
+    for masked, backends in ((False, sdpa.UNMASKED_BACKENDS), (True, sdpa.MASKED_BACKENDS)):
+        assert sdpa.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
+
+
 @pytest.fixture
 def shared_keys(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of torch's attention shares keys between heads, where back ends are chosen as on a GPU."""
@@ -256,6 +289,16 @@ def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
     assert shared_keys == [shares]
+
+
+def test_shared_keys_are_repeated_on_gpus_without_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, shared_keys: list[bool]
+) -> None:
+    monkeypatch.setattr(sdpa, "supports_device", lambda device: False)
+    inputs = draw_heads()
+    actual = sdpa.sdpa_attention(*(x.half() for x in inputs), CAUSAL_MASK, None, AttentionOptions(), None)
+    torch.testing.assert_close(actual.double(), attention_reference(*inputs, CAUSAL_MASK), rtol=1e-2, atol=1e-2)
+    assert shared_keys == [False]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
