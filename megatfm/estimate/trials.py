@@ -191,7 +191,7 @@ class _CallRecorder(OperatorRecorder):
         )
         if operator.name.startswith(FUSED_ATTENTION):
             names = (argument.name for argument in func._schema.arguments)
-            operator = _count_attention(operator, dict(zip(names, args, strict=False)) | kwargs)
+            operator = _count_attention(operator, {**dict(zip(names, args, strict=False)), **kwargs})
         self.calls.append(OperatorCall(signature, operator))
         return output
 
