@@ -46,9 +46,12 @@ from megatfm.version import __version__
 
 NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
-    "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
+    "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None, "arrow_config": None,
+    "kasa_config": None, "monteclora_config": None, "use_bdlora": None,
 }  # fmt: skip
 """Options of PEFT that add to, or change, what is computed → their value where they don't."""
+STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the base as it is. PiSSA and others take the start out of its weights."""
 MERGE_ADVICE = "merge it by PEFT's merge_and_unload, and convert the merged model"
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A and B in PEFT's files."""
@@ -103,6 +106,11 @@ def _read_options(path: Path) -> dict[str, Any]:
     for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
         if (value := options.get(key, neutral)) not in (neutral, None, False, {}, []):
             raise UsageError(f"{path}: {key} = {value!r}, which megatfm's adapters lack: {MERGE_ADVICE}")
+    if (start := options.get("init_lora_weights", True)) not in STARTS_BESIDE_BASE:
+        raise UsageError(
+            f"{path}: init_lora_weights = {start!r}, by which PEFT changes the base's weights when it opens the "
+            f"adapter: {MERGE_ADVICE}"
+        )
     return options
 
 
