@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
+from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.errors import MegatfmError
 from megatfm.terminal import format_counted
 
@@ -22,8 +23,6 @@ MAX_LISTED = 20
 MAX_VALUES = 10_000
 MAX_FIELDS = 100
 """Fields of metadata that are counted, at most: hostile records have any number of names."""
-MAX_LABEL_DIGITS = 18
-"""Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
@@ -159,10 +158,9 @@ def _show_sample(
 
 def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
     """Return the number and name of an image's class."""
-    label, names = sample.members.get("cls", b"").strip(), corpus.manifest.class_names
-    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+    number, names = parse_class_number(sample.members.get("cls", b"")), corpus.manifest.class_names
+    if number is None:
         return {}
-    number = int(label)
     return {"class": f"{number} ({names[number]})" if number < len(names) else str(number)}
 
 
