@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from megatfm.data_prep.documents import SPLITS
+from megatfm.terminal import format_counted
 
 
 def format_count(value: float) -> str:
@@ -124,7 +125,7 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (
             "On disk",
             format_file_size(train["bytes"] + validation["bytes"]),
-            f"{train['shards'] + validation['shards']} shards",
+            format_counted(train["shards"] + validation["shards"], "shard"),
         ),
         ("Held out", f"{100 * held_out:.1f} %", f"by {result['held_out']['level']}"),
     ]
