@@ -233,7 +233,8 @@ def chunk_by_bytes(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int
 def _find_root(config: ReadConfig) -> Path:
     root = Path(config.folder if config.folder is not None else sysconfig.get_path("stdlib"))
     if not root.exists():
-        raise UsageError(f"{root}: no such folder: set read.folder to a folder of text files")
+        content = "images" if config.format == "images" else "text files"
+        raise UsageError(f"{root}: no such folder: set read.folder to a folder of {content}")
     if not root.is_dir():
         raise UsageError(f"{root}: is a file, not a folder: set read.folder to the folder that holds it")
     return root

@@ -1,6 +1,6 @@
 """The whole training config."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, get_args, get_origin
 
 from pydantic import Field, model_validator
@@ -166,7 +166,7 @@ def list_global_batches(config: Config) -> dict[int, str]:
     return batches
 
 
-def iter_unknown_names(section: Section, path: str = "") -> Iterator[tuple[str, str, list[str]]]:
+def iter_unknown_names(section: Section, path: str = "") -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield each `name` below a section that megatfm has not registered: its key, the name, those that there are."""
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
