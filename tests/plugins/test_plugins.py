@@ -140,10 +140,9 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
         tokenizers.train_sentencepiece([inspect.getsource(json.decoder), *texts], vocab_size=400)
     )
     tokenizer = tokenizers.load(tmp_path / "tokenizer.model")
-    with ShardWriter(tmp_path / "topics", tokenizer_hash=tokenizer.hash, token_dtype="uint16") as out:
-        for n, text in enumerate(texts):
-            out.add(f"{n:04d}", tokenizer.encode(text), "made", len(text), {"cls": b"%d" % (n % 5)})
-        out.finish({})
+    written: dict[str, Any] = {}
+    exec(get_code_block("tasks.md", "python", "write_topics.py"), written)
+    written["write"](tmp_path / "topics", tmp_path / "tokenizer.model", [(text, n % 5) for n, text in enumerate(texts)])
     data = {"train": str(tmp_path / "topics"), "tokenizer": str(tmp_path / "tokenizer.model"), "sequence_length": 64}
     common = {"data": data, "log": {"sinks": []}, "parallel": {"dp_shard": 2}}
     before = values(
