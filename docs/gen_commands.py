@@ -10,7 +10,7 @@ from megatfm.cli import build_parser
 
 INTRODUCTION = (
     "`CONFIG` is a TOML file, the name of a preset, or, but for `prep`, a run directory; `key=value` sets any of its "
-    "keys, wherever on the line it stands. Every command takes `--help`, and `--debug`, which shows the traceback of an "
+    "keys, anywhere on the line. Every command takes `--help`, and `--debug`, which shows the traceback of an "
     "error that is otherwise one line. [Exit codes](../guide/troubleshooting.md#exit-codes) are the same for all."
 )
 
