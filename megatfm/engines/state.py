@@ -202,11 +202,12 @@ class ModuleState:
         for path, module in model.named_modules():
             if not (hasattr(module, "reset_counts") or hasattr(module, "accumulate_counts")):
                 continue  # few have them, and the protocol's own check is slow
+            axes = _find_reduced_axes(path, module, layout)
             if not isinstance(module, CountingModule):
                 members = ("observed", "accumulate_counts", "update", "reset_counts")
                 missing = ", ".join(name for name in members if not hasattr(module, name))
                 raise UsageError(f"{path}: {type(module).__name__} keeps counts, but lacks {missing}")
-            self._modules[path] = module, _find_reduced_axes(path, module, layout)
+            self._modules[path] = module, axes
         tensors = dict(model.named_buffers())
         self.buffers = {
             name: ShardedTensor(tensors[name], buffer.shape, buffer.region[0])
