@@ -312,7 +312,8 @@ def _locate_error(
     """
     path: list[str] = []
     section: type[BaseModel] | None = config_class
-    value, annotation = values, config_class
+    value: Any = values
+    annotation: Any = config_class
     for part in loc:
         options = list_variants(annotation)
         if tagged := [option for option in options if get_variant_name(option) == part]:
