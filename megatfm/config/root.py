@@ -1,5 +1,6 @@
 """The whole training config."""
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -19,7 +20,7 @@ from megatfm.config.optimizer import (
     WSDSchedule,
 )
 from megatfm.config.parallel import ParallelConfig
-from megatfm.config.section import PathStr, Section, list_variants
+from megatfm.config.section import PathStr, Section, check_path, list_variants
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -142,6 +143,11 @@ class Config(Section):
                 f"train.global_batch = {rows} is not a multiple of "
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
+
+    @property
+    def run_folder(self) -> Path:
+        """The run directory, absolute. Raises UsageError if its path is no UTF-8."""
+        return check_path(Path(self.run_dir) if self.run_dir else Path.cwd() / "runs" / self.name)
 
     @property
     def reads_text(self) -> bool:
