@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megatfm.config.foreign_keys import FLAT_MODEL_KEYS, FOREIGN_KEYS
-from megatfm.config.key_migrations import find_renamed_keys
+from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
@@ -29,7 +29,7 @@ from megatfm.config.sources import (
     merge_files,
     read_files,
 )
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
@@ -131,6 +131,22 @@ def _check_command(path_or_preset: str | Path, config_class: type[Section], valu
             f"{path_or_preset}: is a config of `megatfm {alternative_command}`, with {', '.join(unknown)}; `megatfm "
             f"{command}` takes one with {', '.join(required)}: use `megatfm {alternative_command} {path_or_preset}`"
         )
+
+
+def parse_stored_config(path: Path, state: Mapping[str, Any]) -> Config:
+    """Return the config in a checkpoint's state, which unlike RUN/config.toml never changes.
+
+    path: of the checkpoint. Raises MegatfmError if this version can't read the config.
+    """
+    try:
+        return Config.model_validate(migrate(state.get("config")))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "config"
+        raise MegatfmError(
+            f"{path}: this version of megatfm can't read its config ({key}: {first['msg']}): use the one that wrote "
+            f"it, {state.get('megatfm', 'which it does not name')}"
+        ) from None
 
 
 def to_toml(config: Section) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
-from megatfm.config.key_migrations import migrate
+from megatfm.config.load import parse_stored_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Sampling, stream
@@ -25,6 +25,7 @@ from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tokenizers import Tokenizer
+from megatfm.tokenizers.base import list_token_ids
 
 log = logging.getLogger("megatfm")
 
@@ -68,7 +69,8 @@ def open_text_model(
 
 def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
     """Return a checkpoint's model with its tokenizer and config. Raises as `load` does."""
-    state, config = _read_state(source)
+    state = checkpoint.read_state(source)
+    config = parse_stored_config(source, state)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
     tokenizer_file = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
@@ -95,13 +97,13 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         step,
         folder,
         tuple(int(str(token)) for token in prefix_ids) if isinstance(prefix_ids, list) else None,
-        _stop_ids(state, config, tokenizer, tokenizer_file),
+        _find_stop_ids(state, config, tokenizer, tokenizer_file),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
         tokenizer_file=Path(tokenizer_file),
     )
 
 
-def _stop_ids(
+def _find_stop_ids(
     state: Mapping[str, JsonValue], config: Config, tokenizer: Tokenizer, tokenizer_file: str | Path
 ) -> tuple[int, ...]:
     """Return the ids that end a text: those of a converted model, or EOS, what the model at the start of the run had in
@@ -114,7 +116,7 @@ def _stop_ids(
     origin = state.get("origin")
     generation = origin.get("generation") if isinstance(origin, dict) else None
     ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+    listed = list_token_ids(ids)
     answer_ends = find_answer_end_tokens(config.task, tokenizer_file, tokenizer)
     for token in answer_ends:
         log.warning("an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token))
@@ -133,7 +135,7 @@ def load_model(
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
     source = checkpoint.find_checkpoint(path)
-    _, config = _read_state(source)
+    config = parse_stored_config(source, checkpoint.read_state(source))
     import_foreign_plugins(config.plugins, source, trusted=trust_plugins)
     model = build(config.model)
     initialise_buffers(model)
@@ -143,12 +145,7 @@ def load_model(
         sizes[tensor.dtype] += tensor.numel()
     working = choose_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
     tensors = {f"model.{name}": tensor for name, tensor in list_checkpoint_tensors(model).items()}
-    if stored.keys() != tensors.keys():
-        name = min(stored.keys() ^ tensors.keys())
-        raise MegatfmError(
-            f"{source}: {name} is {'not ' * (name not in stored)}in the checkpoint, but {'not ' * (name in stored)}"
-            "in the model that its config describes: open it with the version and plugins that wrote it"
-        )
+    checkpoint.check_tensor_names(source, stored, tensors)
     for name, tensor in tensors.items():
         if stored[name].shape != tensor.shape:
             raise MegatfmError(
@@ -158,20 +155,6 @@ def load_model(
         # In place, so that tied modules keep sharing it.
         tensor.data = align(convert_loaded(tensor, stored.pop(name), working))
     return model.eval().to(device)
-
-
-def _read_state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
-    """Return a checkpoint's state and the config it was saved under, which unlike RUN/config.toml never changes."""
-    state = checkpoint.read_state(source)
-    try:
-        return state, Config.model_validate(migrate(state.get("config")))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "config"
-        raise MegatfmError(
-            f"{source}: this version of megatfm can't read its config ({key}: {first['msg']}): open it with the one "
-            f"that wrote it, {state.get('megatfm', 'which it does not name')}"
-        ) from None
 
 
 def generate_text(
