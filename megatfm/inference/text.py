@@ -16,7 +16,7 @@ from megatfm.config.load import parse_stored_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Sampling, stream
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.detokenizer import GrowingText, IncrementalDetokenizer
 from megatfm.inference.prompts import DEFAULT_OPTIONS, PromptOptions, prepare_prompts
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
@@ -170,22 +170,15 @@ def generate_text(
 
     on_text: receives the prompt, then the first continuation as it grows.
     """
-    tokenizer = loaded.tokenizer
     prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, options, samples=samples)
-    decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
-    texts = [""] * samples
-    ended = [False] * samples
+    rows = [GrowingText(loaded.tokenizer, row.tolist(), loaded.eos_token_id) for row in prompts.tokens]
     on_text(f"{prompt}\n" if options.begin == "chat" else prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id):
-        for row, token in enumerate(tokens.tolist()):
-            new_text = "" if ended[row] else decoders[row].add([token])
-            ended[row] = ended[row] or token in loaded.eos_token_id
-            texts[row] += new_text
-            if row == 0:
-                on_text(new_text)
-    ends = [decoder.end() for decoder in decoders]
-    on_text(ends[0])
-    return [text + end for text, end in zip(texts, ends, strict=True)]
+        new_texts = [row.add(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        on_text(new_texts[0])
+    texts = [row.end() for row in rows]
+    on_text(texts[0].removeprefix(rows[0].text))
+    return texts
 
 
 def generate_text_beam(
