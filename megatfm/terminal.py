@@ -12,8 +12,9 @@ import shutil
 import signal
 import sys
 import textwrap
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,6 +84,16 @@ def _spell_character(character: str) -> bytes:
     if "\udc80" <= character <= "\udcff":  # a byte of a file name (os.fsdecode)
         return bytes([ord(character) - 0xDC00])
     return SPELLINGS.get(character, "?").encode("ascii")
+
+
+def make_table(headings: Iterable[str], left: Container[str], title: str, **options: Any) -> "Table":
+    """Return a table without rows. left: headings of left-aligned columns; others are numbers. options: of `Table`."""
+    from rich.table import Table
+
+    table = Table(title=title, **options)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table
 
 
 def print_table(table: "Table", console: "Console | None" = None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from megatfm.config.prep import ReadConfig
+from megatfm.corpus.safe_tar import is_oversized_extension
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
     BadFileError,
@@ -22,14 +23,6 @@ from megatfm.data_prep.readers.record import (
 )
 
 _TEXTS = ("txt", "text")
-_EXTENSIONS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
-_MAX_EXTENSION_BYTES = 2**20
 _MAX_MEMBERS = 10_000
 
 
@@ -117,7 +110,7 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"a damaged header: {error}") from None
         if member.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError(f"a sparse file: {member.name!r}")
-        if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
+        if is_oversized_extension(member):
             raise tarfile.ReadError(f"a header of {member.size:,} bytes")
         return member
 

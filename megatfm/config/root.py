@@ -1,6 +1,7 @@
 """The whole training config."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, get_args, get_origin
 
 from pydantic import Field, model_validator
@@ -19,7 +20,7 @@ from megatfm.config.optimizer import (
     WSDSchedule,
 )
 from megatfm.config.parallel import ENGINES, ParallelConfig
-from megatfm.config.section import PathStr, Section, get_value_type, list_variants
+from megatfm.config.section import PathStr, Section, check_path, get_value_type, list_variants
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -146,6 +147,11 @@ class Config(Section):
                 f"train.global_batch = {rows} is not a multiple of "
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
+
+    @property
+    def run_folder(self) -> Path:
+        """The run directory, absolute. Raises UsageError if its path is no UTF-8."""
+        return check_path(Path(self.run_dir) if self.run_dir else Path.cwd() / "runs" / self.name)
 
     @property
     def reads_text(self) -> bool:

@@ -64,6 +64,12 @@ class HfFolder:
                 f"opened without its head: its files lack {_abbreviate_names(missing_names)} of a {names[0]}",
             )
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest text for which the model was made; None: unknown."""
+        length: int | None = self.json.get(self.architecture.max_length_key) or self.config.position.limit
+        return length
+
     def stored_names(self, name: str) -> Mapping[str, str]:
         """Return tensor name → file; name: of the architecture."""
         return _read_weight_map(self.path, name)

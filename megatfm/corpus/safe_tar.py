@@ -29,6 +29,11 @@ _EXTENSIONS = (
 )
 
 
+def is_oversized_extension(member: tarfile.TarInfo) -> bool:
+    """Return whether a member is a header extension, such as a long name, over MAX_EXTENSION_BYTES."""
+    return member.type in _EXTENSIONS and member.size > MAX_EXTENSION_BYTES
+
+
 class TokenArray(NamedTuple):
     """One sample's tokens in a shard."""
 
@@ -129,7 +134,7 @@ def iter_tar_members(file: IO[bytes], path: Path, require_end_marker: bool) -> I
 
         def _proc_member(self, tar: Any) -> Any:
             # These would be read into memory as a whole.
-            if self.type in _EXTENSIONS and self.size > MAX_EXTENSION_BYTES:
+            if is_oversized_extension(self):
                 raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
             return super()._proc_member(tar)  # type: ignore[misc]
 

@@ -11,7 +11,6 @@ import torch
 
 from megatfm import tokenizers
 from megatfm.config import Config, to_toml
-from megatfm.config.section import check_path
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
 from megatfm.object_collectives import run_on_rank_0_raising
@@ -20,11 +19,6 @@ from megatfm.tracking.metrics import EVENTS, log_event
 from megatfm.tracking.run_lock import RunLock
 
 _log = logging.getLogger("megatfm")
-
-
-def run_folder(config: Config) -> Path:
-    """Return the run directory of a config."""
-    return check_path(Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name)
 
 
 @dataclass
