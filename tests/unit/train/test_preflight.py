@@ -112,6 +112,14 @@ def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
     assert find_slow([("n0", slow)] * 4) == [], "alike: nobody stands out"
 
 
+def test_memory_that_torch_holds_unused_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it as used, but the allocator gives it to the next tensor."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 33)
+    assert get_free_memory(torch.device("cuda")) == 10 + 40 - 33
+
+
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = get_free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
