@@ -8,7 +8,7 @@ All experts of a block are one parameter in transformers, [experts, d_out, d_in]
 wraps the module of the experts once for each adapted parameter, so that the first one's is behind `base_layer`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     exported = exported_models[0]
     rules = get_module_rules(exported.architecture, base) or exported.rules
     factors, saved, is_transposed = _convert_trained(exported.name, rules, _read_trained(path, options), source)
+    saved |= _read_rest_of_modules(path, rules, saved)
     adapter_config = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
         "base_model_name_or_path": _get_base_checkpoint(state),
         "task_type": next((task for end, task in TASK_TYPES.items() if exported.name.endswith(end)), None),
@@ -96,12 +97,33 @@ def _convert_trained(
         if trained.keys() >= set(rule.megatfm) and rule.hf[0].endswith((".weight", ".bias")):
             tensors = rule.to_hf([trained[key] for key in rule.megatfm])
             saved |= dict(zip(rule.hf, tensors, strict=True))
+            saved |= dict.fromkeys(rule.tied_names, tensors[0])  # PEFT copies each module, and so unties them
             unused -= set(rule.megatfm)
     if unused:
         raise UsageError(
             f"{source}: transformers' {name} has no place for {min(unused)}: use --to hf for a merged model"
         )
     return factors, saved, is_transposed
+
+
+def _read_rest_of_modules(path: Path, rules: Sequence[WeightMapping], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the other weights of the modules that `saved` is of, by transformers' names: PEFT reads whole modules."""
+    modules, others = _list_outermost_modules(saved), dict[str, Tensor]()
+    for rule in rules:
+        names = [*rule.hf, *rule.tied_names]
+        missing = [n for n in names if n not in saved and any(n.startswith(f"{module}.") for module in modules)]
+        if missing:
+            stored = checkpoint.read_tensors(path, only=[f"model.{key}" for key in rule.megatfm])
+            tensors = rule.to_hf([stored[f"model.{key}"] for key in rule.megatfm])
+            values = dict(zip(rule.hf, tensors, strict=True)) | dict.fromkeys(rule.tied_names, tensors[0])
+            others |= {name: values[name] for name in missing}
+    return others
+
+
+def _list_outermost_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules of weights, without those that lie in another one."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return [module for module in modules if not any(module.startswith(f"{other}.") for other in modules)]
 
 
 def _make_adapter_config(
@@ -120,7 +142,7 @@ def _make_adapter_config(
         "target_parameters": shorten_names(parameters, all_names) or None,
         "rank_pattern": ranks,
         "alpha_pattern": {name: rank * options.alpha / options.rank for name, rank in ranks.items()},
-        "modules_to_save": list(dict.fromkeys(name.rpartition(".")[0] for name in saved)) or None,
+        "modules_to_save": _list_outermost_modules(saved) or None,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
