@@ -273,9 +273,9 @@ def test_tables_that_peft_untied_are_not_read(modules: list[str], tied: bool, tm
 
 def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
     """An adapter of a base model without its head has names without the prefix of the complete model."""
-    rules = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
-    architecture = SimpleNamespace(fused_rules=None, base_model_prefix="bert.")
-    base: Any = SimpleNamespace(architecture=architecture, config=None, rules=rules, name="BertModel")
+    mappings = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
+    architecture = SimpleNamespace(map_fused_weights=None, base_model_prefix="bert.")
+    base: Any = SimpleNamespace(architecture=architecture, config=None, mappings=mappings, name="BertModel")
 
     def convert_weights(*names: str) -> dict[str, Any]:
         return PeftAdapter(tmp_path, {}, base)._convert_other_weights({name: torch.ones(2) for name in names})

@@ -176,7 +176,10 @@ def test_the_log_says_how_many_steps_the_epochs_are(tmp_path: Path) -> None:
     n_rows, n_steps = len(open_corpora(*open_tokenizer(config)).train), config.train.steps
     sizes = f"7 examples in {n_rows} rows of 32 tokens, 3 epochs"
     (padding,) = (note for note in open_corpora(*open_tokenizer(config)).warnings if "is padding" in note)
-    assert padding.endswith("rows, whole: choose shorter rows (data.sequence_length), or prepare more text")
+    assert padding.endswith(
+        "is padding, which costs time: whole documents don't fill such rows: choose shorter rows "
+        "(data.sequence_length), or prepare more text"
+    )
     assert notes[-1] == f"{sizes}: {n_steps} steps of 2 rows (train.global_batch)"
     assert n_steps == round(3 * n_rows / 2)
     _, notes = resolve_task(load_config("bert-base", [*words, "task.epochs=1", "train.global_batch=4"]))
