@@ -140,7 +140,11 @@ class PeftAdapter:
         self._config_path, self._weights_path = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
         self._options, self._base = options, base
         module_mappings = get_module_mappings(base.architecture, base.config) or base.mappings
-        self._mappings = {name: mapping for mapping in (*base.mappings, *module_mappings) for name in mapping.hf}
+        self._mappings = {
+            name: mapping
+            for mapping in (*base.mappings, *module_mappings)
+            for name in (*mapping.hf, *mapping.tied_names)
+        }
         targets = options.get("target_parameters") or []
         adapted_parameters = [
             name
@@ -199,16 +203,34 @@ class PeftAdapter:
         """
         by_hf_name = {self._resolve_name(name): tensor for name, tensor in weights.items()}
         converted: dict[str, Tensor] = {}
-        for name in by_hf_name:
-            mapping = self._mappings[name]
-            if missing := [hf_name for hf_name in mapping.hf if hf_name not in by_hf_name]:
+        for mapping in dict.fromkeys(self._mappings[name] for name in by_hf_name):
+            if mapping.tied_names and not self._trains_tied(mapping, by_hf_name):
+                continue
+            if missing := [name for name in mapping.hf if name not in by_hf_name]:
+                stored_name = next(name for name in mapping.hf if name in by_hf_name)
                 raise UsageError(
-                    f"{self._weights_path}: holds {name} without {missing[0]}, which is in the same matrix of megatfm: "
-                    f"{MERGE_ADVICE}"
+                    f"{self._weights_path}: holds {stored_name} without {missing[0]}, which is in the same matrix of "
+                    f"megatfm: {MERGE_ADVICE}"
                 )
-            tensors = mapping.from_hf([by_hf_name[hf_name] for hf_name in mapping.hf])
+            tensors = mapping.from_hf([by_hf_name[name] for name in mapping.hf])
             converted |= dict(zip(mapping.megatfm, tensors, strict=True))
         return converted
+
+    def _trains_tied(self, mapping: WeightMapping, by_hf_name: Mapping[str, Tensor]) -> bool:
+        """Return whether a tensor with several names is trained; false for mere copies of the base's.
+
+        PEFT copies modules, and so unties them. Raises UsageError where names have different values.
+        """
+        names = (mapping.hf[0], *mapping.tied_names)
+        base = self._base.read_tensor(mapping.hf[0]).double()
+        values = [by_hf_name[name].double() if name in by_hf_name else base for name in names]
+        for name, value in zip(names, values, strict=True):
+            if not torch.equal(value, values[0]):
+                raise UsageError(
+                    f"{self._weights_path}: {mapping.hf[0]} and {name} differ, and are one matrix in the base: train "
+                    "them with ensure_weight_tying = True in PEFT's LoraConfig, or untie them in the base"
+                )
+        return mapping.hf[0] in by_hf_name
 
     def _find_mapping(self, name: str) -> WeightMapping:
         """Return the mapping of a weight of transformers. Raises UsageError for an unknown one."""

@@ -343,6 +343,11 @@ def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: Token
     conversations = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
     (first,), _ = pairs.encode([{**row, **conversations}])
     (second,), _ = pairs.encode([{**row, "prompt": user}])
+    with pytest.raises(UsageError, match=r"row 1: column 'chosen' begins with the messages of column 'prompt', which"):
+        pairs.encode([{**row, "prompt": user, **conversations}])
+    other = [*messages(("user", "A")), *row["rejected"]]
+    with pytest.raises(UsageError, match=r"row 1: columns 'chosen' and 'rejected' differ before their last messages"):
+        pairs.encode([{**row, **conversations, "rejected": other}])
     assert first.tokens.tolist() == second.tokens.tolist()
 
 
