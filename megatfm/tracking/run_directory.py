@@ -22,6 +22,9 @@ from megatfm.tracking.run_lock import RunLock
 _log = logging.getLogger("megatfm")
 
 
+CHECKPOINTS = "checkpoints"
+
+
 def run_folder(config: Config) -> Path:
     """Return the run directory of a config."""
     return check_path(Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name)
@@ -49,7 +52,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints. It doesn't exist before the first save."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def log_path(self) -> Path:
