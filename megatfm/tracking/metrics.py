@@ -271,6 +271,8 @@ class WeightsAndBiases:
     twice. If W&B can't be reached, logs offline. If its process ends, the run goes on without it.
     """
 
+    FINISH_SECONDS = 30.0
+    """Time for sending the rest at the end. W&B would wait for its server without end, and the job for the run."""
     is_unreachable = False
     """Set for the whole process once W&B could not be reached, so that a rollback doesn't wait for it again."""
 
@@ -289,7 +291,7 @@ class WeightsAndBiases:
             "resume": "allow",
             "dir": str(run.folder),
             "config": dict(run.config),
-            "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
+            "settings": self._make_settings(wandb.Settings),
         }
         try:
             self._run = wandb.init(**options, **({"mode": "offline"} if self.is_unreachable else {}))
@@ -307,6 +309,12 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    def _make_settings(self, settings_class: Any) -> Any:
+        settings: dict[str, Any] = {"console": "off"}  # the terminal belongs to the progress bar
+        if "WANDB_FINISH_TIMEOUT" not in os.environ and hasattr(settings_class(), "finish_timeout"):
+            settings |= {"finish_timeout": self.FINISH_SECONDS, "finish_timeout_raises": True}
+        return settings_class(**settings)
+
     def write(self, record: Mapping[str, Any]) -> None:
         values = {"step": record["step"], **dict(_flatten_scalars(record))}
         self._attempt(lambda: self._run.log(values), f"from step {record['step']} on")
@@ -315,7 +323,9 @@ class WeightsAndBiases:
         """Do nothing: W&B writes in its own process."""
 
     def close(self) -> None:
-        self._attempt(self._run.finish, "that it had not sent")
+        folder = getattr(self._run, "dir", None)  # RUN/wandb/run-…/files
+        remedy = f" (`wandb sync {Path(folder).parent}` sends them)" if folder else ""
+        self._attempt(self._run.finish, f"that it had not sent{remedy}")
 
     def _attempt(self, call: Callable[[], None], part: str) -> None:
         """Call W&B until it fails once, and turn that error into a warning. part: of the metrics that it then lacks."""
