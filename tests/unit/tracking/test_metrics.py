@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.supervisor import Child, supervise
 from megatfm.parallel.distributed import ProcessInfo
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.metrics import MetricsLog, RunInfo, log_event
+from megatfm.tracking.metrics import MetricsLog, RunInfo, TensorBoard, log_event
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog
@@ -149,6 +150,41 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
     assert events[1].wall_time > 0
     starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
     assert starts == [0, 2]  # TensorBoard forgets what came before from that step on
+
+
+def test_training_goes_on_without_tensorboard_s_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("no folder")
+    write_steps(RunInfo(tmp_path), 1, 3, ("tensorboard",))
+    assert read_steps(tmp_path) == [1, 2, 3]
+    (message,) = caplog.messages
+    assert message.startswith(f"TensorBoard has stopped (FileExistsError: [Errno 17] File exists: '{tmp_path}")
+    assert message.endswith("it lacks the metrics from step 1 on; metrics.jsonl has all")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_training_goes_on_when_tensorboard_s_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_synced: bool
+) -> None:
+    """It fails at a checkpoint, or at the end; a resume gives TensorBoard another file."""
+    log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
+    log.write(training_record(1))
+    log.sync()
+    (sink,) = log._sinks
+    assert isinstance(sink, TensorBoard)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, sink._writer._py_recordio_writer._writer.fileno())
+    os.close(full)
+    for step in (2, 3):
+        log.write(training_record(step))
+        if is_synced:
+            log.sync()
+    log.close()
+    (message,) = caplog.messages
+    assert re.fullmatch(r"TensorBoard has stopped \(OSError: .*No space left .*; metrics.jsonl has all", message)
+    write_steps(RunInfo(tmp_path, first_step=3), 4, 4, ("tensorboard",))
+    assert read_steps(tmp_path) == [1, 2, 3, 4]
+    assert [event.step for event in tensorboard_events(tmp_path) if event.summary.value] == [1, 4]
 
 
 def test_an_unknown_sink_is_refused_before_anything_is_written(tmp_path: Path) -> None:
