@@ -198,7 +198,8 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {
 
 
 def add_prep_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_and_overrides(parser, example="read.folder=my-texts")
+    sources = "a TOML file, or the name of a preset, such as quickstart-data"
+    add_config_and_overrides(parser, example="read.folder=my-texts", sources=sources)
     parser.add_argument("--task", "--part", dest="task", metavar="I/N", help=TASK_HELP)
     parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
 

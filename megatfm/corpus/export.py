@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.shard_format import Sample
-from megatfm.corpus.writer import ShardWriter
+from megatfm.corpus.writer import ShardWriter, measure_members
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, fsync_directory, name_write_errors, to_strict_json
 from megatfm.terminal import format_counted
@@ -225,16 +225,6 @@ def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
             # Unique in a shard of the corpus; several of its shards may fit into one tar.
             key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(key, sample.tokens, *fields, *_measure_images(sample.members))
+            writer.add(key, sample.tokens, *fields, *measure_members(sample.members))
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return len(manifest.shards)
-
-
-def _measure_images(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
-    """Return height and width of a sample's image, and the number of images, for the index; None without images."""
-    if not members:
-        return None, None
-    from megatfm.corpus.image_size import list_image_extensions, read_upright_size  # needs Pillow
-
-    extensions = list_image_extensions(members)
-    return (read_upright_size(members), len(extensions)) if extensions else (None, None)
