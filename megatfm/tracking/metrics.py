@@ -81,9 +81,11 @@ SINKS = Registry[Callable[[RunInfo], Sink]]("log sink")
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
-    """Raise UsageError for an unknown sink."""
+    """Raise UsageError for an unknown sink, and for one that is named twice, which would get each step twice."""
     for name in sinks:
         SINKS.get(name)
+        if sinks.count(name) > 1:
+            raise UsageError(f"log.sinks = {list(sinks)} names {name!r} twice: name it once")
 
 
 class MetricsLog:
