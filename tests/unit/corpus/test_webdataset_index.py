@@ -45,7 +45,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRAME_BYTES", 4000)
 
 
-@pytest.mark.parametrize("kind", ["tar", "frames"])
+@pytest.mark.parametrize("kind", ["tar", "frames", "frames of a pipe"])
 def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
     texts = draw_documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
@@ -60,7 +60,7 @@ def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, sm
     for actual, expected in zip(all_tokens, texts, strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert check_corpus(folder).samples == 40
-    assert corpus.read_sample(30).source.startswith(f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005.")
+    assert corpus.read_sample(30).source.startswith(f"some-1.tar{'' if kind == 'tar' else '.zst'}/sub/005.")
     assert "40" in describe_corpus(folder)
     rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
     with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
