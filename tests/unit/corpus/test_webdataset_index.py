@@ -198,6 +198,7 @@ HOSTILE = {
     "long header": (make_tar(make_member("0.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535)),
                     "no array of token ids"),
     "cut off": (make_tar(GOOD)[:600], "unexpected end of data"),
+    "two tars": (make_tar(GOOD) + make_tar(make_member("1.npy", IDS)), "data follows its end"),
     "cut between": (make_tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
     "header cut": (make_tar(GOOD, GOOD)[:1200], "a.tar"),
     "no tar": (b"x" * 4000, "not a whole tar"),
