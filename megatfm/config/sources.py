@@ -20,6 +20,8 @@ from megatfm.config.section import Section, get_value_type, get_variant_name, li
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
+MAX_DEPTH = 100
+"""Largest depth of tables and lists within one another."""
 ALIASES = {
     "gpt2": "gpt2-124m",
     "gpt2-small": "gpt2-124m",
@@ -118,6 +120,15 @@ def _get_table(file: ConfigFile, key: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
+def _is_deeper(values: Mapping[str, Any], depth: int) -> bool:
+    """Return whether tables and lists are nested deeper than that. Not recursive: TOML's headers nest without limit."""
+    level: list[Any] = [values]
+    for _ in range(depth):
+        items = (item for table in level for item in (table.values() if isinstance(table, dict) else table))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
 def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> ConfigFile:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -126,6 +137,8 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
         raise UsageError(f"{path}: not valid TOML: {error}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    if _is_deeper(values, MAX_DEPTH):
+        raise UsageError(f"{path}: has tables within tables, more than {MAX_DEPTH}: no config has so many")
     extends = values.pop("extends", None)
     if extends is not None and (not isinstance(extends, str) or not extends):
         raise UsageError(

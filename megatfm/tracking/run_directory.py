@@ -21,6 +21,9 @@ from megatfm.tracking.run_lock import RunLock
 _log = logging.getLogger("megatfm")
 
 
+CHECKPOINTS = "checkpoints"
+
+
 @dataclass
 class RunDirectory:
     """Context manager for a run directory. Rank 0 locks it and writes the files that ranks share.
@@ -43,7 +46,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints. It doesn't exist before the first save."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def log_path(self) -> Path:

@@ -274,6 +274,12 @@ def test_invalid_toml_is_named_with_its_file(load: Callable[..., Config], file: 
     assert reason in output
 
 
+@pytest.mark.parametrize("header", ["[{}]", "[[{}]]", "{} = 1"])
+def test_tables_that_are_nested_too_deep(load: Callable[..., Config], file: Path, header: str) -> None:
+    file.write_text(header.format(".".join("a" * 3000)) + "\n")
+    assert mistake(load) == f"{file}: has tables within tables, more than 100: no config has so many"
+
+
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
     """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
     plugin("dilated")

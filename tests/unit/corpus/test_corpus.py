@@ -189,6 +189,21 @@ def test_a_size_is_compared_before_memory_is_taken() -> None:
             decompress_frames([bomb], [size])
 
 
+@pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
+def test_a_frame_that_does_not_claim_its_size(content: str) -> None:
+    """As `tar … | zstd` writes it."""
+    data = CONTENTS[content]
+    piped = zstandard.ZstdCompressor(write_content_size=False).compress(data)
+    assert decompress_frame(piped, len(data)) == data
+    assert [bytes(unpacked) for unpacked in decompress_frames([piped, frame(data)], [len(data)] * 2)] == [data] * 2
+    for size in (len(data) - 1, len(data) + 1):
+        for unpack in (decompress_frame, lambda piped, size: decompress_frames([piped], [size])):
+            with pytest.raises(BadFrameError):
+                unpack(piped, size)
+    with pytest.raises(BadFrameError):
+        decompress_frame(piped[:-1], len(data))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_flipped_bit_gives_other_bytes(seed: int) -> None:
     data = CONTENTS["text"][:3000]

@@ -167,6 +167,7 @@ ENEMIES: dict[str, tuple[bytes, str]] = {
     "a pickle": (make_tar(*GOOD, make_member("a.pkl", b"x")), "is a pickle"),
     "cut off": (make_tar(*GOOD)[:700], "not a whole tar|is cut off"),
     "no end": (make_tar(*GOOD)[:-1024], "no mark of a tar's end"),
+    "two tars": (make_tar(*GOOD) + make_tar(make_member("b.png", IMAGE)), "data follows its end"),
     "nothing": (make_tar(), "holds no samples"),
     "words as classes": (make_tar(GOOD[0], make_member("a.cls", b"cat")), "its .cls says 'cat', no number"),
 }  # fmt: skip

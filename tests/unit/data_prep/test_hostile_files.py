@@ -74,6 +74,12 @@ def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
     path = write_file(tmp_path / "in" / "a.tar", without_end + bytes(-len(without_end) % 512))
     with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
         read_documents(path)
+    for behind in (tar(), b"junk", bytes(20_000) + b"x"):
+        path.write_bytes(tar() + behind)
+        with pytest.raises(MegatfmError, match=r"data follows its end, before byte [0-9]+: if tars were joined"):
+            read_documents(path)
+    path.write_bytes(tar() + bytes(20_000))
+    assert len(read_documents(path)) > 0
     path.write_bytes(make_tar(make_member("x" * 10, type=tarfile.XHDTYPE, size=2**40)) + bytes(1024))
     with pytest.raises(MegatfmError, match="a header of 1,099,511,627,776 bytes"):
         read_documents(path)
