@@ -114,4 +114,9 @@ def wrap_line(line: str, indent: int) -> str:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return line
     width = max(shutil.get_terminal_size().columns, 2 * indent)
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+
+
+def format_count(number: int, unit: str) -> str:
+    """Return a number with its unit, which has an s unless there is one: `1 shard`, `2 shards`."""
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"

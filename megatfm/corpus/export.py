@@ -19,6 +19,7 @@ from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, fsync_directory, name_write_errors, to_strict_json
+from megatfm.terminal import format_count
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -211,7 +212,7 @@ def _write_tars(corpus: Corpus, out: Path) -> str:
             fsync_directory(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return f"{out}: {n_shards:,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
+    return f"{out}: {format_count(n_shards, 'plain tar')}, with a sample for each of {corpus.n_samples:,} documents"
 
 
 def _write_tar_shards(corpus: Corpus, folder: Path) -> int:

@@ -15,6 +15,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
 from megatfm.errors import MegatfmError
+from megatfm.terminal import format_count, wrap_line
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
 MAX_LISTED = 20
@@ -38,10 +39,10 @@ class CheckReport:
     bytes: int
 
     def __str__(self) -> str:
-        return (
-            f"whole: {self.shards:,} shards, {self.blocks:,} blocks, {self.samples:,} samples, "
-            f"{self.tokens:,} tokens of {self.text_bytes:,} bytes of text, {self.bytes:,} bytes on disk"
-        )
+        units = ("shard", "block", "sample", "token")
+        numbers = (self.shards, self.blocks, self.samples, self.tokens)
+        counts = ", ".join(map(format_count, numbers, units))
+        return f"whole: {counts} of {format_count(self.text_bytes, 'byte')} of text, {self.bytes:,} bytes on disk"
 
 
 def check_corpus(folder: str | Path) -> CheckReport:
@@ -92,7 +93,7 @@ def describe_corpus(
     disk = sum(shard.bytes for shard in corpus.manifest.shards)
     facts = {
         "corpus": str(corpus.folder),
-        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {corpus.n_blocks:,} blocks)",
+        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {format_count(corpus.n_blocks, 'block')})",
         "samples": f"{corpus.n_samples:,}",
         **_describe_classes(corpus),
         **(_describe_text(corpus) if corpus.n_tokens or corpus.tokenizer_hash != NO_TOKENIZER else {}),
@@ -140,15 +141,18 @@ def _show_sample(
     spell: Callable[[Sample], str | None] | None,
 ) -> str:
     sample = corpus.read_sample(sample_index)
+    has_text = len(sample.tokens) > 0 or corpus.tokenizer_hash != NO_TOKENIZER
     facts = {
         "sample": f"{sample_index:,} of {corpus.n_samples:,}",
         "key": sample.key,
         "source": sample.source,
         **_describe_class(corpus, sample),
-        "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
-        **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
+        **({"tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text"} if has_text else {}),
+        **{f".{extension}": format_count(len(data), "byte") for extension, data in sample.members.items()},
         **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
     }
+    if not has_text:
+        return _format_facts(facts)
     text = spell(sample) if spell else None
     if text is None:
         text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
@@ -166,7 +170,7 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+    return "\n".join(wrap_line(f"{name:<{width}}  {value}", indent=width + 2) for name, value in facts.items())
 
 
 def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
