@@ -1,4 +1,7 @@
-"""A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide."""
+"""A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
+
+Also counts with their noun, as `1 layer` and `2 layers`.
+"""
 
 import codecs
 import errno
@@ -109,14 +112,14 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
                 show(f"  {heading}: {text}" if heading else f"  {text}", row.style)
 
 
+def format_counted(count: int, singular: str, plural: str = "") -> str:
+    """Return a count and its noun: "1 layer", "12,000 layers". plural: `singular` with an s by default."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
 def wrap_line(line: str, indent: int) -> str:
     """Return a line broken at the terminal's width, further lines indented; whole where the output is no terminal."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return line
     width = max(shutil.get_terminal_size().columns, 2 * indent)
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
-
-
-def format_count(number: int, unit: str) -> str:
-    """Return a number with its unit, which has an s unless there is one: `1 shard`, `2 shards`."""
-    return f"{number:,} {unit}{'' if number == 1 else 's'}"

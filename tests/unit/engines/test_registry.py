@@ -1,8 +1,11 @@
 """Engines declare what they carry out, and configs that ask for more are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatfm.config import load_config, parallel
+from megatfm.engines.interface import Engine
 from megatfm.engines.registry import ENGINES, EngineRegistry
 from megatfm.errors import UsageError
 
@@ -43,6 +46,17 @@ def test_an_unknown_engine_or_feature() -> None:
 
 def test_the_config_knows_the_engines() -> None:
     assert set(parallel.ENGINES) == set(ENGINES.names())
+
+
+def test_an_engine_without_a_member_is_refused() -> None:
+    """When it is built, not at the step that needs the member."""
+    engines = EngineRegistry()
+    members = dict.fromkeys(set(vars(Engine)) - {"layer_statistics", "evaluate"})
+    engines.register("half")(lambda setup: SimpleNamespace(**members))  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        UsageError, match=r"^parallel.engine = 'half': SimpleNamespace lacks evaluate, layer_statistics "
+    ):
+        engines.build("half", None)  # type: ignore[arg-type]
 
 
 IMAGES_UNDER_DEEPSPEED = {
