@@ -169,7 +169,8 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    return "\n".join(wrap_line(f"{name:<{width}}  {value}", indent=width + 2) for name, value in facts.items())
+    lines = {f"{name:<{width}}  {value}": " " in value for name, value in facts.items()}
+    return "\n".join(wrap_line(line, indent=width + 2) if has_words else line for line, has_words in lines.items())
 
 
 def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:

@@ -128,6 +128,7 @@ def test_show_wraps_long_lines_at_the_terminal_s_width(folder: Path, monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     lines = describe_corpus(folder).splitlines()
     assert all(len(line) <= 80 for line in lines if len(line.split()) > 2), "a path or a hash stays whole"
+    assert f"tokenizer    {'a' * 64}" in lines
     assert lines[-1].startswith(" " * len("fingerprint  "))
 
 
