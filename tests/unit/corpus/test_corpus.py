@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement
@@ -102,6 +103,13 @@ def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
     assert_refused(lambda: Corpus.open(config), "is a file, not a corpus", kind=UsageError)
     (folder / "manifest.json").unlink()
     assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)
+
+
+def test_the_folder_above_a_training_corpus_is_answered_with_that_corpus(folder: Path) -> None:
+    for name in ("train", "validation"):
+        shutil.copytree(folder, folder.parent / "both" / name)
+    with pytest.raises(UsageError, match=r"each of train, validation: name one of them, for example .*both/train$"):
+        Corpus.open(folder.parent / "both")
 
 
 def test_check_counts_what_it_has_read(folder: Path) -> None:
