@@ -133,4 +133,4 @@ def wrap_line(line: str, indent: int) -> str:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return line
     width = max(shutil.get_terminal_size().columns, 2 * indent)
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -264,6 +264,7 @@ def _find_address(scheduler: str) -> str:
     try:
         return str(json.loads(Path(scheduler).read_bytes())["address"])
     except (OSError, ValueError, KeyError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise UsageError(
-            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({error})"
+            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({reason})"
         ) from error

@@ -70,12 +70,26 @@ class Config(Section):
             )
         if not self.plugins:
             self._check_names()
+        self._check_weight_average()
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
                 f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages "
                 "weights in place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
             )
         return self
+
+    def _check_weight_average(self) -> None:
+        """Refuse `optimizer.ema_decay` beside what `megatfm.optim.parameters.with_weight_average` can't average."""
+        optimizer, reason = self.optimizer, ""
+        if isinstance(optimizer, ScheduleFreeConfig):
+            reason = "averages weights itself"
+        elif getattr(optimizer, "moments_dtype", "param") != "param":
+            reason = "keeps its state in another precision (moments_dtype)"
+        if optimizer.ema_decay is not None and reason:
+            raise ValueError(
+                f"optimizer.ema_decay = {optimizer.ema_decay:g}: optimizer.name = {optimizer.name!r} {reason}: choose "
+                "adamw, lion, muon, soap, adafactor or lamb, without moments_dtype, or leave ema_decay out"
+            )
 
     def _check_names(self) -> None:
         """Refuse names that only a plugin could register, before a job waits for them."""

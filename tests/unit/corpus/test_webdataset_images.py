@@ -133,7 +133,10 @@ def test_classes_from_json_or_text(rule: str, tmp_path: Path) -> None:
     facts = dict(line.split(maxsplit=1) for line in describe_corpus(tmp_path / "theirs").splitlines())
     assert facts["classes"] == f"3 ({', '.join(sorted(NAMES))})"
     assert not {"tokens", "text", "tokenizer"} & facts.keys(), "images alone have none"
-    assert f"\nclass   {numbers[NAMES[1]]} ({NAMES[1]})\n" in describe_corpus(tmp_path / "theirs", 4)
+    displayed = describe_corpus(tmp_path / "theirs", 4)
+    assert f"\nclass   {numbers[NAMES[1]]} ({NAMES[1]})\n" in displayed
+    assert ".cls    1 byte" in displayed.splitlines()
+    assert "of text" not in displayed
     (tmp_path / "classes").write_text("\n".join(NAMES))
     img2dataset(tmp_path / "others")
     other = index_images(tmp_path / "others", LabelRule.parse(rule), tmp_path / "classes").manifest
