@@ -54,6 +54,14 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2",
             file.write(np.array(values, kind).tobytes())
 
 
+def with_empty_document(path: Path, documents: Sequence[Sequence[int]]) -> None:
+    """Write a corpus whose last document has no sequence, as of an empty text whose sentences the builder counts."""
+    megatron(path, documents)
+    index = path.with_suffix(".idx")
+    data = index.read_bytes()
+    index.write_bytes(data[:26] + struct.pack("<Q", len(documents) + 2) + data[34:] + data[-8:])
+
+
 def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> None:
     """Write a corpus as datatrove's writer does."""
     file = MegatronTokenizedFile(str(path.parent), path.stem, token_size=size)
@@ -82,6 +90,7 @@ def taken(out: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("format_", "write"), [
     ("megatron", megatron),
     ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
+    ("megatron", with_empty_document),
     ("megatron", lambda path, documents: by_datatrove(path, documents, 2)),
     ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
     ("tokens", lambda path, documents: path.write_bytes(np.array([i for d in documents for i in (*d, END)], "<u2"))),
