@@ -9,9 +9,9 @@ from mkdocs.structure.files import File, Files
 from megatfm.cli import build_parser
 
 INTRODUCTION = (
-    "`CONFIG` is a TOML file, a run directory, or the name of a preset; `key=value` sets any of its keys, wherever on "
-    "the line it stands. Every command takes `--help`, and `--debug`, which shows the traceback of an error that is "
-    "otherwise one line. [Exit codes](../guide/troubleshooting.md#exit-codes) are the same for all."
+    "`CONFIG` is a TOML file, the name of a preset, or, but for `prep`, a run directory; `key=value` sets any of its "
+    "keys, anywhere on the line. Every command takes `--help`, and `--debug`, which shows the traceback of an "
+    "error that is otherwise one line. [Exit codes](../guide/troubleshooting.md#exit-codes) are the same for all."
 )
 
 
@@ -42,16 +42,25 @@ def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def table(command: argparse.ArgumentParser) -> str:
-    """A command's arguments and flags; nothing if it has none."""
+    """A command's arguments and flags, and below them those of each group; nothing if it has none."""
+    positional, options, *groups = command._action_groups
+    tables = [("", [*positional._group_actions, *options._group_actions])]
+    tables += [(f"{group.title}:\n\n", group._group_actions) for group in groups]
+    return "\n\n".join(f"{title}{rows}" for title, actions in tables if (rows := table_of(actions)))
+
+
+def table_of(actions: list[argparse.Action]) -> str:
+    """A table of arguments; nothing if there are none."""
     rows = [
         f"| `{spelled(action)}` | {action.help or ''} |"
-        for action in sorted(command._actions, key=lambda action: bool(action.option_strings))
+        for action in actions
         if not {"--help", "--debug"} & set(action.option_strings)
     ]
     return "\n".join(["| Argument | Meaning |", "|---|---|", *rows]) if rows else ""
 
 
 def spelled(action: argparse.Action) -> str:
-    """An argument as it is typed: CONFIG, key=value …, --nproc N."""
-    value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
+    """An argument as it is typed: CONFIG, key=value …, --nproc N, --to {hf,megatfm}."""
+    choices = ",".join(map(str, action.choices)) if action.choices else ""
+    value = "" if action.nargs == 0 else str(action.metavar or (f"{{{choices}}}" if choices else action.dest.upper()))
     return " ".join([*action.option_strings, value]).strip() + (" …" if action.nargs == "*" else "")

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --evaluate: import the packages that the run names in plugins",
     )
-    slurm = parser.add_argument_group("SLURM")
+    slurm = parser.add_argument_group("with --slurm")
     slurm.add_argument("--slurm", action="store_true", help="submit a SLURM job")
     types = {"gpus_per_node": int, "chain": int, "array": int, "site": Path}
     for name, (metavar, text) in SLURM_FLAGS.items():

@@ -104,9 +104,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except (OSError, ValueError) as error:
+    except Exception as error:
         message = describe_impossible_path(error)
         if args.debug or message is None:
+            from megatfm.registry import add_plugin_note
+
+            add_plugin_note(error)
             raise
         print(f"error: {message}", file=sys.stderr)
         code = EXIT_USAGE

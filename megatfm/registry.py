@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Generic, TypeVar
 
 from megatfm.errors import UsageError
@@ -18,19 +19,32 @@ MIN_PREFIX = 3
 """Least number of letters with which a prefix suggests a name."""
 
 
+_places_of_used_parts: dict[str, str] = {}
+"""Kind and name of each part of a plugin that was looked up → file and line of its registration."""
+_imported_plugins: set[str] = set()
+
+
 class Registry(Generic[Part]):
     """A table `name -> part` of one kind, e.g. `NORMS = Registry[type[nn.Module]]("norm")`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._parts: dict[str, Part] = {}
+        self._places: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[Part], Part]:
         """Return a decorator that registers an object. Raises UsageError if the name is registered already."""
 
         def add(part: Part) -> Part:
+            place = _find_registering_line()
             if self._parts.setdefault(name, part) is not part:
-                raise UsageError(f"{self.kind} {name!r} is registered twice: give one of them another name")
+                first = self._places.get(name, "megatfm itself")
+                raise UsageError(
+                    f"{self.kind} {name!r} is registered twice, by {first} and {place or 'megatfm itself'}: "
+                    "give one of them another name"
+                )
+            if place is not None:
+                self._places[name] = place
             return part
 
         return add
@@ -41,6 +55,8 @@ class Registry(Generic[Part]):
             raise UsageError(
                 f"unknown {self.kind} {name!r}{did_you_mean(name, self._parts)}; there are: {', '.join(self.names())}"
             )
+        if name in self._places:
+            _places_of_used_parts[f"{self.kind} {name!r}"] = self._places[name]
         return self._parts[name]
 
     def names(self) -> list[str]:
@@ -91,6 +107,7 @@ def import_plugins(packages: Iterable[str]) -> None:
     """
     for package in packages:
         add_plugin_folders([package], [Path.cwd()])
+        _imported_plugins.add(package.partition(".")[0])
         try:
             importlib.import_module(package)
         except UsageError:
@@ -114,6 +131,35 @@ def _find_location(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
     return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else None
+
+
+def add_plugin_note(error: Exception) -> None:
+    """Add a line below an error's traceback: where in a plugin it arose, or of which plugins parts are in use.
+
+    Also reads the traceback of another process that was added to the error as a note.
+    """
+    modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] in _imported_plugins]
+    files = {str(getattr(module, "__file__", None)) for module in modules}
+    lines = re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(traceback.format_exception(error)))
+    in_plugins = [f"{file}:{line}, in {function}" for file, line, function in lines if file in files]
+    if in_plugins:
+        error.add_note(f"plugins: this arose in a plugin or below it, at {in_plugins[-1]}: mend it there")
+    elif _places_of_used_parts:
+        parts = ", ".join(f"{part} ({place})" for part, place in _places_of_used_parts.items())
+        error.add_note(f"plugins: in use are {parts}: compare what they take and return with the manual")
+
+
+def _find_registering_line() -> str | None:
+    """Return file and line of the module outside megatfm that is registering a part; None if megatfm is."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if module == "importlib":
+            return None
+        if module != "megatfm":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trusted: bool) -> None:

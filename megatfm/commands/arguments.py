@@ -9,14 +9,21 @@ from megatfm.registry import import_foreign_plugins
 
 
 def add_config_and_overrides(
-    parser: argparse.ArgumentParser, example: str = "train.steps=100", *, optional: bool = False
+    parser: argparse.ArgumentParser,
+    example: str = "train.steps=100",
+    *,
+    optional: bool = False,
+    sources: str = "a TOML file, a run directory, or the name of a preset",
 ) -> None:
-    """Add CONFIG and its overrides. example: an override for the help text. optional: whether CONFIG may be omitted."""
+    """Add CONFIG and its overrides.
+
+    example: an override for the help text. optional: whether CONFIG may be omitted. sources: what CONFIG may be.
+    """
     parser.add_argument(
         "config",
         metavar="CONFIG",
         nargs="?" if optional else None,
-        help="a TOML file, a run directory, or the name of a preset",
+        help=sources,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatfm.commands.arguments import add_config_and_overrides
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 from megatfm.errors import UsageError
+from megatfm.terminal import format_counted
 
 if TYPE_CHECKING:
     from megatfm.tokenizers import Tokenizer
@@ -183,7 +184,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
     with name_write_errors(Path(args.images)):
         atomic_write(Path(args.images), out.getvalue())
-    return f"{args.images}: {args.count} images of {position} rows of training"
+    return f"{args.images}: {format_counted(args.count, 'image')} of {position} rows of training"
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {
@@ -197,7 +198,8 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {
 
 
 def add_prep_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_and_overrides(parser, example="read.folder=my-texts")
+    sources = "a TOML file, or the name of a preset, such as quickstart-data"
+    add_config_and_overrides(parser, example="read.folder=my-texts", sources=sources)
     parser.add_argument("--task", "--part", dest="task", metavar="I/N", help=TASK_HELP)
     parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
 

@@ -29,6 +29,7 @@ from megatfm.config.sources import (
     is_vocab_size_of_preset,
     merge_files,
     read_files,
+    set_run_dir,
 )
 from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
@@ -57,8 +58,11 @@ def load_config(
 
 def read_values(config_class: type[Section], path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of a config file (None: no file) and of overrides, without validation. Raises UsageError."""
-    values = merge_files(config_class, read_files(config_class, path)) if path else {}
+    files = read_files(config_class, path) if path else []
+    values = merge_files(config_class, files) if files else {}
     apply_overrides(config_class, values, overrides)
+    if files:
+        set_run_dir(values, files[0])
     return values
 
 
@@ -85,6 +89,7 @@ def load_section(
     if not replaced_sections and is_vocab_size_of_preset(files):
         drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
+    set_run_dir(values, files[0])
     bases = ", ".join(str(file.path) for file in files[1:] if not file.is_preset)
     subject = f"{path_or_preset} (extends {bases})" if bases else str(path_or_preset)
     if config_class is Config and (renamed := find_renamed_keys(values)):

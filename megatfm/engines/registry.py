@@ -60,6 +60,17 @@ class EngineRegistry(Registry[EngineFactory]):
         self.get(name)
         return feature in self._features[name]
 
+    def build(self, name: str, setup: EngineSetup) -> Engine:
+        """Build an engine. Raises UsageError for members of the interface that it lacks, before one is needed."""
+        engine = self.get(name)(setup)
+        members = [member for member in vars(Engine) if not member.startswith("_")]
+        if missing := [member for member in members if not hasattr(engine, member)]:
+            raise UsageError(
+                f"parallel.engine = {name!r}: {type(engine).__name__} lacks {', '.join(missing)} of "
+                "megatfm.engines.interface.Engine"
+            )
+        return engine
+
     def check(self, config: Config, precision: str) -> None:
         """Raise UsageError for a feature that the config asks for and its engine does not declare."""
         name = config.parallel.engine

@@ -16,6 +16,7 @@ from megatfm.engines.gradients import all_reduce_flat
 from megatfm.engines.interface import CountingModule, StateDict
 from megatfm.engines.losses import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
+from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline
@@ -199,11 +200,14 @@ class ModuleState:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[CountingModule, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
-            if not hasattr(module, "reset_counts"):  # few have it, and the protocol's own check is slow
-                continue
+            if not (hasattr(module, "reset_counts") or hasattr(module, "accumulate_counts")):
+                continue  # few have them, and the protocol's own check is slow
             axes = _find_reduced_axes(path, module, layout)
-            if isinstance(module, CountingModule):
-                self._modules[path] = module, axes
+            if not isinstance(module, CountingModule):
+                members = ("observed", "accumulate_counts", "update", "reset_counts")
+                missing = ", ".join(name for name in members if not hasattr(module, name))
+                raise UsageError(f"{path}: {type(module).__name__} keeps counts, but lacks {missing}")
+            self._modules[path] = module, axes
         tensors = dict(model.named_buffers())
         self.buffers = {
             name: ShardedTensor(tensors[name], buffer.shape, buffer.region[0])

@@ -192,7 +192,21 @@ def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution
 
 
 def check_inits(model: nn.Module) -> None:
-    """Raise UsageError for a parameter or buffer without initial values, which would be whatever memory held."""
+    """Raise UsageError for a parameter or buffer without initial values, which would be whatever memory held.
+
+    Also for initial values of anything else, or that are no distribution.
+    """
+    for path, module in model.named_modules():
+        for key, init in getattr(module, "initial", {}).items():
+            if not hasattr(module, key):
+                raise UsageError(
+                    f"{path}: {type(module).__name__} has no parameter or buffer {key!r}, which its `initial` names"
+                )
+            if not isinstance(init, InitDistribution):
+                raise UsageError(
+                    f"{path}.{key}: {init!r} in `initial` of {type(module).__name__} is no distribution: use one of "
+                    "megatfm.layers.initialisation, such as Constant(1.0)"
+                )
     initialised = {id(tensor) for _, tensor, _ in iter_inits(model)}
     for path, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

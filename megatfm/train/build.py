@@ -60,7 +60,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         optimizers=optimizers,
         pipeline=pipeline,
     )
-    return ENGINES.get(config.parallel.engine)(setup)
+    return ENGINES.build(config.parallel.engine, setup)
 
 
 def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None) -> Saver:

@@ -20,6 +20,7 @@ from megatfm.layers.position import POSITIONS, PositionEncoding
 from megatfm.models import Model, build
 from megatfm.objectives import OBJECTIVES, Objective
 from megatfm.registry import import_plugins
+from megatfm.tracking.metrics import SINKS, MetricsLog, RunInfo
 from megatfm.verify.shrink import draw_batch, objective_for
 from tests.support.documentation import FENCE, ROOT, list_code_blocks, load_module
 
@@ -88,6 +89,16 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     assert float(loss.detach()) / int(objective.target_counts(batch)["causal"]) == pytest.approx(4.56, abs=0.2), (
         "log(96)"
     )
+
+
+def test_the_log_sink_of_the_questions_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow("faq.md", tmp_path)
+    monkeypatch.setattr(SINKS, "_parts", dict(SINKS._parts))
+    load_module(tmp_path / "my_sink.py")
+    with MetricsLog(RunInfo(tmp_path), ["mine"]) as metrics:
+        metrics.write({"step": 1, "tokens": 8, "loss": 2.5})
+        metrics.sync()
+        assert (tmp_path / "mine.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
 
 
 MEMBER_OF_LIST = re.compile(r"^(?:- |\| )(?:\*\*[^*]+\*\*:? )?((?:`[^`]+`(?:, | and | or | )?)+)", re.M)

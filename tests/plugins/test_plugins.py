@@ -17,7 +17,6 @@ from megatfm import checkpoint, data_prep, tokenizers
 from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers import FORMATS, READERS
 from megatfm.errors import EXIT_OK, UsageError
@@ -139,11 +138,9 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     (tmp_path / "tokenizer.model").write_bytes(
         tokenizers.train_sentencepiece([inspect.getsource(json.decoder), *texts], vocab_size=400)
     )
-    tokenizer = tokenizers.load(tmp_path / "tokenizer.model")
-    with ShardWriter(tmp_path / "topics", tokenizer_hash=tokenizer.hash, token_dtype="uint16") as out:
-        for n, text in enumerate(texts):
-            out.add(f"{n:04d}", tokenizer.encode(text), "made", len(text), {"cls": b"%d" % (n % 5)})
-        out.finish({})
+    written: dict[str, Any] = {}
+    exec(get_code_block("tasks.md", "python", "write_topics.py"), written)
+    written["write"](tmp_path / "topics", tmp_path / "tokenizer.model", [(text, n % 5) for n, text in enumerate(texts)])
     data = {"train": str(tmp_path / "topics"), "tokenizer": str(tmp_path / "tokenizer.model"), "sequence_length": 64}
     common = {"data": data, "log": {"sinks": []}, "parallel": {"dp_shard": 2}}
     before = values(

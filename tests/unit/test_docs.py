@@ -166,7 +166,13 @@ def test_every_command_and_flag_is_explained() -> None:
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
-    for row in ("| `--nproc N` | processes here", "| `--dry-run` | print what", "| `key=value …` | for example"):
+    assert "\n\nwith --slurm:\n\n| Argument" in text, "options have their group's title"
+    for row in (
+        "| `--nproc N` | processes here",
+        "| `--to {hf,megatfm,peft,moe}` |",
+        "| `--dry-run` | print what",
+        "| `key=value …` | for example",
+    ):
         assert row in text
     assert not re.search(r"\| \|$|None|SUPPRESS", text, re.MULTILINE), "an argument says nothing"
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import stat
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatfm import rng
+from megatfm import cli, registry, rng
 from megatfm.checkpoint import file_io
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
@@ -228,7 +229,8 @@ def test_a_part_is_found_by_its_name() -> None:
     colours.register("blue")(2)
     assert (colours.get("red"), colours.names()) == (1, ["blue", "red"])
     colours.register("red")(1)  # the same part again: a plugin that is imported twice
-    with pytest.raises(UsageError, match=r"^colour 'red' is registered twice: give one of them another name$"):
+    twice = r"^colour 'red' is registered twice, by \S+test_files.py:\d+ and \S+test_files.py:\d+: give one of them"
+    with pytest.raises(UsageError, match=twice):
         colours.register("red")(3)
     assert colours.get("red") == 1
     with pytest.raises(UsageError, match=r"^unknown colour 'rad' \(did you mean 'red'\?\); there are: blue, red$"):
@@ -331,6 +333,53 @@ def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, m
     (tmp_path / "broken_plugin.py").write_text(code)
     with pytest.raises(UsageError, match=why):
         import_plugins(["broken_plugin"])
+
+
+@pytest.mark.usefixtures("own_parts")
+@pytest.mark.parametrize(("words", "changed", "why"), [
+    ("super().__init__(d_model, eps, bias=False)", "super().__init__(d_model.eps)",
+     r"^plugins: this arose in a plugin .* at \S+found_NUMBER.py:9, in __init__: mend it there$"),
+    ("def __init__(self, d_model, eps)", "def __init__(self, d_model)",
+     r"^plugins: in use are norm 'found_NUMBER' \(\S+found_NUMBER.py:6\): compare what they take and return"),
+])  # fmt: skip
+def test_a_plugin_s_part_that_fails_is_named(
+    words: str, changed: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the traceback: the line in the plugin, or, where megatfm's own code fails, where its parts are."""
+    name = f"found_{len(changed)}"
+    monkeypatch.setattr(registry, "_places_of_used_parts", {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{name}.py").write_text(PLUGIN.replace("plain_layer_norm", name).replace(words, changed))
+    with pytest.raises((AttributeError, TypeError)) as failed:
+        cli.main(["describe", "quickstart", f"plugins={name}", f"model.norm.name={name}", "model.vocab_size=11"])
+    assert re.match(why.replace("found_NUMBER", name), failed.value.__notes__[-1])
+
+
+@pytest.mark.usefixtures("own_parts")
+@pytest.mark.parametrize(("words", "changed", "why"), [
+    ('{"weight"', '{"wieght"', r"norm: PlainLayerNorm has no parameter or buffer 'wieght', which its `initial` names"),
+    ("Constant(1.0)", "1.0", r"norm.weight: 1.0 in `initial` of PlainLayerNorm is no distribution: use one of "),
+])  # fmt: skip
+def test_initial_values_of_a_plugin_are_checked(
+    words: str, changed: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"found_initial_{len(changed)}"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{name}.py").write_text(PLUGIN.replace("plain_layer_norm", name).replace(words, changed))
+    import_plugins([name])
+    config = load_config("quickstart", [f"plugins={name}", f"model.norm.name={name}", "model.vocab_size=11"])
+    with torch.device("meta"), pytest.raises(UsageError, match=why):
+        build(config.model)
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_name_that_megatfm_has_names_the_plugin_s_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "found_taken.py").write_text(PLUGIN.replace("plain_layer_norm", "rms_norm"))
+    with pytest.raises(
+        UsageError, match=r"^norm 'rms_norm' is registered twice, by megatfm itself and \S+taken.py:6: "
+    ):
+        import_plugins(["found_taken"])
 
 
 def test_a_missing_plugin() -> None:

@@ -107,10 +107,10 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     removed = tmp_path / "gone.json"
     stored = config(f"deepspeed.json_file={removed}").model_dump(mode="json")
     read = Config.model_validate(stored)
-    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"):
+    with pytest.raises(UsageError, match=r"\.json_file = .*gone\.json': can't read it: No such file or directory"):
         make_deepspeed_json(read, "fp32")
     removed.write_text('{"a": ' * 100_000)
-    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: maximum recursion"):
+    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json': can't read it: maximum recursion"):
         make_deepspeed_json(read, "fp32")
     removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):

@@ -112,6 +112,19 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         "optimizer.name = 'adam': unknown (did you mean 'adamw'?); there are: adamw, muon, soap, adafactor, lamb, "
         "lion, schedule_free_adamw; others need the package that registers them in plugins",
     ),
+    # other names that only a plugin could register
+    ("objective.name=causall", "objective.name = 'causall': unknown (did you mean 'causal'?); there are: causal, "),
+    ("parallel.engine=ntive", "parallel.engine = 'ntive': unknown (did you mean 'native'?); there are: native, deep"),
+    ("model.attention.pattern.name=windw", "model.attention.pattern.name = 'windw': unknown (did you mean 'window'?"),
+    ('model.ffn={name="moe", d_ff=8, n_experts=2, top_k=1, router={name="topk"}}',
+     "model.ffn.router.name = 'topk': unknown (did you mean 'top_k'?); there are: "),
+    ('data.images={transforms=["horizontal_flp"]}',
+     "data.images.transforms[0].name = 'horizontal_flp': unknown (did you mean 'horizontal_flip'?); there are: "),
+    ("model.extra_heads={clasifier={n_classes=2}}",
+     "model.extra_heads.clasifier.name = 'clasifier': unknown (did you mean 'classifier'?); there are: sentence, "),
+    ('model={layer_types=["local"], layer_type={local={attention={pattern={name="windw"}}}}, d_model=8, n_layers=1, '
+     'attention={n_heads=2}, ffn={d_ff=16}}',
+     "model.layer_type.local.attention.pattern.name = 'windw': unknown (did you mean 'window'?); there are: full, "),
     ("optimizer.layer_decay=0", "optimizer.layer_decay = 0: input should be greater than 0; the default is 1.0"),
     # the schedule's name
     ("lr_schedule.name=cosin", "lr_schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),

@@ -247,7 +247,7 @@ def test_the_name_chooses_the_section(load: Load) -> None:
 
 
 def test_a_plugins_section_may_have_further_keys(load: Load) -> None:
-    config = load("objective.name=mine", "objective.depth=3")
+    config = load("plugins=['mine']", "objective.name=mine", "objective.depth=3")
     assert isinstance(config.objective, PluginObjective)
     assert config.objective.model_extra == {"depth": 3}
     assert "depth = 3" in to_toml(config)

@@ -16,7 +16,7 @@ from megatfm.config.objective import CausalObjective
 from megatfm.engines.interface import CountingModule
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.state import ModuleState
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import Constant
 from megatfm.layers.norm import NORMS
 from megatfm.parallel.layout import ModelLayout, iter_blocks
@@ -239,6 +239,29 @@ def modules_that_no_pass_reached() -> dict[str, Any]:
 
 def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:
     assert workers.run(modules_that_no_pass_reached, 2)[0] == {"idle": {}, "both": {"1": {"load": [2.0, 2.0]}}}
+
+
+class CountingWithoutUpdate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed: dict[str, Tensor] = {}
+
+    def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
+        self.observed = dict(counts)
+
+
+def refuse_a_module_that_counts_for_nothing() -> str:
+    mesh = build_mesh(ParallelConfig(), 1, "cpu")
+    with pytest.raises(UsageError) as refused:
+        ModuleState(nn.Sequential(CountingWithoutUpdate()), ModelLayout({}, ""), mesh)
+    return str(refused.value)
+
+
+def test_a_module_that_counts_but_lacks_methods_is_refused(workers: Workers) -> None:
+    """Its state would never change, without a word."""
+    assert workers.run(refuse_a_module_that_counts_for_nothing, 1) == [
+        "0: CountingWithoutUpdate keeps counts, but lacks update, reset_counts"
+    ]
 
 
 # ---------------------------------------------------------------------------------------- statistics by layer
