@@ -112,7 +112,7 @@ def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dic
     if (file := folder_path / "modules.json").is_file():
         try:
             kinds = [str(module["type"]) for module in json.loads(file.read_text(encoding="utf-8-sig"))]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UsageError(f"{file}: not a list of modules: {error}") from None
         supported_modules = ("Transformer", "Pooling", "Normalize")
         if unknown := [kind for kind in kinds if not kind.endswith(supported_modules)]:

@@ -172,6 +172,8 @@ class PeftAdapter:
                 factors |= self._convert_factors(module, tensor, tensors.get(f"{PREFIX}{module}{B_SUFFIX}"))
             elif not name.endswith(B_SUFFIX):
                 other_weights[name] = tensor
+            elif f"{full_name.removesuffix(B_SUFFIX)}{A_SUFFIX}" not in tensors:
+                raise MegatfmError(f"{self._weights_path}: {full_name} has no lora_A beside it")
         if not factors:
             raise MegatfmError(f"{self._weights_path}: holds no lora_A and lora_B")
         return factors, self._convert_other_weights(other_weights)

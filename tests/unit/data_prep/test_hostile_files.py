@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -46,6 +47,24 @@ def test_files_that_fuzzing_found_are_refused(tmp_path: Path, name: str) -> None
     path = write_file(tmp_path / "in" / name, FILES[name if name in FILES else "a.xml"]().replace(good, bad))
     with pytest.raises(MegatfmError, match="is no whole"):
         read_documents(path)
+
+
+DELETED = re.sub(rb"(?s)<text.*?</text>", b'<text deleted="deleted" />', FILES["a.xml"]())
+REFUSED = {
+    "a.json": (b'"a text"', "is no array of records"),
+    "a.warc": (b"WARC/1.0\r\n" + b"a: b\r\n" * 2000, "record 1 has a header without an end"),
+    "b.warc": (b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n", "record 1 is longer than 268,435,456 bytes"),
+    "c.warc": (warc_record("resource", b"x", "http://a", "image/png"), "is no text but image/png"),
+    "d.xml": (DELETED, "has no text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_without_a_text_are_refused(tmp_path: Path, name: str) -> None:
+    data, reason = REFUSED[name]
+    settings = {"format": "json"} if name == "a.json" else {}
+    with pytest.raises(MegatfmError, match=reason):
+        read_documents(write_file(tmp_path / "in" / name, data), **settings)
 
 
 def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
