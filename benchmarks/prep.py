@@ -82,7 +82,7 @@ def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     from megatfm.config.prep_steps import DedupConfig, StepConfig
     from megatfm.data_prep.dedup.methods import ExactDedup, make_dedup_method
     from megatfm.data_prep.documents import Document
-    from megatfm.data_prep.filters.base import make_filter
+    from megatfm.data_prep.filters.base import CountingFilter, make_filter
     from megatfm.data_prep.filters.text import FixUnicode
 
     records = [Document(str(number), text) for number, text in enumerate(documents)]
@@ -102,7 +102,7 @@ def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
         return lambda: list(search.compute_keys(over))
 
     stages: dict[str, tuple[Callable[[], object], float]] = {
-        "fix unicode, MB/s": (make_step(FixUnicode()), size),
+        "fix unicode, MB/s": (make_step(CountingFilter(FixUnicode())), size),
         "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(records)), size),
         "MinHash with shingling, thousand documents of 8 KB/s": (make_scan("minhash", pieces), len(pieces) / 1000),
         "lines, scan, MB/s": (make_scan("lines", records), size),

@@ -23,7 +23,7 @@ from megatfm.data_prep.documents import (
 )
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.filters.base import CountingFilter, PipelineStep, make_filter, pass_through
+from megatfm.data_prep.filters.base import CountingFilter, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
 from megatfm.data_prep.input_files import InputFiles, chunk_by_bytes
 from megatfm.data_prep.split import choose_held_out
@@ -40,7 +40,8 @@ class CleanStage:
         self._stages = stages
         self._config = stages.config
         self._inputs = inputs
-        self._steps = [make_filter(step) for step in self._config.steps]
+        repairs = [CountingFilter(FixUnicode())] if self._config.read.fix_unicode else []
+        self._steps = [*repairs, *map(make_filter, self._config.steps)]
 
     def run(self, basis: StageResult) -> StageResult:
         """Read, clean and deduplicate. The documents lie as `exact_dedup` in the folder of the basis."""
@@ -55,9 +56,10 @@ class CleanStage:
             def work(part: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
                 part_documents = read_documents(exact_dedup.get_chunk_path(part))
-                documents_left = self._hash_documents(filter_part(part, part_documents, counts), self._hash_path(part))
+                remaining = filter_part(part, part_documents, counts)
+                hashed_documents = self._hash_documents(remaining, self._get_hashes_path(part))
                 return {
-                    **write_part(self._folder, "exact_dedup", part, documents_left),
+                    **write_part(self._folder, "exact_dedup", part, hashed_documents),
                     "step": counts.as_json(),
                 }
 
@@ -67,7 +69,7 @@ class CleanStage:
                 return {
                     "bytes": step.bytes_out,
                     "parts": len(chunks),
-                    "blake3": _hash_files(map(self._hash_path, range(len(chunks)))),
+                    "blake3": _hash_files(map(self._get_hashes_path, range(len(chunks)))),
                     "steps": [*read_result["steps"], step.as_json()],
                     "notes": [*read_result["notes"], *_warn_of_copies(step)],
                     "skipped_files": read_result["skipped_files"],
@@ -76,7 +78,7 @@ class CleanStage:
             def tidy() -> None:
                 for index in range(len(chunks)):
                     exact_dedup.get_chunk_path(index).unlink(missing_ok=True)
-                    self._hash_path(index).unlink(missing_ok=True)
+                    self._get_hashes_path(index).unlink(missing_ok=True)
                 exact_dedup.remove_marks(duplicates)
 
             return self._stages.run_parts("exact_dedup", basis, len(chunks), work, join, tidy=tidy)
@@ -96,8 +98,7 @@ class CleanStage:
                 first, end = ranges[part]
                 n_bad_before = len(inputs.bad)
                 reader = DocumentReader(inputs, limit, inputs.files[first:end], known_bad if part == 0 else ())
-                repairs = [FixUnicode()] if self._config.read.fix_unicode else []
-                steps: list[PipelineStep] = [*repairs, *self._copy_steps()]
+                steps = self._reset_counts()
                 documents = self._write_chunks(part, pass_through(steps, reader.iter_documents(advance)))
                 counts = [reader.counts, *(step.counts for step in steps)]
                 return {
@@ -151,7 +152,7 @@ class CleanStage:
             yield document
         write_keys(path, [np.frombuffer(hashes, np.uint8)])
 
-    def _hash_path(self, part: int) -> Path:
+    def _get_hashes_path(self, part: int) -> Path:
         return self._folder / f"identity.{part:05d}"
 
     def _find_document_limit(self) -> tuple[int, list[str]]:
@@ -168,8 +169,8 @@ class CleanStage:
         cut_limit = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
         return cut_limit, [f"too few files to hold some out: cut into documents of at most {cut_limit:,} bytes"]
 
-    def _copy_steps(self) -> list[CountingFilter]:
-        """Return the config's steps with counts reset; their lists and indices are read once for all parts."""
+    def _reset_counts(self) -> list[CountingFilter]:
+        """Return the steps with new counts; their lists and indices are read once for all parts."""
         for step in self._steps:
             step.counts = StepStats(step.counts.step)
         return self._steps

@@ -15,6 +15,7 @@ from megatfm.corpus.inspect import get_domain
 from megatfm.errors import MegatfmError
 
 BLOCK_BYTES = 2**20
+SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.documents import StepStats, TokenizedDocument, format_drop_reasons
+from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, format_drop_reasons
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
@@ -24,7 +24,6 @@ from megatfm.data_prep.tokenize import TokenizeStage, get_members_path, get_toke
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
-SPLITS = ("train", "validation")
 EMPTY_SPLIT: StageResult = {
     **dict.fromkeys(("documents", "text_bytes", "tokens", "shards", "bytes"), 0),
     "bytes_per_token": 0.0,
@@ -174,7 +173,7 @@ class _IntermediateFiles:
         self._ids.commit()
         self._members.commit()
 
-    def __enter__(self) -> "_IntermediateFiles":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -231,9 +231,10 @@ def chunk_by_bytes(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int
 
 
 def _find_root(config: ReadConfig) -> Path:
+    kind = "images, or tars of them" if config.format == "images" else "text files"
     root = Path(config.folder if config.folder is not None else sysconfig.get_path("stdlib"))
     if not root.exists():
-        raise UsageError(f"{root}: no such folder: set read.folder to a folder of text files")
+        raise UsageError(f"{root}: no such folder: set read.folder to a folder of {kind}")
     if not root.is_dir():
         raise UsageError(f"{root}: is a file, not a folder: set read.folder to the folder that holds it")
     return root

@@ -1,5 +1,6 @@
 """Classes of images, from folder names, tables, or fields beside them, stored as each image's `.cls`."""
 
+import codecs
 import csv
 import io
 import json
@@ -10,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm.config.prep import LabelsConfig
-from megatfm.corpus.webdataset_images import are_captions, read_class_names
+from megatfm.corpus.webdataset_images import are_captions, parse_class_number, read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.text import read_json_lines
@@ -57,9 +58,9 @@ class ClassLabels:
 
     def get_class_name(self, members: Mapping[str, bytes]) -> str:
         """Return the name of an image's class, or its number if classes have no names; "" without a class."""
-        number = members.get("cls", b"").strip().decode()
-        is_named = number.isdigit() and int(number) < len(self.names)
-        return self.names[int(number)] if is_named else number
+        text = members.get("cls", b"").removeprefix(codecs.BOM_UTF8).strip()
+        number = parse_class_number(text)
+        return self.names[number] if number is not None and number < len(self.names) else text.decode()
 
     @property
     def _where(self) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.builtin import with_builtin_folder
 from megatfm.data_prep.clean import CleanStage
 from megatfm.data_prep.dedup.runner import DedupStage, list_pass_names
+from megatfm.data_prep.documents import SPLITS
 from megatfm.data_prep.execution.config_identity import identify_config
 from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecutor, LockExecutor, StageResult
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
@@ -27,12 +27,11 @@ from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.import_external import (
     EMPTY_SPLIT,
-    SPLITS,
     IdFiles,
     ImportSource,
     ImportStage,
 )
-from megatfm.data_prep.import_images import ImageFiles
+from megatfm.data_prep.import_images import ImageFiles, fill_builtin_folder
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage
@@ -82,7 +81,7 @@ def run(
 def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     """Run the stages in order: read and clean, dedup, split, train the tokenizer, tokenize, commit."""
     config, values = stages.config, identify_config(stages.config)
-    read_config = with_builtin_folder(config.read, workspace.folder / "fetched")
+    read_config = fill_builtin_folder(config.read, workspace.folder / "fetched")
     inputs = InputFiles(read_config, workspace.folder / "fetched")
     if config.split.validation_files:
         inputs.move_to_front(config.split.validation_files)

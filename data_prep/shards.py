@@ -11,7 +11,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.manifest import MANIFEST, Manifest, TokenDtype
-from megatfm.corpus.writer import ShardWriter
+from megatfm.corpus.writer import ShardWriter, measure_members
 from megatfm.data_prep.documents import TokenizedDocument
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.stages import StageRunner
@@ -58,7 +58,7 @@ class SplitWriter(ExitStack):
                 document.text_bytes,
                 document_members,
                 document.fields,
-                *self._measure_images(document_members),
+                *measure_members(document_members),
             )
             start, self._number = start + document.n_tokens, self._number + 1
             id_parts, corpus_documents = by_corpus.setdefault(document.corpus, ([], []))
@@ -66,14 +66,6 @@ class SplitWriter(ExitStack):
             corpus_documents.append(document)
         for corpus, (id_parts, corpus_documents) in by_corpus.items():
             self._statistics[corpus].add(np.concatenate(id_parts), corpus_documents)
-
-    def _measure_images(self, members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
-        """Return height and width of an imported image, and the number of images; None for other corpora."""
-        if self._stages.config.read.format != "images":
-            return None, None
-        from megatfm.corpus.image_size import list_image_extensions, read_upright_size
-
-        return read_upright_size(members), len(list_image_extensions(members))
 
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns the description of the split, and of each corpus if there are several."""

@@ -74,13 +74,18 @@ def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
     atomic_write(run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n")
 
 
-def find_latest_checkpoint_step(run: Path) -> int:
-    """Return the step of the newest committed checkpoint, read from its folder's name; 0 if there is none."""
+def list_checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps of a run's committed checkpoints in ascending order, read from their folders' names."""
     try:
         names = [_STEP_DIR.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
     except OSError:
-        return 0
-    return max((int(match[1]) for match in names if match), default=0)
+        return []
+    return sorted(int(match[1]) for match in names if match)
+
+
+def find_latest_checkpoint_step(run: Path) -> int:
+    """Return the step of the newest committed checkpoint; 0 if there is none."""
+    return max(list_checkpoint_steps(run), default=0)
 
 
 def is_finished(run: Path, steps: int) -> bool:

@@ -21,6 +21,7 @@ from megatfm.launchers.job import Job, make_megatfm_command
 from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.launchers.slurm_site import Site
+from megatfm.terminal import format_counted
 
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
@@ -162,9 +163,10 @@ class SlurmLauncher:
     def _print_summary(self, job: Job, jobs: list[str]) -> None:
         run = job.run_dir
         if job.kind == "prep":
-            size = f"{job.array_size} tasks"
+            size = format_counted(job.array_size, "task")
         else:
-            size = f"{job.world_size} processes on {job.resources.nodes} nodes"
+            processes = format_counted(job.world_size, "process", "processes")
+            size = f"{processes} on {job.resources.nodes} node{'s' * (job.resources.nodes != '1')}"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
         print(f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
         print(f"  state    megatfm status {run}")

@@ -12,7 +12,7 @@ from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
-from megatfm.launchers.record import find_latest_checkpoint_step, is_finished
+from megatfm.launchers.record import find_latest_checkpoint_step, is_finished, list_checkpoint_steps
 from megatfm.launchers.slurm_site import FROM_SHELL, Site
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
@@ -184,6 +184,23 @@ def find_missing_paths(job: Job) -> Iterator[str]:
             )
         else:
             yield f"{key} = {path!r}: there is no such file or folder"
+    if problem := _check_branch_point(job):
+        yield problem
+
+
+def _check_branch_point(job: Job) -> str | None:
+    """Return the error with which a run that has no checkpoint of its own would refuse `train.branch_from`."""
+    branch_from = job.config.train.branch_from if job.kind == "train" and isinstance(job.config, Config) else None
+    if not branch_from or find_latest_checkpoint_step(job.run_dir):
+        return None
+    run, at, step = branch_from.rpartition("@")
+    steps = list_checkpoint_steps(Path(run if at else branch_from))
+    if step.isdecimal() and int(step) in steps:
+        return None
+    return (
+        f"train.branch_from = {branch_from!r}: give RUN@STEP, with the step of one of the run's checkpoints; there "
+        f"are: {', '.join(map(str, steps)) or 'none'}"
+    )
 
 
 def _iter_config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
@@ -214,10 +231,12 @@ def _iter_config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
         yield f"data.mixture.{name}.path", source.path, "manifest.json"
     if data.tokenizer:
         yield "data.tokenizer", data.tokenizer, ""
-    if config.train.init_from:
+    for name, path in config.evaluate.tasks.items():
+        yield f"evaluate.tasks.{name}", path, ""
+    # A run that resumes reads them no more, but for the model that preferences are measured against.
+    reads_weights = config.objective.name == "preference" or not find_latest_checkpoint_step(job.run_dir)
+    if config.train.init_from and reads_weights:
         yield "train.init_from", config.train.init_from, ""
-    if config.train.branch_from:
-        yield "train.branch_from", config.train.branch_from.rpartition("@")[0], ""
 
 
 def _check_size(job: Job, on_nodes: bool) -> str | None:

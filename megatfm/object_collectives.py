@@ -173,16 +173,6 @@ def run_on_rank_0_raising(work: Callable[[], T]) -> T:
     return cast(T, pickle.loads(result))
 
 
-def scatter(action: str, values: list[T], group: Group = None) -> T:
-    """Scatter the items of rank 0's list `values`, one to each rank. Other ranks' lists are ignored."""
-    if not is_distributed():
-        return values[0]
-    slot: list[Any] = [None]
-    with collective_errors(action):
-        dist.scatter_object_list(slot, values if rank(group) == 0 else None, group=group, group_src=0)
-    return cast(T, slot[0])
-
-
 def any_rank(action: str, value: bool, group: Group = None) -> bool:
     """Return whether a condition holds on any rank."""
     if not is_distributed():

@@ -1,4 +1,7 @@
-"""A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide."""
+"""A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
+
+Also counts with their noun, as `1 layer` and `2 layers`.
+"""
 
 import codecs
 import errno
@@ -107,6 +110,11 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
         for heading, text in zip(headings[1:], more_cells, strict=True):
             if text:
                 show(f"  {heading}: {text}" if heading else f"  {text}", row.style)
+
+
+def format_counted(count: int, singular: str, plural: str = "") -> str:
+    """Return a count and its noun: "1 layer", "12,000 layers". plural: `singular` with an s by default."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def wrap_line(line: str, indent: int) -> str:

@@ -6,7 +6,7 @@ the documents of each part by the marks of its rows.
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
@@ -32,11 +32,23 @@ from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.filters.base import format_example
 
 
-class ExactDedup:
-    """Keeps the first of identical texts. A row is the first 16 bytes of the BLAKE3 hash of a text."""
+class _RepeatedKeys:
+    """Base of methods that mark each row whose key an earlier row has."""
+
+    key_name = "keys"
+    row = ("<u8", 1)
+
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
+        return mark_repeats(rows, context)
+
+
+class ExactDedup(_RepeatedKeys):
+    """Keeps the first of identical texts. A row is the first 16 bytes of the BLAKE3 hash of a text.
+
+    `find_duplicates` also returns some `examples`: [row, first row with the same text].
+    """
 
     title = "exact duplicates"
-    key_name = "keys"
     row = ("<u8", 2)
     reason = "exact_duplicate"
 
@@ -44,23 +56,29 @@ class ExactDedup:
         for document in documents:
             yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
 
-    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
-        """Mark later rows. Returns also some `examples`: [row, first row with the same text]."""
-        return mark_repeats(rows, context)
-
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
-        for document, is_later in zip(documents, marks.tolist(), strict=True):
-            counts.count_input(document.text_bytes)
-            if is_later:
-                counts.count_dropped(self.reason, document.text_bytes, document.id)
-                continue
+        return _drop_marked(documents, marks, counts, self.reason, lambda document: document.id)
+
+
+def _drop_marked(
+    documents: Iterable[Document],
+    marks: NDArray[np.uint8],
+    counts: StepStats,
+    reason: str,
+    format_dropped: Callable[[Document], str],
+) -> Iterator[Document]:
+    """Yield the documents whose row has no mark."""
+    for document, is_duplicate in zip(documents, marks.tolist(), strict=True):
+        counts.count_input(document.text_bytes)
+        if is_duplicate:
+            counts.count_dropped(reason, document.text_bytes, format_dropped(document))
+        else:
             counts.count_kept(document.text_bytes)
             yield document
 
 
-ROW = ("<u8", 1)
 # CCNet's normal form: lower case, no accents (separate marks after decomposition), no punctuation, every digit a 0.
 # Vowel signs of Indian and other scripts are marks as well, but words differ in them, so they stay, as do separators.
 _BETWEEN = "\0"
@@ -69,11 +87,8 @@ _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
 
 
-class _TextUnitDedup:
+class _TextUnitDedup(_RepeatedKeys):
     """Keeps the first of equal lines or paragraphs in the corpus. A row is the hash of a long enough one."""
-
-    row = ROW
-    key_name = "keys"
 
     def __init__(self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool) -> None:
         self.title = title
@@ -84,9 +99,6 @@ class _TextUnitDedup:
         for document in documents:
             keys = self._hash_units(self._cut.split(document.text))
             yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
-
-    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
-        return mark_repeats(rows, context)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
@@ -190,13 +202,7 @@ class MinhashDedup:
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
-        for document, is_near in zip(documents, marks.tolist(), strict=True):
-            counts.count_input(document.text_bytes)
-            if is_near:
-                counts.count_dropped("minhash_duplicate", document.text_bytes, format_example(document))
-                continue
-            counts.count_kept(document.text_bytes)
-            yield document
+        return _drop_marked(documents, marks, counts, "minhash_duplicate", format_example)
 
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers have inverses
@@ -204,7 +210,7 @@ _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
 _BYTES = splitmix64(np.arange(1, 257, dtype=np.uint64))
 
 
-class SubstringDedup:
+class SubstringDedup(_RepeatedKeys):
     """Removes every substring of `min_bytes` that occurred before (Lee et al. 2022, section 4.1).
 
     A row is the hash of the substring that begins at a byte. All substrings are compared on disk; a suffix array would
@@ -212,8 +218,6 @@ class SubstringDedup:
     """
 
     title = "exact substrings"
-    key_name = "keys"
-    row = ROW
 
     def __init__(self, config: RepeatedSubstringsConfig) -> None:
         self._length = config.min_bytes
@@ -221,9 +225,6 @@ class SubstringDedup:
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
             yield self._hash_substrings(document.text.encode()).astype("<u8")
-
-    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
-        return mark_repeats(rows, context)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats

@@ -58,10 +58,10 @@ class DaskExecutor(LockExecutor):
             for _, error in as_completed(futures, with_results=True):
                 if error is not None:
                     raise MegatfmError(error)
-        except KilledWorker as died:
+        except KilledWorker as error:
             raise MegatfmError(
-                f"{name}: workers died repeatedly ({died}): see their logs, then run the same command to continue"
-            ) from died
+                f"{name}: workers died repeatedly ({error}): see their logs, then run the same command to continue"
+            ) from error
         finally:
             self._client.cancel(futures)
 
@@ -109,7 +109,7 @@ def run_part(config: str, folder: str, stage: str, part: int) -> str | None:
                 PrepConfig.model_validate(json.loads(config))
             )
     try:
-        preparation.do(stage, part)
+        preparation.run_part(stage, part)
     except MegatfmError as error:
         return str(error)
     return None
@@ -133,11 +133,11 @@ class _DaskPreparation(LockExecutor):
         self._thread = threading.Thread(target=self._run_pipeline, args=(config,), daemon=True)
         self._thread.start()
 
-    def bind(self, folder: Path) -> "_DaskPreparation":
+    def in_folder(self, folder: Path) -> "_DaskPreparation":
         self._folder = folder
         return self
 
-    def do(self, stage: str, part: int) -> None:
+    def run_part(self, stage: str, part: int) -> None:
         with self._one_at_a_time:
             is_done, work = self._wait_for_stage(stage)
             while not is_done(part):
@@ -211,7 +211,7 @@ class _DaskPreparation(LockExecutor):
         from megatfm.data_prep.pipeline import run
 
         try:
-            run(config, Reporter(Console(file=io.StringIO())), self.bind)
+            run(config, Reporter(Console(file=io.StringIO())), self.in_folder)
         except BaseException as error:
             self._error = error
         with self._changed:

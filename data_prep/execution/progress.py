@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from megatfm.data_prep.documents import Document
+from megatfm.terminal import format_counted
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -137,7 +138,7 @@ class PrepSummary:
                 f"{totals['documents']:,}",
                 _format_bytes(totals["text_bytes"]) if totals["text_bytes"] else "",  # images alone have no text
                 "",
-                f"{tokens}{totals['shards']} shard{'s' * (totals['shards'] != 1)}",
+                f"{tokens}{format_counted(totals['shards'], 'shard')}",
             )
         return table
 

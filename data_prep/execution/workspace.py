@@ -19,6 +19,7 @@ from megatfm.config.key_migrations import migrate_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
+from megatfm.data_prep.documents import SPLITS
 from megatfm.data_prep.execution.config_identity import (
     describe_first_difference,
     identify_config,
@@ -60,7 +61,7 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
     """Remove files of corpora that `result` doesn't list, and a tokenizer if it has none. They come from an interrupted
     preparation that went on with other settings. Files by other names stay."""
     with name_write_errors(out):
-        for split in ("train", "validation"):
+        for split in SPLITS:
             corpus_paths = {out / name for name in list_corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]
             for folder in [*sorted(folders, reverse=True), out / split]:
@@ -80,7 +81,6 @@ def _remove_corpus(folder: Path) -> None:
 
 
 WORK_DIR = ".work"
-SPLITS = ("train", "validation")
 REPORT = "report.html"
 CHAT_TEMPLATE_NAMES = (tokenizers.CHAT_TEMPLATE, tokenizers.CHAT_TEMPLATES_FOLDER)
 OUTPUT_NAMES = (*tokenizers.TOKENIZER_FILENAMES, *CHAT_TEMPLATE_NAMES, *SPLITS, REPORT)

@@ -12,15 +12,6 @@ from megatfm.errors import UsageError
 from megatfm.registry import Registry, did_you_mean
 
 
-class PipelineStep(Protocol):
-    """One step of the pipeline."""
-
-    counts: StepStats
-
-    def __call__(self, document: Document) -> Document | None:
-        """Return the document, changed or not, or None to drop it."""
-
-
 class Filter(Protocol):
     """Interface of a step: changes or drops a document. Counting is done by CountingFilter."""
 
@@ -37,7 +28,10 @@ class Filter(Protocol):
 
 
 class CountingFilter:
-    """A filter with counts. It drops documents that its filter leaves empty. notes: of the filter, for the user."""
+    """A step of the pipeline: a filter with counts. It drops documents that its filter leaves empty.
+
+    notes: of the filter, for the user.
+    """
 
     def __init__(self, filter_: Filter) -> None:
         self.counts = StepStats(filter_.title)
@@ -45,6 +39,7 @@ class CountingFilter:
         self._filter = filter_
 
     def __call__(self, document: Document) -> Document | None:
+        """Return the document, changed or not, or None to drop it."""
         size = document.text_bytes
         self.counts.count_input(size)
         result = self._filter.apply(document, self.counts)
@@ -137,7 +132,7 @@ def list_filter_names() -> list[str]:
     return sorted({*STEPS.names(), *(name for names in _MODULES.values() for name in names)})
 
 
-def pass_through(steps: Sequence[PipelineStep], documents: Iterable[Document]) -> Iterator[Document]:
+def pass_through(steps: Sequence[CountingFilter], documents: Iterable[Document]) -> Iterator[Document]:
     """Apply the steps in order, and yield the documents that all of them keep."""
     for document in documents:
         result: Document | None = document

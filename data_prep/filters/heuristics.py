@@ -100,11 +100,7 @@ class _SpacyWords:
     """spaCy's rule-based tokenizer of a language, without white space tokens."""
 
     def __init__(self, language: str) -> None:
-        self.language = language
         self._tokenizer: Any = _make_spacy_tokenizer(language)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _SpacyWords, (self.language,)
 
     def __call__(self, text: str) -> list[str]:
         with self._tokenizer.memory_zone():

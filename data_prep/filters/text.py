@@ -57,22 +57,11 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 class FixUnicode:
     """Repairs mojibake, stray control characters, byte order marks, surrogates and foreign line breaks."""
 
-    def __init__(self) -> None:
-        self.counts = StepStats("fix unicode")
+    title = "fix unicode"
 
-    def __call__(self, document: Document) -> Document | None:
-        self.counts.count_input(document.text_bytes)
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         text = fix_text(document.text)
-        if text is document.text:
-            self.counts.count_kept(document.text_bytes)
-            return document
-        fixed = replace(document, text=text)
-        if not fixed.text.strip():
-            self.counts.count_dropped("empty", document.text_bytes, document.id)
-            return None
-        self.counts.changed += 1
-        self.counts.count_kept(fixed.text_bytes)
-        return fixed
+        return document if text is document.text else replace(document, text=text)
 
 
 def fix_text(text: str) -> str:

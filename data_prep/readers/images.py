@@ -6,7 +6,6 @@ changed.
 """
 
 import io
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.image_size import MAX_PIXELS, get_image_format, list_image_extensions
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
+from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, find_repeated_key, get_nested, parse_json
 from megatfm.data_prep.readers.webdataset import find_repeated_extension, read_samples
 
@@ -26,7 +26,6 @@ MAX_IMAGES = 64
 NUMBERED_IMAGES = [f"{number}.{extension}" for number in range(MAX_IMAGES + 1) for extension in IMAGES]
 EXTENSIONS = frozenset((*IMAGES, *SIDECAR_EXTENSIONS, *NUMBERED_IMAGES))
 
-_NUMBER = re.compile(rb"\s*[0-9]{1,18}\s*")
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.1)
 
 
@@ -80,7 +79,7 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
     for image in images:
         if fault := _find_image_fault(members[image], get_image_format(image)):
             return BadRecord(key, f"has a .{image} that {fault}")
-    if not _NUMBER.fullmatch(members.get("cls", b"0")):
+    if parse_class_number(members.get("cls", b"0")) is None:
         return BadRecord(key, "has a .cls that is no number of a class")
     try:
         text = members.get("txt", b"").decode("utf-8-sig")

@@ -53,6 +53,9 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | BadReco
                 record = candidate
         if isinstance(record, Record) and config.metadata_keys and not record.fields:
             record = _add_metadata(record, members, config)
+        extensions = [member.extension for member in members if member.data is not None]
+        if isinstance(record, Record) and all(extension in extensions for extension in _TEXTS):
+            record = BadRecord(key, "has a .txt and a .text: one of them is its text")
         if isinstance(record, Record) and (repeated := find_repeated_extension(members)):
             record = BadRecord(key, f"has a .{repeated} twice")
         yield record

@@ -1,6 +1,6 @@
 """The report of a prepared corpus: one HTML file without outside references, deterministic."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -9,7 +9,24 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-SPLITS = ("train", "validation")
+from megatfm.data_prep.documents import SPLITS
+from megatfm.terminal import format_counted
+
+
+def format_count(value: float) -> str:
+    """Format a number: 12,500 or 3.21 M."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:,.0f}"
+
+
+def format_file_size(count: float) -> str:
+    """Format a number of bytes: 3.21 MB."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 @dataclass(frozen=True)
@@ -70,9 +87,8 @@ def has_images(result: Mapping[str, Any]) -> bool:
 
 def write_headline(result: Mapping[str, Any]) -> str:
     """Return a headline, such as `3.2 M tokens of text`."""
-    unit = "documents" if has_images(result) else "tokens"
-    count = format_count(sum(result[name][unit] for name in SPLITS))
-    return f"{count} images" if has_images(result) else f"{count} tokens of text"
+    key, unit = ("documents", "images") if has_images(result) else ("tokens", "tokens of text")
+    return f"{format_count(sum(result[name][key] for name in SPLITS))} {unit}"
 
 
 def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -109,7 +125,7 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (
             "On disk",
             format_file_size(train["bytes"] + validation["bytes"]),
-            f"{train['shards'] + validation['shards']} shards",
+            format_counted(train["shards"] + validation["shards"], "shard"),
         ),
         ("Held out", f"{100 * held_out:.1f} %", f"by {result['held_out']['level']}"),
     ]
@@ -148,10 +164,10 @@ def show_whitespace(piece: str) -> str:
     return repr(piece)[1:-1].replace(" ", "\u2423")
 
 
-def make_bars(values: Sequence[tuple[str, float]], format_value: Any = None) -> list[Bar]:
-    """Return a bar for each (name, value). format_value: value → text; None: `format_number`."""
+def make_bars(values: Sequence[tuple[str, float]], format_value: Callable[[float], str] = format_count) -> list[Bar]:
+    """Return a bar for each (name, value). format_value: value → text."""
     largest = max([value for _, value in values], default=0) or 1
-    return [Bar(name, (format_value or format_count)(value), round(100 * value / largest, 2)) for name, value in values]
+    return [Bar(name, format_value(value), round(100 * value / largest, 2)) for name, value in values]
 
 
 def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -164,19 +180,3 @@ def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tup
                 yield from flatten_settings(item, f"{prefix}{key} {index}: ")
         elif value not in (None, [], {}):
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def format_count(value: float) -> str:
-    """Format a number: 12,500 or 3.21 M."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= limit:
-            return f"{value / limit:.3g} {unit}"
-    return f"{value:,.0f}"
-
-
-def format_file_size(count: float) -> str:
-    """Format a number of bytes: 3.21 MB."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"

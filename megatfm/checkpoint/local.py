@@ -308,11 +308,12 @@ def transfer_files(
     """
     errors: list[MegatfmError] = []
     rank = object_collectives.rank(group)
-    for name, sender, receiver in sends:
-        if sender == rank:
-            _send(source / name, entries[name], receiver, group, errors)
-        elif receiver == rank:
-            _receive(target / name, entries[name], sender, group, errors)
+    with object_collectives.collective_errors(action):
+        for name, sender, receiver in sends:
+            if sender == rank:
+                _send(source / name, entries[name], receiver, group, errors)
+            elif receiver == rank:
+                _receive(target / name, entries[name], sender, group, errors)
 
     def check() -> None:
         if errors:

@@ -139,12 +139,29 @@ class Staging:
             ) from error
         self._buffer = torch.from_numpy(memory)
         if self._gpu is not None:  # torch's own pinned memory comes in powers of two, up to twice the size
-            self._pinned = int(self._cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
+            self._pinned = self._pin(self._buffer.data_ptr(), size)
             if not self._pinned:
                 log.warning(
                     "could not pin %.2g GiB of host memory: staging copies of checkpoints will be slower",
                     size / 2**30,
                 )
+
+    def _pin(self, address: int, size: int) -> bool:
+        """Pin host memory, and return whether that succeeded.
+
+        In a thread of its own: a call that fails leaves its error set in the calling thread, where the next kernel
+        launch would raise it, and torch has no function that clears it.
+        """
+        results: list[int] = []
+
+        def register() -> None:
+            with self._cuda.device(self._gpu):  # a new thread starts on GPU 0
+                results.append(int(self._cuda.cudart().cudaHostRegister(address, size, 0)))
+
+        thread = threading.Thread(target=register, name="megatfm-pin", daemon=True)
+        thread.start()
+        thread.join()
+        return results == [0]
 
     def _release(self) -> None:
         if self._pinned:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatfm.commands.arguments import add_config_and_overrides
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 from megatfm.errors import UsageError
+from megatfm.terminal import format_counted
 
 if TYPE_CHECKING:
     from megatfm.tokenizers import Tokenizer
@@ -183,7 +184,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     draw_contact_sheet(images[: args.count]).save(out, "PNG")
     with name_write_errors(Path(args.images)):
         atomic_write(Path(args.images), out.getvalue())
-    return f"{args.images}: {args.count} images of {position} rows of training"
+    return f"{args.images}: {format_counted(args.count, 'image')} of {position} rows of training"
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {

@@ -206,7 +206,7 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
     from megatfm.estimate.text import describe_trace, make_traced_table
     from megatfm.estimate.traced import compare_with_trace, count_traced_microbatches, make_trace_overrides, run_trace
 
-    changes = make_trace_overrides(estimate.config, args.gpus, count_traced_microbatches(estimate))
+    changes = make_trace_overrides(estimate.config, count_traced_microbatches(estimate))
     keys = {change.partition("=")[0] for change in changes}
     overrides = [
         *(override for override in args.overrides if override.partition("=")[0] not in keys),

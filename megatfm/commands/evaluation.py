@@ -102,9 +102,9 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 def evaluate_command(args: argparse.Namespace) -> int:
     """Evaluate, print a table, and write the results into the run directory."""
     if not args.harness:
-        _refuse_options(args, HARNESS_OPTIONS, "are for tasks of the harness: give --harness NAME, or leave them out")
+        _refuse_options(args, HARNESS_OPTIONS, "for tasks of the harness: give --harness NAME, or leave them out")
     if not (args.task or args.harness):
-        _refuse_options(args, TASK_OPTIONS, "are for tasks: give --task FILE or --harness NAME, or leave them out")
+        _refuse_options(args, TASK_OPTIONS, "for tasks: give --task FILE or --harness NAME, or leave them out")
         return _evaluate_sets(args)
     if args.validation or args.baselines or args.images:
         raise UsageError("--task, --harness: these evaluate tasks only: evaluate validation sets by a second command")
@@ -115,7 +115,7 @@ def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], rea
     """Raise UsageError if any of the options (name → default) differs from its default."""
     changed = [f"--{name.replace('_', '-')}" for name, default in options.items() if getattr(args, name) != default]
     if changed:
-        raise UsageError(f"{', '.join(changed)}: {reason}")
+        raise UsageError(f"{', '.join(changed)} {'is' if len(changed) == 1 else 'are'} {reason}")
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
@@ -166,11 +166,17 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     baselines.json, confusion.json and pictures.json."""
     from rich.table import Table
 
+    from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.inference.evaluate import evaluate_run
     from megatfm.report.evaluation_charts import LOSS_UNITS
 
     if args.images < 0:
         raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
+    if is_hf_folder(args.run_dir):
+        raise UsageError(
+            f"{args.run_dir}: a model in the Hugging Face format has no validation sets: give --task FILE or "
+            "--harness NAME"
+        )
     evaluated = evaluate_run(
         Path(args.run_dir),
         _parse_sets(args.validation),

@@ -33,7 +33,10 @@ def make_deepspeed_json(config: Config, precision: str, folder: Path | None = No
     try:
         tuned = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(
+            f"deepspeed.json_file = {str(path)!r}: can't read it: {reason}: give DeepSpeed's JSON, or leave the key out"
+        ) from None
     if not isinstance(tuned, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} is no JSON object: give one, key → value")
     return merge_tuning_keys(derived, tuned, list_controlled_keys(config, precision))

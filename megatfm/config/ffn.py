@@ -247,9 +247,9 @@ class MoEConfig(DenseFFNConfig):
         if isinstance(router, GShardRouterConfig) and self.top_k != 2:
             raise ValueError(f"top_k = {self.top_k}, but router.name = 'gshard' chooses two: set top_k = 2")
         if isinstance(router, NoisyTopKRouterConfig) and self.top_k == self.n_experts:
+            remedy = f"top_k = {self.n_experts - 1} or less" if self.n_experts > 1 else "n_experts = 2 or more"
             raise ValueError(
-                f"top_k = {self.top_k} = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set top_k = "
-                f"{self.n_experts - 1} or less"
+                f"top_k = {self.top_k} = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set {remedy}"
             )
         for key in router.unsupported_keys:
             value = getattr(router, key) if key in type(router).model_fields else getattr(self, key)

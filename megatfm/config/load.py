@@ -17,6 +17,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.config.section import (
     Section,
+    get_item_type,
     get_variant_name,
     is_text,
     list_sections,
@@ -28,6 +29,7 @@ from megatfm.config.sources import (
     is_vocab_size_of_preset,
     merge_files,
     read_files,
+    set_run_dir,
 )
 from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
@@ -56,8 +58,11 @@ def load_config(
 
 def read_values(config_class: type[Section], path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of a config file (None: no file) and of overrides, without validation. Raises UsageError."""
-    values = merge_files(config_class, read_files(config_class, path)) if path else {}
+    files = read_files(config_class, path) if path else []
+    values = merge_files(config_class, files) if files else {}
     apply_overrides(config_class, values, overrides)
+    if files:
+        set_run_dir(values, files[0])
     return values
 
 
@@ -84,6 +89,7 @@ def load_section(
     if not replaced_sections and is_vocab_size_of_preset(files):
         drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
+    set_run_dir(values, files[0])
     bases = ", ".join(str(file.path) for file in files[1:] if not file.is_preset)
     subject = f"{path_or_preset} (extends {bases})" if bases else str(path_or_preset)
     if config_class is Config and (renamed := find_renamed_keys(values)):
@@ -240,9 +246,10 @@ def _from_command_line(value: Any) -> Any:
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`."""
     errors = error.errors(include_url=False)
-    # A misspelled key leaves its right name missing: the key that is there says more.
+    # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.
     unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-    first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
+    present = unknown or [item for item in errors if item["type"] != "missing"]
+    first = present[0] if present and errors[0]["type"] == "missing" else errors[0]
     path, section, value = _locate_error(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
     n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -262,7 +269,7 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
         return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"
     text = repr(value)
     text = f"{text[:80]}…" if len(text) > 100 else text
-    if list_sections(section, path[-1]):
+    if list_sections(section, path[-1]) or first["type"] == "model_type":
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
@@ -304,28 +311,39 @@ def _find_nested_keys(name: str, config_class: type[BaseModel]) -> Iterator[str]
 def _locate_error(
     loc: tuple[int | str, ...], config_class: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[list[str], type[BaseModel] | None, Any]:
-    """Return key path, section class and value at an error's location, without pydantic's tags of unions."""
+    """Return key path, section class and value at an error's location, without pydantic's tags of unions.
+
+    A section in a list is `key[0]`; the path into a table or list of plain values ends at its key.
+    """
     path: list[str] = []
     section: type[BaseModel] | None = config_class
     value: Any = values
-    for index, part in enumerate(loc):
-        options = list_sections(section, path[-1]) if section and path else []
-        tagged = [option for option in options if get_variant_name(option) == part]
-        if tagged:
-            section = tagged[0]
+    annotation: Any = config_class
+    for part in loc:
+        options = list_variants(annotation)
+        if tagged := [option for option in options if get_variant_name(option) == part]:
+            annotation = tagged[0]
             continue
         if options:
-            variant = value.get("name") if isinstance(value, Mapping) else value
+            variant = value.get("name", path[-1] if path else None) if isinstance(value, Mapping) else value
             section = next((option for option in options if get_variant_name(option) == variant), options[0])
-        path.append(str(part))
-        if isinstance(value, Mapping) or (isinstance(value, str) and options):
-            # A section may be given by its name alone.
-            value = value.get(str(part)) if isinstance(value, Mapping) else None
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        if index < len(loc) - 1 and section and not list_sections(section, path[-1]):
+            field = section.model_fields.get(str(part))
+            annotation = field.annotation if field else None
+            path.append(str(part))
+        elif list_variants(item_type := get_item_type(annotation)):
+            section, annotation = None, item_type
+            path = [*path[:-1], f"{path[-1]}[{part}]"] if isinstance(part, int) else [*path, part]
+        else:
             break
+        value = _get_item(value, part)
     return path, section, value
+
+
+def _get_item(value: Any, part: int | str) -> Any:
+    """Return an item of a table or list, or None: a section may be given by its name alone."""
+    if isinstance(value, Mapping):
+        return value.get(str(part))
+    return value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
 
 
 def _explain_by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:

@@ -312,17 +312,6 @@ class ModelConfig(Section):
         """Number of blocks of the encoder."""
         return self.n_encoder_layers or self.n_layers
 
-    @property
-    def dropout_keys(self) -> list[str]:
-        """Keys with a positive drop probability."""
-        rates = {
-            "dropout": self.dropout,
-            "attention.dropout": self.attention.dropout,
-            "ffn.dropout": self.ffn.dropout,
-            "drop_path": self.drop_path,
-        }
-        return [key for key, rate in rates.items() if rate]
-
 
 def compute_factor(factor: float | str, width: int) -> float:
     """Return a factor at a width. factor: a number, or a word such as `d_model^-1/2`."""

@@ -7,6 +7,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.section import MAX_WIDTH, Section, find_nearest_divisor
 
+ENGINES = ("native", "deepspeed")
+"""Names of the engines that megatfm has."""
+
 
 class ParallelConfig(Section):
     """The layout: the product of all axes is the number of processes."""

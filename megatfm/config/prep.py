@@ -31,9 +31,8 @@ class LabelsConfig(Section):
     @model_validator(mode="after")
     def _check_table(self) -> Self:
         if (self.by == "table") != (self.table is not None):
-            raise ValueError(
-                f"by = {self.by!r} and table = {self.table!r}: set both by = 'table' and the table, or neither"
-            )
+            table = "without a table" if self.table is None else f"with table = {self.table!r}"
+            raise ValueError(f"by = {self.by!r} {table}: set both by = 'table' and the table, or neither")
         return self
 
 
@@ -230,7 +229,7 @@ class PrepConfig(Section):
     def _check_passthrough_format(self) -> Self:
         read = f"read.format = {self.read.format!r}"
         if self.read.labels != LabelsConfig() and self.read.format != "images":
-            raise ValueError(f"{read} has no images whose read.labels could be read: leave them out")
+            raise ValueError("read.labels are those of images: set read.format = 'images', or leave them out")
         if not self.read.is_passthrough:
             return self
         if self.steps or self.dedup:

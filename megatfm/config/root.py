@@ -1,9 +1,9 @@
 """The whole training config."""
 
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import Field, model_validator
-from pydantic.fields import FieldInfo
 
 from megatfm.config import layout_checks
 from megatfm.config.data import DataConfig
@@ -18,8 +18,8 @@ from megatfm.config.optimizer import (
     ScheduleFreeConfig,
     WSDSchedule,
 )
-from megatfm.config.parallel import ParallelConfig
-from megatfm.config.section import PathStr, Section, list_variants
+from megatfm.config.parallel import ENGINES, ParallelConfig
+from megatfm.config.section import PathStr, Section, get_value_type, list_variants
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -67,23 +67,27 @@ class Config(Section):
                 f"model.family = {family!r}: unknown{did_you_mean(suggest_family(family), FAMILIES)}; there are: "
                 f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
             )
-        sections: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "lr_schedule")]
-        kinds = ("attention", "ffn", "norm", "position", "embedding", "init")
-        sections += [("model.", self.model, part) for part in kinds]
-        for prefix, parent, key in sections:
-            section = getattr(parent, key)
-            if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known_names = section.name, list_variant_names(type(parent).model_fields[key])
-                raise ValueError(
-                    f"{prefix}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
-                    f"there are: {', '.join(known_names)}; others need the package that registers them in plugins"
-                )
+        if not self.plugins:
+            self._check_names()
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
                 f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages "
                 "weights in place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
             )
         return self
+
+    def _check_names(self) -> None:
+        """Refuse names that only a plugin could register, before a job waits for them."""
+        unknown = [*iter_unknown_names(self)]
+        for kind in self.model.layer_type:
+            unknown += iter_unknown_names(self.model.type_config(kind), f"model.layer_type.{kind}.")
+        if self.parallel.engine not in ENGINES:
+            unknown.append(("parallel.engine", self.parallel.engine, ENGINES))
+        for key, name, known_names in unknown:
+            raise ValueError(
+                f"{key} = {name!r}: unknown{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}; "
+                "others need the package that registers them in plugins"
+            )
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
@@ -162,7 +166,27 @@ def list_global_batches(config: Config) -> dict[int, str]:
     return batches
 
 
-def list_variant_names(field: FieldInfo) -> list[str]:
-    """Return the names of a field's section classes, without plugins'."""
-    defaults = [section.model_fields["name"].default for section in list_variants(field.annotation)]
+def iter_unknown_names(section: Section, path: str = "") -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield each `name` below a section that megatfm has not registered: its key, the name, those that there are."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        entries = {f"{path}{key}": value}
+        if isinstance(value, Mapping):
+            entries = {f"{path}{key}.{name}": entry for name, entry in value.items()}
+        elif isinstance(value, list | tuple):
+            entries = {f"{path}{key}[{number}]": entry for number, entry in enumerate(value)}
+        for place, entry in entries.items():
+            if isinstance(entry, Section):
+                if type(entry).__name__.startswith("Plugin"):
+                    yield f"{place}.name", str(getattr(entry, "name", "")), list_variant_names(field.annotation)
+                yield from iter_unknown_names(entry, f"{place}.")
+
+
+def list_variant_names(annotation: Any) -> list[str]:
+    """Return the names of the section classes in a field's type, also of a table or a list, without plugins'."""
+    if get_origin(annotation) is list:
+        annotation = get_args(annotation)[0]
+    defaults = [
+        section.model_fields["name"].default for section in list_variants(get_value_type(annotation) or annotation)
+    ]
     return [name for name in defaults if isinstance(name, str)]

@@ -226,9 +226,20 @@ def get_value_type(annotation: Any) -> Any:
     return arguments[1] if get_origin(annotation) is dict and len(arguments) == 2 else None
 
 
+def get_item_type(annotation: Any) -> Any:
+    """Return the type of a table's values or a list's items, from the type of the table or list; None for others."""
+    if get_origin(annotation) is Annotated:
+        return get_item_type(get_args(annotation)[0])
+    arguments = get_args(annotation)
+    is_list = get_origin(annotation) is list or (get_origin(annotation) is tuple and arguments[1:] == (...,))
+    return arguments[0] if is_list else get_value_type(annotation)
+
+
 def get_variant_name(section: type[BaseModel]) -> object:
     """Return the value of `name` that chooses a section class."""
-    return section.model_fields["name"].default if "name" in section.model_fields else None
+    if (field := section.model_fields.get("name")) is None:
+        return None
+    return next(iter(get_args(field.annotation)), field.default) if field.is_required() else field.default
 
 
 def make_usage_error(subject: str, error: ValidationError) -> UsageError:

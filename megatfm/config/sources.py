@@ -71,13 +71,19 @@ def read_files(config_class: type[Section], path_or_preset: str | Path) -> list[
 
 
 def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[str, Any]:
-    """Return the values of a config file merged with its bases. files: the file, its base, and so on."""
+    """Return the values of a config file merged with its bases. files: the file, its base, and so on.
+
+    A run's config does not say where the run is, since its folder may have been moved: see `set_run_dir`.
+    """
     folder = files[0].folder
     values: dict[str, Any] = {}
     for file in reversed(files):
         for key in file.without:
             _remove_key(values, key, file.path)
-        changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
+        stored = dict(file.values)
+        if is_config_of_run(file.path):
+            stored.pop("run_dir", None)
+        changes = stored if file.folder == folder else _from_file(stored, file.folder)
         values = merge_section(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _get_table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values.get("model"), dict):
@@ -168,6 +174,20 @@ def is_stored_by_us(path: Path) -> bool:
     """Return whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
     neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
     return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
+
+
+def is_config_of_run(path: Path) -> bool:
+    """Return whether a config is the one in a run directory."""
+    return path.name == "config.toml" and (path.parent / "lock").is_file()
+
+
+def set_run_dir(values: dict[str, Any], file: ConfigFile) -> None:
+    """Add the folder of a run's config as its run directory, unless another `name` or `run_dir` makes it a new run.
+
+    values: those of the file with overrides.
+    """
+    if is_config_of_run(file.path) and str(values.get("name")) == str(file.values.get("name")):
+        values.setdefault("run_dir", str(file.path.absolute().parent))
 
 
 def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:

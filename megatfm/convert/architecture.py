@@ -16,7 +16,7 @@ from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
-Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
+MapWeights = Callable[[ModelConfig], Sequence[WeightMapping]]
 """Builds the weight mappings of a model from its config."""
 
 
@@ -32,11 +32,11 @@ class Architecture:
     """Builds our config from config.json with defaults filled in. Raises UsageError for unsupported features."""
     config_to_hf: Callable[[ModelConfig], Json]
     """Builds config.json without `architectures` and `model_type`; `find_architecture` checks features."""
-    weight_mappings: Rules
+    map_weights: MapWeights
     """Mappings of all weights."""
 
     # Names of tensors in files.
-    fused_rules: Rules | None = None
+    map_fused_weights: MapWeights | None = None
     """Mappings for files that store all experts of a block in one tensor."""
     base_model_prefix: str = ""
     """Prefix of tensor names that files of the bare model lack."""
@@ -67,11 +67,11 @@ class Architecture:
         """Return the declarations of all keys that config.json may have."""
         return {**COMMON_KEYS, "model_type": supported_values(self.model_type), **self.keys}
 
-    def choose_rules(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
+    def choose_mappings(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
         """Return the mappings for files with these tensor names, with one tensor per expert or one for all experts."""
-        if self.fused_rules and any(name.endswith(".experts.down_proj") for name in names):
-            return self.fused_rules(config)
-        return self.weight_mappings(config)
+        if self.map_fused_weights and any(name.endswith(".experts.down_proj") for name in names):
+            return self.map_fused_weights(config)
+        return self.map_weights(config)
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
@@ -112,9 +112,9 @@ def register_architecture(name: str, architecture: Architecture, *, base: str = 
         _register_base_model(base, architecture)
 
 
-def drop_head_rules(rules: Iterable[WeightMapping]) -> list[WeightMapping]:
+def drop_head_mappings(mappings: Iterable[WeightMapping]) -> list[WeightMapping]:
     """Return the mappings of a model without those of its head."""
-    return [replace(rule, tied_names=()) for rule in rules if not rule.megatfm[0].startswith(HEAD_PREFIXES)]
+    return [replace(mapping, tied_names=()) for mapping in mappings if not mapping.megatfm[0].startswith(HEAD_PREFIXES)]
 
 
 def _register_base_model(name: str, architecture: Architecture) -> None:
@@ -128,16 +128,16 @@ def _register_base_model(name: str, architecture: Architecture) -> None:
             update={**bare, "lm_head": HeadConfig(name="none"), "extra_heads": {}, "embedding": embedding}
         )
 
-    def without_head(rules: Rules) -> Rules:
-        return lambda config: drop_head_rules(rules(config))
+    def without_head(map_weights: MapWeights) -> MapWeights:
+        return lambda config: drop_head_mappings(map_weights(config))
 
     ignored_tensors = tuple(pattern for pattern in architecture.ignored_tensors if "pooler" not in pattern)
-    fused = architecture.fused_rules and without_head(architecture.fused_rules)
+    fused = architecture.map_fused_weights and without_head(architecture.map_fused_weights)
     bare = replace(
         architecture,
         config_from_hf=read,
-        weight_mappings=without_head(architecture.weight_mappings),
-        fused_rules=fused,
+        map_weights=without_head(architecture.map_weights),
+        map_fused_weights=fused,
     )
     ARCHITECTURES.register(name)(replace(bare, ignored_tensors=ignored_tensors, is_base_model=True))
 
@@ -183,7 +183,7 @@ def find_architecture(config: ModelConfig, among: Sequence[str] | None = None) -
     architecture and the features that it lacks, or its error.
     """
     nearest: list[tuple[int, bool, int, str]] = []
-    config = config.with_resolved_factors()  # config.json stores numbers, not rules such as μP's
+    config = config.with_resolved_factors()  # config.json stores numbers, not formulas such as μP's
     values = list_functional_values(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)

@@ -125,11 +125,11 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     for exported in exported_models:
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
-        order = [key for rule in exported.rules for key in rule.megatfm]
+        order = [key for mapping in exported.mappings for key in mapping.megatfm]
         tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
         _check_padding(exported.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
-        size = write_weights(model_folder, exported.rules, tensors, reader.read, shard_bytes)
+        size = write_weights(model_folder, exported.mappings, tensors, reader.read, shard_bytes)
         non_finite += reader.non_finite
         notes += [*tokenizer_notes, *exported.architecture.notes(model)]
         exported_origin = origin if exported.name == origin.get("name") else {}
@@ -233,11 +233,11 @@ def read_converted_tensors(
     """
     missing = set(shapes)
     non_finite: list[str] = []
-    for rule in folder.rules:
-        for name, tensor in folder.megatfm_tensors(rule).items():
+    for mapping in folder.mappings:
+        for name, tensor in folder.megatfm_tensors(mapping).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
-                    f"{folder.path}: {', '.join(rule.hf)} would give {name} {list(tensor.shape)}, but the model of "
+                    f"{folder.path}: {', '.join(mapping.hf)} would give {name} {list(tensor.shape)}, but the model of "
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)

@@ -123,8 +123,8 @@ class UniversalFolder(HfFolder):
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name in transformers → shape, from the model's config."""
         tensors = {name: torch.empty(shape, device="meta") for name, shape in list_tensor_shapes(self.config).items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(self.rules, tensors).items()}
-        return shapes | {copy: shapes[rule.hf[0]] for rule in self.rules for copy in rule.tied_names}
+        shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(self.mappings, tensors).items()}
+        return shapes | {copy: shapes[mapping.hf[0]] for mapping in self.mappings for copy in mapping.tied_names}
 
     def step(self) -> int:
         """Return Adam's step count. Raises MegatfmError if parameters differ in it, or none has one."""
@@ -150,18 +150,18 @@ class UniversalFolder(HfFolder):
         shapes, non_finite = list_tensor_shapes(self.config), list[str]()
         for name, tensor in read_converted_tensors(self, shapes):
             yield f"model.{name}", tensor
-        for rule in self.rules:
+        for mapping in self.mappings:
             for key in MOMENTS:
-                for name, tensor in self._read_moments(rule, key):
+                for name, tensor in self._read_moments(mapping, key):
                     non_finite += [f"{name}'s {key}"] * (not tensor.isfinite().all())
                     yield f"optimizer.{name}.{key}", tensor
-            for name in rule.megatfm:
+            for name in mapping.megatfm:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
         self.notes += note_non_finite(non_finite)
 
-    def _read_moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
-        tensors = rule.from_hf([self.read_state(name, key) for name in rule.hf])
-        yield from zip(rule.megatfm, (tensor.contiguous() for tensor in tensors), strict=True)
+    def _read_moments(self, mapping: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
+        tensors = mapping.from_hf([self.read_state(name, key) for name in mapping.hf])
+        yield from zip(mapping.megatfm, (tensor.contiguous() for tensor in tensors), strict=True)
 
 
 def _as_int(value: Any) -> int | None:

@@ -36,7 +36,7 @@ class ExportedModel:
     name: str
     architecture: Architecture
     hf_config: Json
-    rules: Sequence[WeightMapping]
+    mappings: Sequence[WeightMapping]
 
 
 def choose_exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
@@ -51,7 +51,7 @@ def choose_exported_models(config: ModelConfig, previous_name: object = None) ->
             name, architecture, hf_config = find_architecture(config, among)
         except UsageError:
             name, architecture, hf_config = find_architecture(config)
-        return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
+        return [ExportedModel("", name, architecture, hf_config, architecture.map_weights(config))]
     classes = DEBERTA_CLASSES if config.position.name == "deberta_v2" else ELECTRA_CLASSES
     halves = _split_config(config)
     if classes is DEBERTA_CLASSES:
@@ -93,19 +93,19 @@ class ElectraFolder:
             _export(half, half_config, ELECTRA_CLASSES[half])
             for half, half_config in _split_config(self.config).items()
         ]
-        self.rules = [
-            rule
+        self.mappings = [
+            mapping
             for exported in exported_halves
-            for rule in exported.rules
-            if exported.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED_EMBEDDINGS
+            for mapping in exported.mappings
+            if exported.folder == "discriminator" or mapping.megatfm[0].partition(".")[2] not in SHARED_EMBEDDINGS
         ]
         self._check_shared()
 
-    def megatfm_tensors(self, rule: WeightMapping) -> Mapping[str, Tensor]:
+    def megatfm_tensors(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
         """Read the tensors of a mapping under megatfm's names."""
-        half = rule.megatfm[0].partition(".")[0]
-        half_rule = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
-        return {f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()}
+        half = mapping.megatfm[0].partition(".")[0]
+        half_mapping = replace(mapping, megatfm=tuple(name.removeprefix(f"{half}.") for name in mapping.megatfm))
+        return {f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_mapping).items()}
 
     def _make_config(self) -> ModelConfig:
         discriminator, generator = (self.models[half].config for half in ELECTRA_CLASSES)
@@ -124,12 +124,12 @@ class ElectraFolder:
 
     def _check_shared(self) -> None:
         discriminator, generator = (self.models[half] for half in ELECTRA_CLASSES)
-        for rule in discriminator.rules:
-            if rule.megatfm[0] in SHARED_EMBEDDINGS and not torch.equal(
-                discriminator.read_tensor(rule.hf[0]), generator.read_tensor(rule.hf[0])
+        for mapping in discriminator.mappings:
+            if mapping.megatfm[0] in SHARED_EMBEDDINGS and not torch.equal(
+                discriminator.read_tensor(mapping.hf[0]), generator.read_tensor(mapping.hf[0])
             ):
                 raise MegatfmError(
-                    f"{self.path}: {rule.hf[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
+                    f"{self.path}: {mapping.hf[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
                 )
 
 
@@ -140,11 +140,11 @@ def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
 
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
     name, architecture, hf_config = find_architecture(config, among=[class_name])
-    rules = [
+    mappings = [
         replace(
-            rule,
-            megatfm=tuple(f"{'discriminator' if key in SHARED_EMBEDDINGS else half}.{key}" for key in rule.megatfm),
+            mapping,
+            megatfm=tuple(f"{'discriminator' if key in SHARED_EMBEDDINGS else half}.{key}" for key in mapping.megatfm),
         )
-        for rule in architecture.weight_mappings(config)
+        for mapping in architecture.map_weights(config)
     ]
-    return ExportedModel(half, name, architecture, hf_config, rules)
+    return ExportedModel(half, name, architecture, hf_config, mappings)

@@ -96,12 +96,12 @@ class HfFolder:
         """Match the architecture's tensors with the files'; returns the names of missing ones."""
         self.files = _map_canonical_names(file_by_tensor, self.architecture)
         self.config = self.architecture.refine_config(self.config, self.files)
-        self.rules = list(self.architecture.choose_rules(self.config, self.files))
-        return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
+        self.mappings = list(self.architecture.choose_mappings(self.config, self.files))
+        return sorted({name for mapping in self.mappings for name in mapping.hf} - self.files.keys())
 
     def _note_unused_tensors(self) -> list[str]:
         """Return a note about stored heads of a bare model. Raises MegatfmError for other unknown tensors."""
-        allowed = {name for rule in self.rules for name in (*rule.hf, *rule.tied_names)}
+        allowed = {name for mapping in self.mappings for name in (*mapping.hf, *mapping.tied_names)}
         prefix, unexpected = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
         unused_patterns = self.architecture.unused_tensors(self.json, self.files)
         for name in unexpected:
@@ -243,7 +243,7 @@ ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 def write_weights(
     folder: Path,
-    rules: Sequence[WeightMapping],
+    mappings: Sequence[WeightMapping],
     tensors: Mapping[str, Tensor],
     read: ReadTensors,
     shard_bytes: int,
@@ -252,12 +252,12 @@ def write_weights(
 
     tensors: all tensors on the meta device, from which the layout of the files is planned before anything is read.
     """
-    hf_tensors = to_hf(rules, tensors)
+    hf_tensors = to_hf(mappings, tensors)
     shards = split_by_size(hf_tensors, shard_bytes)
     total = len(shards)
     names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
     names = [WEIGHTS] if total == 1 else names
-    converted = _convert_tensors(rules, read)
+    converted = _convert_tensors(mappings, read)
     for name, shard in zip(names, shards, strict=True):
         file_io.write_file(folder / name, _iter_safetensors_chunks({key: hf_tensors[key] for key in shard}, converted))
     size = sum(tensor.nbytes for tensor in hf_tensors.values())
@@ -286,9 +286,9 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     file_io.write_file(path, [memoryview((json.dumps(content, indent=2) + "\n").encode())])
 
 
-def _convert_tensors(rules: Sequence[WeightMapping], read: ReadTensors) -> Iterator[Tensor]:
-    for rule in rules:
-        yield from to_hf([rule], read(rule.megatfm)).values()
+def _convert_tensors(mappings: Sequence[WeightMapping], read: ReadTensors) -> Iterator[Tensor]:
+    for mapping in mappings:
+        yield from to_hf([mapping], read(mapping.megatfm)).values()
 
 
 def _iter_safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:

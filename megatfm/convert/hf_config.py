@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
 Json = dict[str, Any]
+Value = TypeVar("Value")
 
 ANY_TYPE: tuple[type, ...] = ()
 
@@ -89,6 +90,11 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
                 f"which is {_abbreviate_value(values[declared.alias_of])}: keep only {declared.alias_of}"
             )
     return {key: value for key, value in values.items() if not declared_keys[key].is_ignored}
+
+
+def omit_keys(table: Mapping[str, Value], *keys: str) -> dict[str, Value]:
+    """Return a copy of a table without some keys."""
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ def load_hf_model(
 ) -> nn.Module:
     """Load a model in evaluation mode. dtype: as in `open_text_model`. Raises UsageError, MegatfmError."""
     folder = open_folder(path)
-    first_tensors = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
+    first_tensors = folder.megatfm_tensors(folder.mappings[0]).values() if dtype == "auto" else []
     dtype = choose_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
     model = build(folder.config)
     initialise_buffers(model)

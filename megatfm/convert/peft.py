@@ -1,6 +1,6 @@
 """Low-rank adapters in PEFT's format: what its files hold, adapter_config.json and adapter_model.safetensors.
 
-A and B follow from the rule of their matrix, which is linear: B's columns become what the matrix's columns would.
+A and B follow from the mapping of their matrix, which is linear: B's columns become what the matrix's columns would.
 Where transformers holds several of our matrices in one (GPT-2's queries, keys and values), A are stacked, B are blocks.
 
 All experts of a block are one parameter in transformers, [experts, d_out, d_in], and PEFT adapts it by
@@ -63,9 +63,11 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     if len(exported_models) > 1:
         raise UsageError(f"{source}: ELECTRA's two models have two folders, and an adapter one: use --to hf")
     exported = exported_models[0]
-    rules = get_module_rules(exported.architecture, base) or exported.rules
-    factors, saved, is_transposed = _convert_trained(exported.name, rules, _read_trained(path, options), source)
-    adapter_config = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
+    mappings = get_module_mappings(exported.architecture, base) or exported.mappings
+    factors, saved, is_transposed = _convert_trained(exported.name, mappings, _read_trained(path, options), source)
+    adapter_config = _make_adapter_config(
+        options, factors, saved, [name for mapping in mappings for name in mapping.hf]
+    ) | {
         "base_model_name_or_path": _get_base_checkpoint(state),
         "task_type": next((task for end, task in TASK_TYPES.items() if exported.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
@@ -79,24 +81,24 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
 
 
 def _convert_trained(
-    name: str, rules: Sequence[WeightMapping], trained: Mapping[str, Tensor], source: str | Path
+    name: str, mappings: Sequence[WeightMapping], trained: Mapping[str, Tensor], source: str | Path
 ) -> tuple[dict[str, Factors], dict[str, Tensor], bool]:
     """Return A and B by the name of transformers' matrix, other weights, and whether matrices are [d_in, d_out] there.
 
     name: transformers' class. Raises UsageError for a trained tensor that the class lacks.
     """
     factors, saved, unused, is_transposed = dict[str, Factors](), dict[str, Tensor](), set(trained), False
-    for rule in rules:
-        if rule_factors := _collect_factors(rule, trained):
-            joined, transposed = _join_factors(rule, rule_factors)
-            factors[rule.hf[0].removesuffix(".weight")] = joined
+    for mapping in mappings:
+        if mapping_factors := _collect_factors(mapping, trained):
+            joined, transposed = _join_factors(mapping, mapping_factors)
+            factors[mapping.hf[0].removesuffix(".weight")] = joined
             is_transposed |= transposed and joined[0].dim() == 2
-            unused -= {factor for weight in rule_factors for factor in name_factors(weight)}
+            unused -= {factor for weight in mapping_factors for factor in name_factors(weight)}
         # PEFT stores other weights by whole modules, which have no other parameters.
-        if trained.keys() >= set(rule.megatfm) and rule.hf[0].endswith((".weight", ".bias")):
-            tensors = rule.to_hf([trained[key] for key in rule.megatfm])
-            saved |= dict(zip(rule.hf, tensors, strict=True))
-            unused -= set(rule.megatfm)
+        if trained.keys() >= set(mapping.megatfm) and mapping.hf[0].endswith((".weight", ".bias")):
+            tensors = mapping.to_hf([trained[key] for key in mapping.megatfm])
+            saved |= dict(zip(mapping.hf, tensors, strict=True))
+            unused -= set(mapping.megatfm)
     if unused:
         raise UsageError(
             f"{source}: transformers' {name} has no place for {min(unused)}: use --to hf for a merged model"
@@ -146,9 +148,9 @@ def _name_factors(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     }
 
 
-def get_module_rules(architecture: Architecture, config: ModelConfig) -> Sequence[WeightMapping] | None:
+def get_module_mappings(architecture: Architecture, config: ModelConfig) -> Sequence[WeightMapping] | None:
     """Return the mappings to the names that tensors have in transformers' modules, where files have others."""
-    return architecture.fused_rules(config) if architecture.fused_rules else None
+    return architecture.map_fused_weights(config) if architecture.map_fused_weights else None
 
 
 def find_wrapper_names(parameters: Sequence[str]) -> dict[str, str]:
@@ -192,43 +194,43 @@ def _get_base_checkpoint(state: Mapping[str, JsonValue]) -> str | None:
     return str(base["checkpoint"]) if isinstance(base, dict) else None
 
 
-def _collect_factors(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """Return the adapters of a rule's matrices, by their names."""
-    return {name: (trained[a], trained[b]) for name in rule.megatfm for a, b in [name_factors(name)] if a in trained}
+def _collect_factors(mapping: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """Return the adapters of a mapping's matrices, by their names."""
+    return {name: (trained[a], trained[b]) for name in mapping.megatfm for a, b in [name_factors(name)] if a in trained}
 
 
-def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
+def _join_factors(mapping: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
     """Return A and B of the matrix of transformers, and whether it is stored as [d_in, d_out].
 
     Raises UsageError where no A and B have the same product there.
     """
-    paths = [name.removesuffix(".weight") for name in rule.megatfm]
-    missing = next((name.removesuffix(".weight") for name in rule.megatfm if name not in factors), None)
-    if len(rule.hf) > 1 or missing:
+    paths = [name.removesuffix(".weight") for name in mapping.megatfm]
+    missing = next((name.removesuffix(".weight") for name in mapping.megatfm if name not in factors), None)
+    if len(mapping.hf) > 1 or missing:
         raise UsageError(
-            f"model.lora.targets: transformers holds {', '.join(rule.hf[:2])} otherwise than as {', '.join(paths)}, so "
-            f"that an adapter of {missing or paths[0]} is none there: use --to hf for a merged model"
+            f"model.lora.targets: transformers holds {', '.join(mapping.hf[:2])} otherwise than as {', '.join(paths)}, "
+            f"so that an adapter of {missing or paths[0]} is none there: use --to hf for a merged model"
         )
-    a = torch.cat([factors[name][0] for name in rule.megatfm], dim=-2)
+    a = torch.cat([factors[name][0] for name in mapping.megatfm], dim=-2)
     blocks, first = [], 0
-    for name in rule.megatfm:
+    for name in mapping.megatfm:
         b_of_matrix = factors[name][1]
         block = b_of_matrix.new_zeros(*b_of_matrix.shape[:-1], a.shape[-2])
         block[..., first : first + b_of_matrix.shape[-1]] = b_of_matrix
         blocks.append(block)
         first += b_of_matrix.shape[-1]
-    product = rule.to_hf([block.double() @ a.double() for block in blocks])[0]
+    product = mapping.to_hf([block.double() @ a.double() for block in blocks])[0]
     for transposed in (False, True):
         try:
-            b = rule.to_hf(blocks)[0]
+            b = mapping.to_hf(blocks)[0]
         except (RuntimeError, ValueError):
             break
         b, delta = (b.mT, product.mT) if transposed else (b, product)
         if b.shape[-1] == a.shape[-2] and torch.allclose(b.double() @ a.double(), delta, rtol=1e-12, atol=1e-12):
             return (a, b), transposed
     raise UsageError(
-        f"model.lora.targets: transformers' {rule.hf[0]} is no reordering of rows of {', '.join(paths)}, so that its "
-        "adapter is no product of two narrow matrices there: use --to hf for a merged model"
+        f"model.lora.targets: transformers' {mapping.hf[0]} is no reordering of rows of {', '.join(paths)}, so that "
+        "its adapter is no product of two narrow matrices there: use --to hf for a merged model"
     )
 
 

@@ -33,7 +33,7 @@ from megatfm.convert.peft import (
     PREFIX,
     Factors,
     find_wrapper_names,
-    get_module_rules,
+    get_module_mappings,
     shorten_names,
     unflatten_experts,
 )
@@ -46,9 +46,12 @@ from megatfm.version import __version__
 
 NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
-    "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
+    "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None, "arrow_config": None,
+    "kasa_config": None, "monteclora_config": None, "use_bdlora": None,
 }  # fmt: skip
 """Options of PEFT that add to, or change, what is computed → their value where they don't."""
+STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the base as it is. PiSSA and others take the start out of its weights."""
 MERGE_ADVICE = "merge it by PEFT's merge_and_unload, and convert the merged model"
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A and B in PEFT's files."""
@@ -103,6 +106,11 @@ def _read_options(path: Path) -> dict[str, Any]:
     for key, neutral in {"peft_type": "LORA", **NEUTRAL_OPTIONS}.items():
         if (value := options.get(key, neutral)) not in (neutral, None, False, {}, []):
             raise UsageError(f"{path}: {key} = {value!r}, which megatfm's adapters lack: {MERGE_ADVICE}")
+    if (start := options.get("init_lora_weights", True)) not in STARTS_BESIDE_BASE:
+        raise UsageError(
+            f"{path}: init_lora_weights = {start!r}, by which PEFT changes the base's weights when it opens the "
+            f"adapter: {MERGE_ADVICE}"
+        )
     return options
 
 
@@ -132,13 +140,13 @@ class PeftAdapter:
     def __init__(self, folder: Path, options: Mapping[str, Any], base: HfFolder) -> None:
         self._config_path, self._weights_path = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
         self._options, self._base = options, base
-        module_rules = get_module_rules(base.architecture, base.config) or base.rules
-        self._rules = {name: rule for rule in (*base.rules, *module_rules) for name in rule.hf}
+        module_mappings = get_module_mappings(base.architecture, base.config) or base.mappings
+        self._mappings = {name: mapping for mapping in (*base.mappings, *module_mappings) for name in mapping.hf}
         targets = options.get("target_parameters") or []
         adapted_parameters = [
             name
-            for rule in module_rules
-            for name in rule.hf
+            for mapping in module_mappings
+            for name in mapping.hf
             if any(name == target or name.endswith(f".{target}") for target in targets)
         ]
         self._parameters = {module: name for name, module in find_wrapper_names(adapted_parameters).items()}
@@ -176,11 +184,11 @@ class PeftAdapter:
                 f"layer: {MERGE_ADVICE}"
             )
         weight = self._parameters.get(module, f"{module}.weight")
-        rule = self._find_rule(weight)
+        mapping = self._find_mapping(weight)
         if is_of_experts:
-            a, b = self._unflatten_experts(rule, a, b)
+            a, b = self._unflatten_experts(mapping, a, b)
         scale = self._compute_scale(weight, a.shape[-2])
-        factors_by_name, is_transposed = self._split_factors(rule, a, b)
+        factors_by_name, is_transposed = self._split_factors(mapping, a, b)
         if is_of_experts and not is_transposed:
             self._check_layout_of_experts(weight)
         return {name: (*factors, scale) for name, factors in factors_by_name.items()}
@@ -193,34 +201,34 @@ class PeftAdapter:
         by_hf_name = {self._resolve_name(name): tensor for name, tensor in weights.items()}
         converted: dict[str, Tensor] = {}
         for name in by_hf_name:
-            rule = self._rules[name]
-            if missing := [hf_name for hf_name in rule.hf if hf_name not in by_hf_name]:
+            mapping = self._mappings[name]
+            if missing := [hf_name for hf_name in mapping.hf if hf_name not in by_hf_name]:
                 raise UsageError(
                     f"{self._weights_path}: holds {name} without {missing[0]}, which is in the same matrix of megatfm: "
                     f"{MERGE_ADVICE}"
                 )
-            tensors = rule.from_hf([by_hf_name[hf_name] for hf_name in rule.hf])
-            converted |= dict(zip(rule.megatfm, tensors, strict=True))
+            tensors = mapping.from_hf([by_hf_name[hf_name] for hf_name in mapping.hf])
+            converted |= dict(zip(mapping.megatfm, tensors, strict=True))
         return converted
 
-    def _find_rule(self, name: str) -> WeightMapping:
-        """Return the rule of a weight of transformers. Raises UsageError for an unknown one."""
-        return self._rules[self._resolve_name(name)]
+    def _find_mapping(self, name: str) -> WeightMapping:
+        """Return the mapping of a weight of transformers. Raises UsageError for an unknown one."""
+        return self._mappings[self._resolve_name(name)]
 
     def _resolve_name(self, name: str) -> str:
         """Return a weight's name in the complete model: an adapter of its base alone leaves the prefix out."""
         for hf_name in (name, self._base.architecture.base_model_prefix + name):
-            if hf_name in self._rules:
+            if hf_name in self._mappings:
                 return hf_name
         raise UsageError(
             f"{self._weights_path}: {name} is no weight of a {self._base.name} that megatfm knows: {MERGE_ADVICE}"
         )
 
-    def _unflatten_experts(self, rule: WeightMapping, a: Tensor, b: Tensor) -> Factors:
-        n_experts = list_tensor_shapes(self._base.config)[rule.megatfm[0]][0]
+    def _unflatten_experts(self, mapping: WeightMapping, a: Tensor, b: Tensor) -> Factors:
+        n_experts = list_tensor_shapes(self._base.config)[mapping.megatfm[0]][0]
         if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
             raise MegatfmError(
-                f"{self._weights_path}: A {list(a.shape)} and B {list(b.shape)} of {rule.hf[0]} are not those of "
+                f"{self._weights_path}: A {list(a.shape)} and B {list(b.shape)} of {mapping.hf[0]} are not those of "
                 f"{n_experts} experts: export the adapter again"
             )
         return unflatten_experts(a, b, n_experts)
@@ -255,24 +263,24 @@ class PeftAdapter:
             ) from None
         return scale
 
-    def _split_factors(self, rule: WeightMapping, a: Tensor, b: Tensor) -> tuple[dict[str, Factors], bool]:
+    def _split_factors(self, mapping: WeightMapping, a: Tensor, b: Tensor) -> tuple[dict[str, Factors], bool]:
         """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
-        product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
+        product = (b.double() @ a.double()) if len(mapping.hf) == 1 and b.shape[-1] == a.shape[-2] else None
         for transposed in (False, True):
             try:
-                b_by_matrix = rule.from_hf([b.mT if transposed else b])
-                deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
+                b_by_matrix = mapping.from_hf([b.mT if transposed else b])
+                deltas = mapping.from_hf([product.mT if transposed else product]) if product is not None else []
             except (RuntimeError, ValueError, IndexError):
                 continue
-            if len(b_by_matrix) == len(deltas) == len(rule.megatfm) and all(
+            if len(b_by_matrix) == len(deltas) == len(mapping.megatfm) and all(
                 b_of_matrix.shape[-1] == a.shape[-2]
                 and torch.allclose(b_of_matrix.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
                 for b_of_matrix, delta in zip(b_by_matrix, deltas, strict=True)
             ):
                 pairs = [(a, b_of_matrix.contiguous()) for b_of_matrix in b_by_matrix]
-                return dict(zip(rule.megatfm, pairs, strict=True)), transposed
+                return dict(zip(mapping.megatfm, pairs, strict=True)), transposed
         raise UsageError(
-            f"{self._weights_path}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: "
+            f"{self._weights_path}: the adapter of {mapping.hf[0]} is no adapter of {', '.join(mapping.megatfm)}: "
             f"{MERGE_ADVICE}"
         )
 

@@ -84,39 +84,43 @@ def concat(
     return WeightMapping(tuple(megatfm_names), (hf_name,), join, split)
 
 
-def with_prefix(prefix: str, hf_prefix: str, rules: Iterable[WeightMapping]) -> list[WeightMapping]:
+def add_prefix(prefix: str, hf_prefix: str, mappings: Iterable[WeightMapping]) -> list[WeightMapping]:
     """Add prefixes to all names of mappings."""
     return [
         replace(
-            rule,
-            megatfm=tuple(prefix + name for name in rule.megatfm),
-            hf=tuple(hf_prefix + name for name in rule.hf),
-            tied_names=tuple(hf_prefix + name for name in rule.tied_names),
+            mapping,
+            megatfm=tuple(prefix + name for name in mapping.megatfm),
+            hf=tuple(hf_prefix + name for name in mapping.hf),
+            tied_names=tuple(hf_prefix + name for name in mapping.tied_names),
         )
-        for rule in rules
+        for mapping in mappings
     ]
 
 
-def per_layer(n: int, prefix: str, hf_prefix: str, rules: Sequence[WeightMapping]) -> list[WeightMapping]:
-    """Repeat the mappings of one block for n blocks; prefixes such as `decoder.layers.` and `model.layers.`."""
-    return [rule for i in range(n) for rule in with_prefix(f"{prefix}{i}.", f"{hf_prefix}{i}.", rules)]
+def map_layers(n: int, prefix: str, hf_prefix: str, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
+    """Map `n` blocks by the mappings of `blocks`, repeated in turn; prefixes such as `decoder.layers.`."""
+    return [
+        mapping
+        for i in range(n)
+        for mapping in add_prefix(f"{prefix}{i}.", f"{hf_prefix}{i}.", blocks[i % len(blocks)])
+    ]
 
 
-def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hf(mappings: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert megatfm's tensors (or gradients) to transformers'. Raises MegatfmError for a missing tensor."""
     return {
         name: tensor
-        for rule in rules
-        for name, tensor in zip(rule.hf, rule.to_hf(_take(rule.megatfm, tensors)), strict=True)
+        for mapping in mappings
+        for name, tensor in zip(mapping.hf, mapping.to_hf(_take(mapping.megatfm, tensors)), strict=True)
     }
 
 
-def from_hf(rules: Iterable[WeightMapping], hf_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_hf(mappings: Iterable[WeightMapping], hf_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert transformers' tensors to megatfm's. Raises MegatfmError for a missing tensor."""
     return {
         name: tensor
-        for rule in rules
-        for name, tensor in zip(rule.megatfm, rule.from_hf(_take(rule.hf, hf_tensors)), strict=True)
+        for mapping in mappings
+        for name, tensor in zip(mapping.megatfm, mapping.from_hf(_take(mapping.hf, hf_tensors)), strict=True)
     }
 
 
@@ -137,7 +141,7 @@ class ExpertNames:
     down: str = "down_proj"
 
 
-def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[WeightMapping]:
+def map_experts(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[WeightMapping]:
     """Map a block's router and experts. fused: all experts of a block in one tensor, gate before up projection."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     if fused:

@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.shard_format import Sample
-from megatfm.corpus.writer import ShardWriter
+from megatfm.corpus.writer import ShardWriter, measure_members
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, fsync_directory, name_write_errors, to_strict_json
+from megatfm.terminal import format_counted
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -89,7 +90,7 @@ def _write(corpus: Corpus, out: Path, detokenizer: Detokenizer | None) -> str:
         _write_parquet(records, out)
     else:
         _write_json_lines(records, out)
-    return f"{out}: the text of {corpus.n_samples:,} documents"
+    return f"{out}: the text of {format_counted(corpus.n_samples, 'document')}"
 
 
 def _iter_samples(corpus: Corpus) -> Iterator[Sample]:
@@ -184,7 +185,8 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
         except BaseException:
             out.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
             raise
-    return f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
+    ids, documents = format_counted(int(lengths.sum()), "id"), format_counted(len(lengths), "document")
+    return f"{out} and {INDEX_SUFFIX}: {ids} of {documents}, each ended by {eos}"
 
 
 def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
@@ -211,7 +213,8 @@ def _write_tars(corpus: Corpus, out: Path) -> str:
             fsync_directory(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return f"{out}: {n_shards:,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
+    documents = format_counted(corpus.n_samples, "document")
+    return f"{out}: {format_counted(n_shards, 'plain tar')}, with a sample for each of {documents}"
 
 
 def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
@@ -222,16 +225,6 @@ def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
             # Unique in a shard of the corpus; several of its shards may fit into one tar.
             key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(key, sample.tokens, *fields, *_measure_images(sample.members))
+            writer.add(key, sample.tokens, *fields, *measure_members(sample.members))
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return len(manifest.shards)
-
-
-def _measure_images(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
-    """Return height and width of a sample's image, and the number of images, for the index; None without images."""
-    if not members:
-        return None, None
-    from megatfm.corpus.image_size import list_image_extensions, read_upright_size  # needs Pillow
-
-    extensions = list_image_extensions(members)
-    return (read_upright_size(members), len(extensions)) if extensions else (None, None)

@@ -38,6 +38,12 @@ def get_image_format(extension: str) -> str:
     return PILLOW_FORMATS[extension.rpartition(".")[2]]
 
 
+def measure_images(files: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
+    """Return height and width of a sample's image, and its number of images, for the index; None without images."""
+    n_images = len(list_image_extensions(files))
+    return (read_upright_size(files), n_images) if n_images else (None, None)
+
+
 def read_upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
     """Return height and width in pixels of a sample's image, turned upright.
 

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
+from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.errors import MegatfmError
+from megatfm.terminal import format_counted
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
 MAX_LISTED = 20
 MAX_VALUES = 10_000
 MAX_FIELDS = 100
 """Fields of metadata that are counted, at most: hostile records have any number of names."""
-MAX_LABEL_DIGITS = 18
-"""Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
@@ -39,8 +39,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         return (
-            f"whole: {self.shards:,} shards, {self.blocks:,} blocks, {self.samples:,} samples, "
-            f"{self.tokens:,} tokens of {self.text_bytes:,} bytes of text, {self.bytes:,} bytes on disk"
+            f"whole: {format_counted(self.shards, 'shard')}, {format_counted(self.blocks, 'block')}, "
+            f"{format_counted(self.samples, 'sample')}, {format_counted(self.tokens, 'token')} of "
+            f"{format_counted(self.text_bytes, 'byte')} of text, {format_counted(self.bytes, 'byte')} on disk"
         )
 
 
@@ -92,7 +93,7 @@ def describe_corpus(
     disk = sum(shard.bytes for shard in corpus.manifest.shards)
     facts = {
         "corpus": str(corpus.folder),
-        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {corpus.n_blocks:,} blocks)",
+        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {format_counted(corpus.n_blocks, 'block')})",
         "samples": f"{corpus.n_samples:,}",
         **_describe_classes(corpus),
         **(_describe_text(corpus) if corpus.n_tokens or corpus.tokenizer_hash != NO_TOKENIZER else {}),
@@ -157,10 +158,9 @@ def _show_sample(
 
 def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
     """Return the number and name of an image's class."""
-    label, names = sample.members.get("cls", b"").strip(), corpus.manifest.class_names
-    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+    number, names = parse_class_number(sample.members.get("cls", b"")), corpus.manifest.class_names
+    if number is None:
         return {}
-    number = int(label)
     return {"class": f"{number} ({names[number]})" if number < len(names) else str(number)}
 
 
@@ -192,7 +192,8 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
             uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
             uses[: len(counts)] += counts
     tables = [
-        f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
+        f"{format_counted(corpus.n_samples, 'document')}, {format_counted(corpus.n_tokens, 'token')}, "
+        f"{format_counted(corpus.n_text_bytes, 'byte')} of text",
         _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
         _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
         by_source.table(),

@@ -5,6 +5,7 @@ class index is the number in the `.cls`, or follows from a rule in the manifest.
 samples have the same `.cls` as in our own shards.
 """
 
+import codecs
 import io
 import json
 import re
@@ -32,6 +33,8 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SAMPLE_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls", "json", "txt")
 MAX_UNIQUE_LABELS, MAX_UNIQUE_SHARE = 1000, 0.9
 """More labels than both, the number and the share of all images, are captions rather than classes."""
+MAX_LABEL_DIGITS = 18
+"""Longer numbers are no classes; Python refuses to read those of thousands of digits."""
 _CLASS_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -108,6 +111,12 @@ class LabelRule:
     @cached_property
     def _index_by_name(self) -> dict[str, int]:
         return {name: index for index, name in reversed(list(enumerate(self.names)))}  # of equal names, the first
+
+
+def parse_class_number(data: bytes) -> int | None:
+    """Return the number in a `.cls`, which may have space around it and a byte order mark; None if it is no number."""
+    text = data.removeprefix(codecs.BOM_UTF8).strip()
+    return int(text) if text.isdigit() and len(text) <= MAX_LABEL_DIGITS else None
 
 
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:

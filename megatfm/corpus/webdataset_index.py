@@ -32,6 +32,7 @@ from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, hash_frame, make_sample_dtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
+from megatfm.terminal import format_counted
 
 FRAME_BYTES = 2**18
 CHUNK_BYTES = 2**14
@@ -50,8 +51,9 @@ class IndexReport:
         shards = self.manifest.shards
         outcome = "written again" if self.rewritten else "indexed where they are"
         return (
-            f"{self.folder}: {len(shards):,} shards with {sum(s.samples for s in shards):,} samples, "
-            f"{sum(s.tokens for s in shards):,} tokens, {outcome}"
+            f"{self.folder}: {format_counted(len(shards), 'shard')} with "
+            f"{format_counted(sum(s.samples for s in shards), 'sample')}, "
+            f"{format_counted(sum(s.tokens for s in shards), 'token')}, {outcome}"
         )
 
 

@@ -187,6 +187,15 @@ class ShardWriter:
             self._on_file_written(self.folder / name)
 
 
+def measure_members(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
+    """Return `image_size` and `n_images` of a sample with these files, as `ShardWriter.add` takes them."""
+    if not members:
+        return None, None
+    from megatfm.corpus.image_size import measure_images  # needs Pillow
+
+    return measure_images(members)
+
+
 class _ShardOptions(NamedTuple):
     frame_bytes: int
     compress: bool

@@ -243,13 +243,13 @@ class _Planner:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             if self._is_bin_packed and self.objective.max_tokens is not None:
-                reason = "its documents don't fill such rows, whole"
+                reason = "whole documents don't fill such rows"
             keys = ["data.sequence_length", "data.target_length"][: len(self.row_lengths)]
             advice = f"choose shorter rows ({', '.join(keys)}), or prepare more text"
             if getattr(self.objective, "reads_images", False):
                 reason, advice = "its images don't fill such rows", f"choose other lengths ({', '.join(keys)})"
             yield (
-                f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
+                f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} tokens is padding, which costs time: "
                 f"{reason}: {advice}"
             )
 

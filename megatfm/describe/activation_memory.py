@@ -79,16 +79,34 @@ def measure_block_activations(config: Config) -> tuple[int, int] | None:
     attention counts as a fused kernel, which saves as much. Rows hold one document. Raises UsageError for a family
     without split points, and any error of the model's forward pass.
     """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
     try:
-        with FakeTensorMode(), _shape_only_experts():
+        with quiet_fake_tensors(), FakeTensorMode(), replace_grouped_matmul(_ShapeOnlyGroupedMatmul.apply):
             return _measure(config)
     except DATA_DEPENDENT_ERRORS as error:
         log.debug("activation memory is not counted: %s: %s", type(error).__name__, error)
         return None
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Silence torch's log about fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
     finally:
         logger.disabled = was_disabled
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create floating-point tensors in a dtype."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 class _ShapeOnlyGroupedMatmul(torch.autograd.Function):
@@ -101,10 +119,13 @@ class _ShapeOnlyGroupedMatmul(torch.autograd.Function):
 
 
 @contextmanager
-def _shape_only_experts() -> Iterator[None]:
-    """Replace grouped matmuls: rows per expert depend on values, their total does not."""
+def replace_grouped_matmul(matmul: Callable[..., Any]) -> Iterator[None]:
+    """Replace experts' grouped matmuls: rows per expert depend on values, their total does not.
+
+    matmul: takes the rows [M, I], the stacked weights [G, O, I] and the ends of groups [G].
+    """
     kernels_before = dict(KERNELS)
-    KERNELS.update(dict.fromkeys(KERNELS, _ShapeOnlyGroupedMatmul.apply))
+    KERNELS.update(dict.fromkeys(KERNELS, matmul))
     try:
         yield
     finally:
@@ -150,12 +171,8 @@ def _measure(config: Config) -> tuple[int, int]:
 
 def _build(config: Config, dtype: torch.dtype) -> nn.Module:
     """Build the model with fused attention, whose memory does not depend on values."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         model = build_model(config).train()
-    finally:
-        torch.set_default_dtype(default)
     if not hasattr(model, "split_points"):
         raise UsageError(f"model.family = {config.model.family!r} has no split points")
     for attention in model.modules():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.describe.description import count_optimizer_state
+from megatfm.errors import UsageError
 from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -56,7 +57,8 @@ def count_rank_state(config: Config) -> RankState | None:
     holders: Mapping[str, tuple[int, ...]] = {}
     if parallel.pp > 1:
         holders = plan_pipeline_split(config, model).parameter_ranks
-    with _make_fake_mesh(parallel, ranks) as mesh:
+    with fake_ranks(ranks):
+        mesh = build_mesh(parallel, ranks, "cpu")
         layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.effective_zero
@@ -113,12 +115,14 @@ def _has_whole_gradients(config: Config, zero: int, data_ranks: int) -> bool:
 
 
 @contextmanager
-def _make_fake_mesh(parallel: ParallelConfig, ranks: int) -> Iterator[Mesh]:
-    """Yield the first rank's mesh of a layout, without the other processes."""
+def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of `size` ranks without the others. Raises UsageError in a process that has a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    if dist.is_initialized():
+        raise UsageError("an estimate needs a process without a process group: run `megatfm estimate` by itself")
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        yield build_mesh(parallel, ranks, "cpu")
+        yield
     finally:
         dist.destroy_process_group()

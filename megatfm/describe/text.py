@@ -20,6 +20,7 @@ from megatfm.config import (
 from megatfm.config.ffn import FFNConfig, MoEConfig
 from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
+from megatfm.terminal import format_counted
 
 if TYPE_CHECKING:
     from megatfm.describe.description import Description
@@ -38,7 +39,7 @@ def to_lines(description: "Description") -> list[Line]:
 
 
 def _describe_architecture(model: ModelConfig) -> list[Line]:
-    blocks = f"{model.n_layers} blocks"
+    blocks = format_counted(model.n_layers, "block")
     if model.family == "encoder_decoder":
         blocks = f"{model.encoder_layers} + {blocks}"
     if model.distinct_layers and model.distinct_layers < model.n_layers:
@@ -56,16 +57,17 @@ def _describe_architecture(model: ModelConfig) -> list[Line]:
     if heads := _describe_extra_heads(model):
         lines.append(("heads", ", ".join(heads)))
     if (text := model.text_tower) is not None:
-        blocks = f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, d_ff {text.d_ff:,}"
-        lines.append(("text tower", f"{blocks}; {'causal' if text.causal else 'bidirectional'}"))
+        size = _describe_size(text.n_layers, text.d_model, text.n_heads)
+        lines.append(("text tower", f"{size}, d_ff {text.d_ff:,}; {'causal' if text.causal else 'bidirectional'}"))
     if (tower := model.vision_tower) is not None:
-        inner = f"{tower.n_heads} heads, {tower.d_ff:,} inside; patches of {tower.embedding.patch_size} pixels a side"
-        lines.append(("vision tower", f"{tower.n_layers} blocks of width {tower.d_model:,}, {inner}"))
+        size = _describe_size(tower.n_layers, tower.d_model, tower.n_heads)
+        patches = f"patches of {format_counted(tower.embedding.patch_size, 'pixel')} a side"
+        lines.append(("vision tower", f"{size}, {tower.d_ff:,} inside; {patches}"))
     if model.contrastive is not None:
         lines.append(("features", f"{model.contrastive.width:,} dimensions, {model.contrastive.loss} loss"))
     if (generator := model.generator) is not None:
-        blocks = f"{generator.n_layers or model.n_layers} blocks of width {generator.d_model:,}"
-        lines.append(("generator", f"{blocks}, {generator.n_heads} heads, d_ff {generator.d_ff:,}"))
+        size = _describe_size(generator.n_layers or model.n_layers, generator.d_model, generator.n_heads)
+        lines.append(("generator", f"{size}, d_ff {generator.d_ff:,}"))
     rates = (
         ("residual", model.dropout),
         ("attention", model.attention.dropout),
@@ -77,12 +79,16 @@ def _describe_architecture(model: ModelConfig) -> list[Line]:
     return lines
 
 
+def _describe_size(n_layers: int, d_model: int, n_heads: int) -> str:
+    return f"{format_counted(n_layers, 'block')} of width {d_model:,}, {format_counted(n_heads, 'head')}"
+
+
 def _describe_input(model: ModelConfig) -> Line:
     """Describe the vocabulary, or an image model's patches."""
     embedding = model.embedding
     if isinstance(embedding, PatchEmbeddingConfig):
         counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
-        special = "".join(f", {count} {kind}{'s' * (count > 1)}" for count, kind in counts if count)
+        special = "".join(f", {format_counted(count, kind)}" for count, kind in counts if count)
         side = embedding.patch_size
         return "images", f"patches of {side} × {side} × {embedding.channels}{special}"
     vocabulary = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
@@ -98,13 +104,13 @@ def _describe_stages(stages: StagesConfig, d_model: int) -> str:
 
 
 def _describe_heads(model: ModelConfig) -> str:
-    text = f"{model.attention.n_heads} heads of {model.head_width}"
+    text = f"{format_counted(model.attention.n_heads, 'head')} of {model.head_width}"
     if isinstance(latent := model.attention, MLAAttentionConfig):
         queries = f", queries from {latent.q_lora_rank}" if latent.q_lora_rank else ""
         rotary = f"{text} + {latent.qk_rope_head_dim} rotary"
         return f"{rotary}, keys and values from a latent of rank {latent.kv_lora_rank}{queries}"
     kind = "" if model.attention.name == "gqa" else f", {model.attention.name}"
-    return f"{text}, {model.attention.kv_heads} key-value heads{kind}"
+    return f"{text}, {format_counted(model.attention.kv_heads, 'key-value head')}{kind}"
 
 
 def _describe_patterns(model: ModelConfig) -> str:
@@ -150,9 +156,10 @@ def _describe_extra_heads(model: ModelConfig) -> list[str]:
     heads = []
     for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
-            heads.append(f"sentence classifier with {section.classes} classes")
+            heads.append(f"sentence classifier with {format_counted(section.classes, 'class', 'classes')}")
         elif isinstance(section, ClassifierHeadConfig):
-            heads.append(f"image classifier with {section.n_classes:,} classes, pooled by {section.pool}")
+            classes = format_counted(section.n_classes, "class", "classes")
+            heads.append(f"image classifier with {classes}, pooled by {section.pool}")
         else:
             heads.append("span boundary" if name == "boundary" else name)
     if model.n_mtp_heads:
@@ -174,7 +181,8 @@ def _describe_counts(description: "Description") -> list[Line]:
     ]
     if description.fp8_parameters:
         lines.append(("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats"))
-    steps = f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps"
+    steps = format_counted(config.train.steps, "step")
+    tokens = f"{description.tokens_per_step:,} a step, {description.tokens:,} in {steps}"
     flops = f"{description.flops_causal * description.tokens:.3g} in total"
     if description.flops_causal < description.flops_full:
         flops += ", with half of causal attention"
@@ -184,7 +192,7 @@ def _describe_counts(description: "Description") -> list[Line]:
         ("", ""),
         *_describe_flops(description),
         ("", ""),
-        ("tokens", steps),
+        ("tokens", tokens),
         ("FLOPs", flops),
         ("state", f"{description.state_bytes:.3g} bytes a parameter: {state}"),
         ("", f"{_format_memory(description.total_bytes)}, {_describe_sharding(description)}"),
@@ -259,7 +267,7 @@ def _describe_network(ffn: FFNConfig) -> str:
     if not isinstance(ffn, MoEConfig):
         return network
     shared = f" and {ffn.n_shared_experts} shared" if ffn.n_shared_experts else ""
-    return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {network}"
+    return f"{format_counted(ffn.n_experts, 'expert')}, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {network}"
 
 
 def _describe_activations(description: "Description") -> str:

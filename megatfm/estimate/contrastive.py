@@ -4,16 +4,9 @@ With several micro-batches, a step computes all features without a graph first (
 """
 
 from megatfm.config import Config, ContrastiveObjective
-from megatfm.estimate.traffic import Flows, axes_of, join_axes
+from megatfm.estimate.traffic import Flows, join_axes, make_axes, takes_two_passes
+from megatfm.estimate.weights import get_item_sizes
 from megatfm.parallel.mesh import CONTEXT, REPLICATE, SHARD
-
-FEATURE_BYTES = 4
-"""Bytes of a number of a feature; 8 in float64."""
-
-
-def takes_two_passes(config: Config, microbatches: int) -> bool:
-    """Return whether a step runs each micro-batch forward once more, for the features of all samples."""
-    return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
 
 
 def count_kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:
@@ -31,17 +24,13 @@ def add_ring_flows(flows: Flows, config: Config, samples: int, microbatches: int
     contrastive = config.model.contrastive
     if not isinstance(config.objective, ContrastiveObjective) or contrastive is None:
         return
-    axes = axes_of(config.parallel)
+    axes = make_axes(config.parallel)
     ring = join_axes((axes[SHARD], axes[REPLICATE], axes[CONTEXT]))
     features = samples * microbatches * _feature_row_bytes(config)
-    sums = samples * microbatches * _number_bytes(config) * (contrastive.loss == "softmax")
+    sums = samples * microbatches * get_item_sizes(config).stored * (contrastive.loss == "softmax")
     flows.add(ring, "send", (3 * ring.size - 2) * features + (2 * ring.size - 1) * sums)
 
 
 def _feature_row_bytes(config: Config) -> int:
     assert config.model.contrastive is not None
-    return config.model.contrastive.width * _number_bytes(config)
-
-
-def _number_bytes(config: Config) -> int:
-    return 2 * FEATURE_BYTES if config.train.precision == "fp64" else FEATURE_BYTES
+    return config.model.contrastive.width * get_item_sizes(config).stored

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import lcm
 from typing import cast
 
@@ -12,18 +13,19 @@ import torch
 from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
-from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, rank_memory
+from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, estimate_rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
+from megatfm.estimate.rank_flows import StageSplit
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
-from megatfm.estimate.stand_ins import fake_ranks
-from megatfm.estimate.step_time import StepTime, step_time
+from megatfm.estimate.step_time import StepTime, estimate_step
 from megatfm.estimate.traffic import Flows
-from megatfm.estimate.weights import LocalWeight, local_weights
+from megatfm.estimate.weights import LocalWeight, count_expert_shards, list_local_weights
 from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
@@ -127,21 +129,19 @@ class Estimator:
         microbatches = count_microbatches(config)
         compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
-        weights = self.local_weights(config)
-        parts_of_rank, rank_of, stages = self._stages(config, profile)
-        step = step_time(config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled)
+        weights = self.list_local_weights(config)
+        stages = self._split_stages(config, profile)
+        step = estimate_step(config, self.cluster, profile, weights, stages, microbatches, compiled=compiled)
         reserved = int(self.cluster.device.reserved_gib * 2**30)
         sent_bytes = {
-            stage: profile.parts[indices[-1]].output_bytes
-            for stage, (indices, sender, receiver) in enumerate(zip(stages, rank_of, rank_of[1:], strict=False))
-            if sender != receiver
+            stage: profile.parts[stages.parts[stage][-1]].output_bytes for stage in stages.list_sending_stages()
         }
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
         memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
         memory = [
-            rank_memory(memory_step, RankStages(rank, parts, step.in_flight, sent_bytes))
-            for rank, parts in enumerate(parts_of_rank)
+            estimate_rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), step.in_flight, sent_bytes))
+            for rank in range(parallel.pp)
         ]
         computed = step.time.step
         time = replace(
@@ -150,19 +150,19 @@ class Estimator:
             checkpoint=estimate_checkpoint_stall(config, self.cluster, memory, computed),
         )
         return Estimate(
-            config,
-            self.cluster,
-            self.description,
-            memory,
-            time,
-            step.flows,
-            step.busiest,
-            step.timeline,
-            microbatches,
-            compiled,
+            config=config,
+            cluster=self.cluster,
+            description=self.description,
+            memory=memory,
+            time=time,
+            flows_by_rank=step.flows,
+            busiest=step.busiest,
+            timeline=step.timeline,
+            microbatches=microbatches,
+            compiled=compiled,
         )
 
-    def _model(self, config: Config) -> LocalModel:
+    def _get_model(self, config: Config) -> LocalModel:
         parallel = config.parallel
         key = (
             parallel.tp,
@@ -178,46 +178,34 @@ class Estimator:
 
     def profile(self, config: Config) -> ModelProfile:
         """Return the profile of the parts; it depends on tp, cp and the micro-batch."""
-        model = self._model(config)
+        model = self._get_model(config)
         key = id(model), config.train.micro_batch, config.parallel.cp
         if key not in self._profiles:
             self._profiles[key] = model.profile(config.train.micro_batch, config.parallel.cp)
         return self._profiles[key]
 
-    def local_weights(self, config: Config) -> list[LocalWeight]:
+    def list_local_weights(self, config: Config) -> list[LocalWeight]:
         """Return the parameters as a rank has them before ZeRO."""
-        parallel, model = config.parallel, self._model(config)
-        shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.zero_shards
-        key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
+        parallel, model = config.parallel, self._get_model(config)
+        key = id(model), parallel.ep, parallel.expert_tp, count_expert_shards(parallel), parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points
-            self._weights[key] = local_weights(config, self._meta_model, model.layout, points, model.model)
+            self._weights[key] = list_local_weights(config, self._meta_model, model.layout, points, model.model)
         return self._weights[key]
 
-    def _stages(
-        self, config: Config, profile: ModelProfile
-    ) -> tuple[list[dict[int, Sequence[int]]], list[int], list[Sequence[int]]]:
-        """Return the split points of each stage by pipeline rank, each stage's rank, and each stage's split points."""
-        parallel = config.parallel
-        if parallel.pp == 1:
-            only_stage = range(len(profile.parts))
-            return [{0: only_stage}], [0], [only_stage]
-        pipeline = self.pipeline(config)
-        indices, start = list[Sequence[int]](), 0
-        for stage in pipeline.stages:
-            indices.append(range(start, start + len(stage.split_points)))
-            start += len(stage.split_points)
-        rank_of = pipeline.stage_to_rank
-        by_rank: list[dict[int, Sequence[int]]] = [{} for _ in range(parallel.pp)]
-        for stage_index, rank in enumerate(rank_of):
-            by_rank[rank][stage_index] = indices[stage_index]
-        return by_rank, rank_of, indices
+    def _split_stages(self, config: Config, profile: ModelProfile) -> StageSplit:
+        """Return the split points of each pipeline stage; without a pipeline there is one stage."""
+        if config.parallel.pp == 1:
+            return StageSplit([range(len(profile.parts))], [0])
+        pipeline = self.plan_pipeline(config)
+        ends = accumulate((len(stage.split_points) for stage in pipeline.stages), initial=0)
+        return StageSplit([range(start, end) for start, end in pairwise(ends)], pipeline.stage_to_rank)
 
-    def split_points(self, config: Config) -> Sequence[SplitPoint]:
+    def get_split_points(self, config: Config) -> Sequence[SplitPoint]:
         """Return the split points of the model."""
-        return cast(Splittable, self._model(config).model).split_points
+        return cast(Splittable, self._get_model(config).model).split_points
 
-    def pipeline(self, config: Config) -> Pipeline:
+    def plan_pipeline(self, config: Config) -> Pipeline:
         """Return the model's pipeline stages. Raises UsageError if it has too few split points."""
         parallel = config.parallel
         is_v_shaped = parallel.pp_schedule in ("zbv", "dualpipev")

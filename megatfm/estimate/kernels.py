@@ -17,20 +17,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.cost import TokenCounts
+from megatfm.describe.activation_memory import replace_grouped_matmul
 from megatfm.estimate.devices import DeviceKind
-from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
+from megatfm.estimate.operators import Operator, OperatorRecorder, count_tensor_bytes
 from megatfm.estimate.stand_ins import (
     ROWS,
     VOCAB_PARALLEL_STATISTICS,
     AttentionStandIn,
     CrossEntropyStandIn,
+    GroupedMatmulStandIn,
     RMSNormStandIn,
     count_fetched_tokens,
-    even_rows,
+    dispatch_evenly,
     exchange_tokens,
-    experts_by_shapes,
 )
-from megatfm.estimate.weights import experts_section
+from megatfm.estimate.weights import find_experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.moe.experts import Experts
@@ -85,9 +86,9 @@ class ProfiledKernels:
     def experts_by_shapes(self) -> AbstractContextManager[object]:
         """Run experts on as many rows as they get on average. Rows that a CPU doesn't reach, it cuts off at once."""
         stack = ExitStack()
-        stack.enter_context(experts_by_shapes(self.note))
+        stack.enter_context(replace_grouped_matmul(partial(GroupedMatmulStandIn.apply, self.note)))
         if self.device_kind == "cpu":
-            stack.enter_context(even_rows(self._reached_share))
+            stack.enter_context(dispatch_evenly(self._reached_share))
         return stack
 
     def start_part(self) -> OperatorRecorder:
@@ -203,9 +204,9 @@ class ProfiledKernels:
     ) -> None:
         """Record a kernel (see `stand_ins.Note`)."""
         number = self.recorder.number
-        reads, writes = ({number(x): tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
+        reads, writes = ({number(x): count_tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
         if name == "_grouped_mm" and dims:
-            section = experts_section(self.config.model)
+            section = find_experts_section(self.config.model)
             rows = float(inputs[0].shape[0])
             has_other_rows = not self._exchanges_tokens and self.device_kind == "cuda"
             if section and has_other_rows:  # tensor-parallel ranks hold rows of each other's experts

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatfm.config import Config
 from megatfm.estimate.moments import Moment, StageMemory
 from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
-from megatfm.estimate.weights import LocalWeight, RankBytes, rank_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, count_rank_bytes
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,9 @@ class RankMemory:
     @property
     def largest(self) -> str:
         """Name of the largest part."""
-        sizes = {
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer,
-            "weights": self.weights + self.copies,
-            "gathered weights": self.gathered,
-            "activations": self.activations,
-            "workspace": self.workspace,
-        }
-        return max(sizes, key=lambda name: sizes[name])
+        sizes = {name: n_bytes for name, n_bytes in self.parts.items() if name != "reserved"}
+        name = max(sizes, key=lambda name: sizes[name])
+        return {"optimizer": "optimizer state", "gathered": "gathered weights"}.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -100,17 +94,17 @@ class RankStages:
     there."""
 
 
-def rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
+def estimate_rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
     """Estimate the fullest moment of a rank's step.
 
     It is taken to be in a pass of the rank's first stage, while all others wait for a backward pass, or in the
     optimizer.
     """
-    state = rank_bytes(step.config, step.weights, [index for parts in stages.parts.values() for index in parts])
+    state = count_rank_bytes(step.config, step.weights, [index for parts in stages.parts.values() for index in parts])
     saved_bytes: dict[int, int] = {}
     for parts in stages.parts.values():
         profiles = [step.profiles[index] for index in parts]
-        alone = [profile.saved_bytes(step.config.train.recompute, step.compiled) for profile in profiles]
+        alone = [profile.count_saved_bytes(step.config.train.recompute, step.compiled) for profile in profiles]
         saved_bytes |= zip(parts, add_shared_inputs(profiles, alone), strict=True)
     waiting = step.kept_bytes + _sum_waiting(stages, saved_bytes)
     moments = _list_moments(step, stages, state, saved_bytes)
@@ -126,17 +120,17 @@ def rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
     if by_phase["optimizer"] > max(by_phase.get(phase, 0) for phase in ("forward", "backward")):
         peak, gather_buffer, waiting = Moment("optimizer", 0, exchanged, state.reduced), 0, 0
     return RankMemory(
-        stages.pipeline_rank,
-        state.weights,
-        state.copies,
-        peak.gradients,
-        state.optimizer,
-        state.gathered if peak.phase != "optimizer" else 0,
-        waiting + peak.activations + min(0, peak.workspace),
-        max(0, peak.workspace) + gather_buffer,
-        step.reserved,
-        by_phase,
-        sum(n_bytes for index, n_bytes in saved_bytes.items() if step.profiles[index].is_block),
+        pipeline_rank=stages.pipeline_rank,
+        weights=state.weights,
+        copies=state.copies,
+        gradients=peak.gradients,
+        optimizer=state.optimizer,
+        gathered=state.gathered if peak.phase != "optimizer" else 0,
+        activations=waiting + peak.activations + min(0, peak.workspace),
+        workspace=max(0, peak.workspace) + gather_buffer,
+        reserved=step.reserved,
+        by_phase=by_phase,
+        saved_in_blocks=sum(n_bytes for index, n_bytes in saved_bytes.items() if step.profiles[index].is_block),
     )
 
 

@@ -1,12 +1,14 @@
-"""Memory in the two passes of a pipeline stage: the moments at which it may be the fullest."""
+"""Memory in the two passes of a pipeline stage: the moments at which it may be the fullest.
+
+Under ZeRO 0 and 1, gradients are accumulated unsharded, and the last pass of a step reduces them bucket by bucket.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatfm.config import Config
-from megatfm.estimate.accumulation import GradientAccumulation
-from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pending_bytes
+from megatfm.estimate.part_profile import PartProfile, WeightGradient
+from megatfm.estimate.weights import LocalWeight, RankBytes, count_pending_bytes, get_item_sizes, list_buckets
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ class StageMemory:
 
     def list_moments(self, *, is_first: bool, is_last: bool) -> list[Moment]:
         """List the moments of a micro-batch. is_first, is_last: its backward pass is the first or last of the step."""
-        moments = list(self._forward_moments(0 if is_first else self.state.gradients))
+        moments = list(self._iter_forward_moments(0 if is_first else self.state.gradients))
         if self.config.parallel.effective_zero >= 2:
-            return moments + list(self._sharded_backward_moments(is_first))
+            return moments + list(self._iter_sharded_backward_moments(is_first))
         # Pipelines reduce after all passes, and without sharding nothing is freed.
         reduces = is_last and self.config.parallel.effective_zero == 1 and self.config.parallel.pp == 1
-        return moments + list(self._backward_moments(is_first, reduces))
+        return moments + list(self._iter_backward_moments(is_first, reduces))
 
-    def _forward_moments(self, gradients: int) -> Iterator[Moment]:
+    def _iter_forward_moments(self, gradients: int) -> Iterator[Moment]:
         saved = 0
         for index in self.parts:
             profile = self.profiles[index]
@@ -64,7 +66,7 @@ class StageMemory:
             saved += self.saved_bytes[index]
             yield Moment("forward", saved, workspace, gradients)
 
-    def _backward_moments(self, is_first: bool, reduces: bool) -> Iterator[Moment]:
+    def _iter_backward_moments(self, is_first: bool, reduces: bool) -> Iterator[Moment]:
         """Yield the moments of a backward pass under ZeRO 0 and 1."""
         accumulation = GradientAccumulation(
             self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
@@ -72,27 +74,28 @@ class StageMemory:
         saved = sum(self.saved_bytes[index] for index in self.parts)
         for index, waiting in self._list_waiting():
             profile, recomputed = self.profiles[index], self._count_recomputed(index)
-            unsaved = profile.saved_bytes("none", compiled=False) - profile.saved_bytes("none", self.compiled)
-            for live, gradients in accumulation.run_backward(index, profile, max(0, unsaved), compiled=self.compiled):
+            eager, saved_by_part = (profile.count_saved_bytes("none", compiled) for compiled in (False, self.compiled))
+            unsaved = max(0, eager - saved_by_part)
+            for live, gradients in accumulation.run_backward(index, profile, unsaved, compiled=self.compiled):
                 yield Moment("backward", saved, live + recomputed + waiting, gradients)
             saved -= self.saved_bytes[index]
 
-    def _sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
+    def _iter_sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
         """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end."""
         config, state = self.config, self.state
-        size, compute = number_bytes(config)
+        size, compute, _ = get_item_sizes(config)
         reduces_at_once = not state.keeps_whole_gradients
         reducing = 0  # bytes of the last block's gradients in a reduce-scatter
         saved = sum(self.saved_bytes[index] for index in self.parts)
         for index, waiting in self._list_waiting():
             profile = self.profiles[index]
             gradients = self._count_sharded_gradients(index) if is_first else state.gradients
-            pending = pending_bytes(config, self.weights, self.parts, index) + waiting
+            pending = count_pending_bytes(config, self.weights, self.parts, index) + waiting
             experts = self._count_trained(index, is_expert=True)
             reducing_experts = experts * size * reduces_at_once
             if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
                 reducing_experts -= experts * compute  # no longer gathered
-            peak = profile.unreduced_peak(config.parallel.ep, reducing, reducing_experts)
+            peak = profile.compute_unreduced_peak(config.parallel.ep, reducing, reducing_experts)
             yield Moment("backward", saved, peak + self._count_recomputed(index) + pending, gradients)
             saved -= self.saved_bytes[index]
             if profile.is_block:
@@ -116,7 +119,7 @@ class StageMemory:
         profile, mode = self.profiles[index], self.config.train.recompute
         if not profile.is_block or mode == "none":
             return 0
-        return max(0, profile.saved_bytes("none", self.compiled) - profile.saved_bytes(mode, self.compiled))
+        return max(0, profile.count_saved_bytes("none", self.compiled) - profile.count_saved_bytes(mode, self.compiled))
 
     def _count_trained(self, index: int, *, is_expert: bool) -> int:
         """Return the elements of a block's trained weights: of experts on several ranks, or of the others."""
@@ -132,3 +135,98 @@ class StageMemory:
         numel = sum(w.local for w in trained) or 1
         n_complete = sum(w.local for w in trained if w.parts[0] >= index)
         return self.state.gradients * n_complete // numel
+
+
+class GradientAccumulation:
+    """Gradients of a stage's weights while its parts run backward, the last one first.
+
+    A gradient is computed in the model's precision, cast to the stored one, and added to that of earlier passes. One of
+    a weight with several uses, such as a tied table, waits until all uses have run. In the last pass of a step, a
+    bucket whose gradients are complete is packed and reduce-scattered, which leaves a shard (see
+    `engines.native.replicated`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Sequence[LocalWeight],
+        parts: Sequence[int],
+        state: RankBytes,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        """is_first: there are no gradients of earlier passes; is_last: the pass reduces gradients."""
+        self._parallel, self._state, self._is_first = config.parallel, state, is_first
+        self._size, compute, self._buffer_size = get_item_sizes(config)
+        self._cast = self._size / compute if self._size > compute else 0.0
+        self._uses = {
+            w: uses for w in weights if w.is_trained and (uses := sorted(index for index in w.parts if index in parts))
+        }
+        self._numel = sum(w.local for w in self._uses)
+        self._n_added = 0 if is_first else self._numel
+        self._n_reduced = 0
+        self._waiting: set[LocalWeight] = set()
+        self._complete: set[LocalWeight] = set()
+        self._buckets = list_buckets(self._uses) if is_last else []
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of gradients now: whole ones, those that wait for other uses, and shards."""
+        n_whole = self._n_added + sum(w.local for w in self._waiting)
+        return n_whole * self._size + self._state.reduced * self._n_reduced // max(1, self._numel)
+
+    def run_backward(
+        self, index: int, profile: PartProfile, unsaved: int, *, compiled: bool
+    ) -> Iterator[tuple[int, int]]:
+        """Run a part: yield its fullest moments, as live bytes of the pass and bytes of gradients.
+
+        unsaved: bytes that the part as compiled does not save, and the profiled one saves and frees.
+        """
+        weights = [w for w in self._uses if index in w.parts]
+        if compiled and profile.is_block and not any(gradient.is_expert for gradient in profile.gradients):
+            yield from self._run_compiled(index, weights, profile, unsaved)
+        else:
+            for gradient in profile.gradients:
+                yield gradient.peak, self.n_bytes
+                yield gradient.live + self._count_copies(gradient), self.n_bytes
+                live = gradient.live - (0 if gradient.is_expert else gradient.n_bytes)
+                yield from self._add(weights[gradient.place], index, live)
+        for weight in weights:  # without a profiled gradient
+            yield from self._add(weight, index, 0)
+        yield profile.peak_after_gradients, self.n_bytes
+
+    def _run_compiled(
+        self, index: int, weights: Sequence[LocalWeight], profile: PartProfile, unsaved: int
+    ) -> Iterator[tuple[int, int]]:
+        """Run a compiled block, which returns all gradients at its end; then all are cast, and added."""
+        yield profile.whole_backward_peak, self.n_bytes
+        live = profile.peak_after_gradients + unsaved
+        computed = sum(gradient.n_bytes for gradient in profile.gradients)
+        yield live + int(computed * max(1.0, self._cast)), self.n_bytes
+        for weight in weights:
+            yield from self._add(weight, index, live)
+
+    def _count_copies(self, gradient: WeightGradient) -> int:
+        """Return the bytes of a gradient's copies when it is added: cast, and for experts transposed."""
+        if not gradient.is_expert:
+            return int(self._cast * gradient.n_bytes)
+        copies = 2 * (self._cast or 1.0) if self._is_first else 1.0 + self._cast
+        return int(copies * gradient.n_bytes / self._parallel.ep)
+
+    def _add(self, weight: LocalWeight, index: int, live: int) -> Iterator[tuple[int, int]]:
+        """Add a gradient; yield the moments at which buckets are packed. live: of the pass."""
+        if weight in self._complete:
+            return
+        if index > self._uses[weight][0]:
+            self._waiting.add(weight)
+            return
+        self._waiting.discard(weight)
+        self._complete.add(weight)
+        if self._is_first:
+            self._n_added += weight.local
+        while self._buckets and self._complete.issuperset(self._buckets[-1]):
+            numel = sum(w.local for w in self._buckets.pop())
+            yield live + numel * self._buffer_size, self.n_bytes
+            self._n_added -= numel
+            self._n_reduced += numel

@@ -85,8 +85,6 @@ class Recording:
     """Storage → index in `live` of the call that allocated it, and its bytes."""
     last_calls: dict[int, int] = field(default_factory=dict)
     """Storage → index in `live` of the last call that reads or writes it, or makes a view of it, but by `detach`."""
-    live_at_end: int = 0
-    """Bytes that are live at the end of the pass."""
 
     def peak(self) -> int:
         """Return the most bytes that are live at once."""
@@ -130,7 +128,6 @@ class OperatorRecorder(TorchDispatchMode):
             with self:
                 yield self.recording
         finally:
-            self.recording.live_at_end = self._live - self._base
             self.recording = outer
 
     def live_storages(self, recording: Recording) -> dict[int, int]:
@@ -163,10 +160,10 @@ class OperatorRecorder(TorchDispatchMode):
             return out
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        known = {self.number(x) for x in inputs}
+        input_numbers = {self.number(x) for x in inputs}
         for x in outputs:
             number, key = self.number(x), x.untyped_storage()._cdata
-            if number not in known and key not in self._sizes:
+            if number not in input_numbers and key not in self._sizes:
                 self._sizes[key] = x.untyped_storage().nbytes()
                 self._live += self._sizes[key]
                 self.recording.created[number] = len(self.recording.live), self._sizes[key]
@@ -175,10 +172,10 @@ class OperatorRecorder(TorchDispatchMode):
         self.recording.live.append(self._live - self._base)
         if name in KERNEL_FREE:
             return out
-        self.recording.operators.append(self._operator(func, name, inputs, outputs, args, kwargs or {}))
+        self.recording.operators.append(self._make_operator(func, name, inputs, outputs, args, kwargs or {}))
         return out
 
-    def _operator(
+    def _make_operator(
         self,
         func: Any,
         name: str,
@@ -187,13 +184,13 @@ class OperatorRecorder(TorchDispatchMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Operator:
-        reads = {self.number(x): tensor_bytes(x) for x in inputs}
-        writes = {self.number(x): tensor_bytes(x) for x in outputs}
+        reads = {self.number(x): count_tensor_bytes(x) for x in inputs}
+        writes = {self.number(x): count_tensor_bytes(x) for x in outputs}
         if name.endswith("_") and inputs:  # in place
-            writes = {self.number(inputs[0]): tensor_bytes(inputs[0])}
+            writes = {self.number(inputs[0]): count_tensor_bytes(inputs[0])}
         itemsize = (outputs or inputs)[0].element_size() if outputs or inputs else 4
         if func.namespace in COLLECTIVES:
-            collective, sent = _collective(func, name, args, kwargs)
+            collective, sent = _describe_collective(func, name, args, kwargs)
             return Operator(
                 name,
                 "collective",
@@ -205,7 +202,7 @@ class OperatorRecorder(TorchDispatchMode):
                 sent_bytes=sent,
             )
         if name in MATMULS:
-            dims = _dims(name, [x for x in args if isinstance(x, Tensor)], outputs)
+            dims = _get_matmul_dims(name, [x for x in args if isinstance(x, Tensor)], outputs)
             flops = 2 * math.prod(dims)
             variant = describe_layouts(inputs)
             return Operator(name, "matmul", flops, reads, writes, dims, inputs[0].element_size(), variant=variant)
@@ -239,12 +236,12 @@ def describe_variant(name: str, inputs: Sequence[Tensor], args: Sequence[Any], k
     return f"{name}({', '.join(words)})" if words else name
 
 
-def tensor_bytes(tensor: Tensor) -> int:
+def count_tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements; expanded elements share theirs."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int, int, int]:
+def _get_matmul_dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int, int, int]:
     """Return a matmul's batch, m, n and k."""
     if name.startswith("convolution"):
         weight, at_outputs = (inputs[1], outputs[0]) if name == "convolution" else (inputs[2], inputs[0])
@@ -257,7 +254,7 @@ def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
     return 1, left.shape[0], right.shape[-1], left.shape[1]
 
 
-def _collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
+def _describe_collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
     """Return the collective's name, and the bytes that this rank sends in a ring."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     named |= kwargs
@@ -268,7 +265,7 @@ def _collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
     )
     size = group.size()
     payload = next(value for key, value in named.items() if key.startswith(("input", "tensor")))
-    n_bytes = sum(tensor_bytes(x) for x in tree_leaves(payload) if isinstance(x, Tensor))
+    n_bytes = sum(count_tensor_bytes(x) for x in tree_leaves(payload) if isinstance(x, Tensor))
     factors = {
         "all_gather": size - 1,
         "reduce_scatter": (size - 1) / size,

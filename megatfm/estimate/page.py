@@ -8,12 +8,12 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
 from megatfm.estimate.devices import GIB, Cluster
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.stalls import describe_failures
 from megatfm.estimate.text import describe_fit, describe_run, describe_speed, list_causes
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, name_write_errors
 
 WIDTH, ROW = 1000.0, 26.0
 """Width of a drawing and height of its rows, in its own units."""
@@ -65,10 +65,9 @@ def write_estimate_page(opened: Estimator, estimate: Estimate, path: Path) -> No
     """Write the page. Raises UsageError for a file that exists, MegatfmError if it can't be written."""
     if path.exists():
         raise UsageError(f"--html {path}: the file exists: give another name")
-    try:
-        atomic_write(path, render_estimate(estimate, estimate_scaling(opened, estimate)))
-    except OSError as error:
-        raise MegatfmError(f"--html {path}: can't be written: {error.strerror}") from error
+    page = render_estimate(estimate, estimate_scaling(opened, estimate))
+    with name_write_errors(path):
+        atomic_write(path, page)
 
 
 def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:

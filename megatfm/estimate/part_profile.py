@@ -1,7 +1,7 @@
 """Profile of one part of a model: the kernels of its two passes, and the bytes that it saves between them.
 
-A part is what a split point runs, such as a block or the head. `profile.py` makes profiles; `moments.py` and
-`accumulation.py` add up the memory of a rank from them, `part_time.py` its time.
+A part is what a split point runs, such as a block or the head. `profile.py` makes profiles; `moments.py` adds up the
+memory of a rank from them, `part_time.py` its time.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +14,7 @@ SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
 LONG_CHAIN = 100
-"""Operators of a pointwise chain after which torch saves a result
-(its `ban_recompute_long_fusible_chains`)."""
+"""Operators of a pointwise chain after which torch saves a result (its `ban_recompute_long_fusible_chains`)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class ExpertMoment:
     """Whether the experts' gradients are reduced by then, and their weights no longer gathered."""
 
 
-def expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
+def list_expert_moments(backward: Recording, gradients: Sequence[int], complete: int) -> list[ExpertMoment]:
     """Return the moments of a backward pass that may be the fullest for some number of ranks that share experts.
 
     gradients: storages of the experts' gradients. complete: index of the call before which all of them are computed;
@@ -95,9 +94,11 @@ def expert_moments(backward: Recording, gradients: Sequence[int], complete: int)
     if not created or not complete:
         return []
     live = backward.live_without(gradients)
-    held = [sum(n_bytes for start, n_bytes in created if start <= index < complete) for index in range(len(live))]
-    moments = [(held[index], index >= complete, n_bytes) for index, n_bytes in enumerate(live)]
-    moments.append((held[complete - 1], True, live[complete - 1]))  # in their reduction
+    expert_bytes = [
+        sum(n_bytes for start, n_bytes in created if start <= index < complete) for index in range(len(live))
+    ]
+    moments = [(expert_bytes[index], index >= complete, n_bytes) for index, n_bytes in enumerate(live)]
+    moments.append((expert_bytes[complete - 1], True, live[complete - 1]))  # in their reduction
     fullest: dict[tuple[int, bool], int] = {}
     for expert_gradients, is_reduced, n_bytes in moments:
         key = expert_gradients, is_reduced
@@ -152,7 +153,7 @@ class PartProfile:
         """Whether it runs grouped matmuls."""
         return any(op.name == "_grouped_mm" for op in self.forward)
 
-    def unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
+    def compute_unreduced_peak(self, ep: int, reducing: int, reducing_experts: int) -> int:
         """Return the most live bytes of a backward pass that keeps all gradients of dense weights, and those of experts
         until they are reduced.
 
@@ -175,7 +176,7 @@ class PartProfile:
         """Bytes of the saved inputs that other parts share, by name."""
         return {tensor.shared_input: tensor.n_bytes for tensor in self.saved if tensor.shared_input}
 
-    def saved_bytes(self, recompute: str, compiled: bool) -> int:
+    def count_saved_bytes(self, recompute: str, compiled: bool) -> int:
         """Return the bytes that the part saves between its passes, without shared inputs. Only blocks recompute."""
         without_recompute = sum(tensor.n_bytes for tensor in self._own_saved)
         input_bytes = self.input_bytes - self.shared_input_bytes
@@ -194,10 +195,10 @@ class PartProfile:
             terms |= {tensor.number for tensor in self.saved if tensor.shared_input}
             return input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
         if recompute.endswith("%"):
-            return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
-        return self.compiled_bytes() if compiled else without_recompute
+            return int(self.count_compiled_bytes() * int(recompute[:-1].strip()) / 100)
+        return self.count_compiled_bytes() if compiled else without_recompute
 
-    def compiled_bytes(self) -> int:
+    def count_compiled_bytes(self) -> int:
         """Return the bytes that a compiled block saves, without shared inputs.
 
         torch's partitioner recomputes elementwise operators from their inputs, with two exceptions. It saves a result
@@ -256,8 +257,8 @@ class PartProfile:
             for number in op.writes:
                 producers.setdefault(number, op)
                 reads.setdefault(number, {}).update(inputs)
-                known = [starts[n] for n in (*inputs, number) if n in starts]
-                starts[number] = min([index, *known]) if op.kind == "pointwise" else index + 1
+                input_starts = [starts[n] for n in (*inputs, number) if n in starts]
+                starts[number] = min([index, *input_starts]) if op.kind == "pointwise" else index + 1
                 lengths[number] = index - starts[number]
         return producers, reads, lengths
 
@@ -277,7 +278,7 @@ class ModelProfile:
 def add_shared_inputs(parts: Sequence[PartProfile], saved_bytes: Sequence[int]) -> list[int]:
     """Return the bytes that each part saves, with each shared input at the first part that saves it.
 
-    saved_bytes: of each part, by `PartProfile.saved_bytes`.
+    saved_bytes: of each part, by `PartProfile.count_saved_bytes`.
     """
     counted: set[str] = set()
     sums = []

@@ -13,14 +13,14 @@ from megatfm.estimate.stalls import estimate_fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
-    collective_seconds,
     count_all_gathers,
     data_leaves_node,
     estimate_axis_seconds,
+    estimate_collective_seconds,
     find_zero_axis,
     leaves_node,
 )
-from megatfm.estimate.weights import LocalWeight
+from megatfm.estimate.weights import LocalWeight, get_item_sizes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR
 
 ASYNC_TP_EXPOSED = 0.35
@@ -65,14 +65,14 @@ def estimate_part_kernels(
     grouped = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartKernels(
-        estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
-        estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
-        estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
-        _list_collectives(part.forward),
-        _list_collectives(part.backward),
-        _list_collectives(repeated),
-        estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
-        _count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
+        forward=estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
+        backward=estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
+        recompute=estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
+        sent_forward=_list_collectives(part.forward),
+        sent_backward=_list_collectives(part.backward),
+        sent_again=_list_collectives(repeated),
+        grouped_matmul=estimate_pass_seconds(device, grouped, compiled=False, fp8=fp8).matmul,
+        weight_share=_count_weight_gradient_flops(part) / total_flops if part.backward else WEIGHT_SHARE,
     )
 
 
@@ -171,7 +171,7 @@ def estimate_part_time(
     """Estimate the seconds of a split point's two passes."""
     parallel, node = config.parallel, cluster.node
     sent_forward, sent_backward, sent_again = (
-        sum(collective_seconds(axes[TENSOR], node, collective, n_bytes) for collective, n_bytes in sent)
+        sum(estimate_collective_seconds(axes[TENSOR], node, collective, n_bytes) for collective, n_bytes in sent)
         for sent in (kernels.sent_forward, kernels.sent_backward, kernels.sent_again)
     )
     exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
@@ -185,20 +185,20 @@ def estimate_part_time(
     on_link = {axis.name: leaves_node(axis, node) == data_link for axis in axes.values()}
     exchanged = context * on_link[CONTEXT] + experts * on_link[EXPERT]
     return PartTime(
-        kernels.forward,
-        kernels.backward,
-        kernels.recompute + sent_again * exposed,
-        sent_forward * exposed,
-        sent_backward * exposed,
-        context,
-        experts,
-        _estimate_imbalance(config, kernels.grouped_matmul, experts),
-        gather,
-        reduce,
-        kernels.weight_share,
-        sent_forward * on_link[TENSOR] + exchanged / 3,
-        (sent_backward + sent_again) * on_link[TENSOR] + exchanged * 2 / 3,
-        count_all_gathers(config, True, 2) == 1,
+        forward=kernels.forward,
+        backward=kernels.backward,
+        recompute=kernels.recompute + sent_again * exposed,
+        sent_forward=sent_forward * exposed,
+        sent_backward=sent_backward * exposed,
+        context=context,
+        experts=experts,
+        imbalance=_estimate_imbalance(config, kernels.grouped_matmul, experts),
+        gather=gather,
+        reduce=reduce,
+        weight_share=kernels.weight_share,
+        shared_forward=sent_forward * on_link[TENSOR] + exchanged / 3,
+        shared_backward=(sent_backward + sent_again) * on_link[TENSOR] + exchanged * 2 / 3,
+        gathers_once=count_all_gathers(config, in_block=True, microbatches=2) == 1,
     )
 
 
@@ -221,17 +221,17 @@ def _estimate_zero_seconds(
     if parallel.effective_zero < 2:
         return 0.0, 0.0
     gather = reduce = 0.0
-    compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
-    size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
+    _, compute, size = get_item_sizes(config)
     for is_expert in (False, True):
         axis, replicas = find_zero_axis(axes, is_expert=is_expert), axes[REPLICATE]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
         if shard:
-            gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
+            gather += estimate_collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
-            reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
-            reduce += collective_seconds(replicas, node, "all_reduce", 2 * shard * size * (1 - 1 / replicas.size))
+            reduce += estimate_collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
+            sent = 2 * shard * size * (1 - 1 / replicas.size)
+            reduce += estimate_collective_seconds(replicas, node, "all_reduce", sent)
     return gather, reduce
 
 

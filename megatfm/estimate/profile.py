@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
+from megatfm.describe.activation_memory import default_dtype, quiet_fake_tensors
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.kernels import ProfiledKernels
@@ -27,18 +28,16 @@ from megatfm.estimate.part_profile import (
     ModelProfile,
     PartProfile,
     SavedTensor,
-    expert_moments,
+    list_expert_moments,
     list_weight_gradients,
 )
 from megatfm.estimate.stand_ins import (
     HostValues,
     StandInLoss,
-    default_dtype,
     forward_predicted_tokens,
-    quiet_fake_tensors,
     record_shared_tables,
 )
-from megatfm.estimate.weights import expert_names
+from megatfm.estimate.weights import list_expert_names
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import LMHead
 from megatfm.objectives import reads_text, target_fraction
@@ -73,15 +72,7 @@ class LocalModel:
         self.check(config)
         parallel = config.parallel
         self.config, self.tp, self._device_kind = config, parallel.tp, device_kind
-        tp_only = parallel.model_copy(
-            update={
-                "pp": 1,
-                "cp": 1,
-                "ep": 1,
-                "dp_replicate": 1,
-                "dp_shard": -1,
-            }
-        )
+        tp_only = parallel.model_copy(update={"pp": 1, "cp": 1, "ep": 1, "dp_replicate": 1, "dp_shard": -1})
         self._is_data_dependent = depends_on_values(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
@@ -110,7 +101,7 @@ class LocalModel:
             for module in self.model.modules():
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
                     replace_forward(module, partial(forward_predicted_tokens, module, self._fraction))
-            self._expert_names = expert_names(self.model)
+            self._expert_names = list_expert_names(self.model)
             self._kernels = ProfiledKernels(config, self.model, self._device_kind)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             self._parameters = dict(self.model.named_parameters())
@@ -142,15 +133,15 @@ class LocalModel:
         host_values = HostValues() if self._is_data_dependent else nullcontext()
         with quiet_fake_tensors(), self._mode, host_values, self._kernels.experts_by_shapes():
             if self._is_data_dependent:
-                fields, lengths = self._batch_with_values(micro_batch), dict[str, int]()
+                fields, lengths = self._draw_fields(micro_batch), dict[str, int]()
             else:
-                fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
+                fields, lengths = self._make_fields(splittable.split_points, micro_batch, cp)
             written: dict[str, CarrySpec] = {}
             last_block = f"encoder.layers.{model.n_layers - 1}" if model.family in LAST_BLOCK_DIFFERS else ""
             for point in splittable.split_points:
                 module = self.model.get_submodule(point.modules[0]) if point.modules else None
                 is_block = id(module) in blocks
-                carry = self._carry(splittable, point, written, fields, lengths)
+                carry = self._make_carry(splittable, point, written, fields, lengths)
                 trained = tuple(p.requires_grad for p in module.parameters()) if module is not None else ()
                 key = (
                     is_block and model.drop_path > 0 and point.name.endswith(".0"),  # stochastic depth spares it
@@ -163,12 +154,12 @@ class LocalModel:
                     tuple((name, tensor.shape) for name, tensor in carry.items()),
                 )
                 if key not in parts:
-                    parts[key] = self._run(splittable, point, fields, carry, is_block)
+                    parts[key] = self._profile_part(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
                 written |= point.writes
         return ModelProfile(order, self._samples, sum(field.nbytes for field in fields.values()))
 
-    def _run(
+    def _profile_part(
         self,
         model: Splittable,
         point: SplitPoint,
@@ -192,20 +183,20 @@ class LocalModel:
         read = {name: tensor for name, tensor in carry.items() if name in point.reads}
         saved_in_forward = sum(forward.created[number][1] for number in saved if number in forward.created)
         return PartProfile(
-            point.name,
-            forward.operators,
-            backward.operators,
-            list(saved.values()),
-            sum(tensor.nbytes for tensor in read.values()),
-            sum(tensor.nbytes for tensor in written.values()),
-            max(0, forward.peak() - saved_in_forward),
-            max(backward.live_without(gradients), default=0),
-            listed_gradients,
-            is_block,
+            name=point.name,
+            forward=forward.operators,
+            backward=backward.operators,
+            saved=list(saved.values()),
+            input_bytes=sum(tensor.nbytes for tensor in read.values()),
+            output_bytes=sum(tensor.nbytes for tensor in written.values()),
+            forward_peak=max(0, forward.peak() - saved_in_forward),
+            backward_peak=max(backward.live_without(gradients), default=0),
+            gradients=listed_gradients,
+            is_block=is_block,
             weight_numbers=weights,
             whole_backward_peak=backward.peak(),
             peak_after_gradients=peak_after_gradients,
-            expert_moments=expert_moments(backward, sorted(experts), self._kernels.experts_complete),
+            expert_moments=list_expert_moments(backward, sorted(experts), self._kernels.experts_complete),
             shared_input_bytes=sum(tensor.nbytes for name, tensor in read.items() if name not in point.writes),
             waiting_gradients={n: x.nbytes for n, x in read.items() if n not in point.writes and x.requires_grad},
             writes=frozenset(point.writes),
@@ -282,7 +273,7 @@ class LocalModel:
                     experts.add(number)
         return gradients, frozenset(experts)
 
-    def _carry(
+    def _make_carry(
         self,
         model: Splittable,
         point: SplitPoint,
@@ -299,16 +290,18 @@ class LocalModel:
         carry = {}
         for name, spec in written.items():
             if name in point.reads or spec.d_model is None:
-                length = _carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
-                carry[name] = self._carried(spec, length, parts)
+                length = _get_carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
+                carry[name] = self._make_carried(spec, length, parts)
         return carry
 
-    def _carried(self, spec: CarrySpec, length: int, parts: int) -> Tensor:
+    def _make_carried(self, spec: CarrySpec, length: int, parts: int) -> Tensor:
         if spec.d_model is None:
             return torch.zeros(self._rows, length, dtype=torch.int64)
         return torch.zeros(self._rows, length // parts, spec.d_model, dtype=self._dtype, requires_grad=True)
 
-    def _inputs(self, points: Sequence[SplitPoint], rows: int, cp: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def _make_fields(
+        self, points: Sequence[SplitPoint], rows: int, cp: int
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return a batch's fields, and a rank's tokens by the field that a split point processes."""
         data, model = self.config.data, self.model
         lengths = {point.token_field: data.sequence_length for point in points}
@@ -333,7 +326,7 @@ class LocalModel:
         train = self.config.train.model_copy(update={"global_batch": rows})
         return draw_batch(self.config.model_copy(update={"train": train}), "one")
 
-    def _batch_with_values(self, rows: int) -> dict[str, Tensor]:
+    def _draw_fields(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of full rows whose values the host can read; fields of `SHAPE_ONLY_FIELDS` are fake.
 
         Documents are left out where each row holds one and no padding.
@@ -359,5 +352,5 @@ def depends_on_values(config: Config) -> bool:
     return bool(model.extra_heads.keys() & set(DATA_DEPENDENT_HEADS)) or not reads_text(config.objective.name)
 
 
-def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
+def _get_carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
     return spec.length_of(fields) if spec.length_of else fields[spec.shape_of].shape[1]

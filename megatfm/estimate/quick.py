@@ -18,8 +18,8 @@ from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
 from megatfm.estimate.step_time import OVERLAP
-from megatfm.estimate.traffic import Axis, axes_of, collective_seconds, data_leaves_node, find_zero_axis
-from megatfm.estimate.weights import LocalWeight, number_bytes, numel_by_block
+from megatfm.estimate.traffic import Axis, data_leaves_node, estimate_collective_seconds, find_zero_axis, make_axes
+from megatfm.estimate.weights import LocalWeight, count_block_elements, count_expert_shards, get_item_sizes
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE
 
 Numbers = NDArray[np.float64]
@@ -137,7 +137,7 @@ class StageSums:
         is_sender = np.append(rank[1:] != rank[:-1], False).astype(float)
         return cls(np.cumsum([0, *lengths]), rank_of, np.eye(ranks)[rank], is_sender)
 
-    def differences(self, sums: Numbers) -> Numbers:
+    def sum_stages(self, sums: Numbers) -> Numbers:
         """Return each stage's share of running sums [rows, split points + 1]."""
         at_bounds = sums[:, self.bounds]
         return at_bounds[:, 1:] - at_bounds[:, :-1]
@@ -154,7 +154,7 @@ class QuickScores:
         self._stages: dict[object, StageSums] = {}
         self._scale_profile = lru_cache(CACHED_PARTS)(scale_profile)
         self._part_kernels = lru_cache(CACHED_PARTS)(partial(estimate_part_kernels, self.cluster.device))
-        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.saved_bytes)
+        self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.count_saved_bytes)
 
     @cached_property
     def _optimizer_bytes(self) -> float:
@@ -163,13 +163,13 @@ class QuickScores:
     def score(self, config: Config, microbatches: int) -> Score:
         """Score a legal layout, whose `dp_shard` is known."""
         parallel = config.parallel
-        axes = axes_of(parallel)
-        passes = self._passes_of(config, axes)
-        stages = self._stages_of(config)
-        numels, largest_block = self._weight_sums(config)
-        by_stage = stages.differences(passes.sums)
-        sums = RankSums(*(by_stage[:-1] @ stages.to_rank), *(stages.differences(numels) @ stages.to_rank))
-        in_flight = microbatches_in_flight(
+        axes = make_axes(parallel)
+        passes = self._get_passes(config, axes)
+        stages = self._get_stages(config)
+        numels, largest_block = self._sum_weights(config)
+        by_stage = stages.sum_stages(passes.sums)
+        sums = RankSums(*(by_stage[:-1] @ stages.to_rank), *(stages.sum_stages(numels) @ stages.to_rank))
+        in_flight = estimate_in_flight(
             parallel.pp_schedule if parallel.pp > 1 else "1f1b",
             parallel.pp,
             parallel.stages_per_rank,
@@ -177,18 +177,18 @@ class QuickScores:
             stages.rank_of,
         )
         saved = ((by_stage[-1] + stages.is_sender * passes.boundary) * in_flight) @ stages.to_rank
-        n_bytes = self._state_bytes(config, microbatches, sums, largest_block) + saved
+        n_bytes = self._count_state_bytes(config, microbatches, sums, largest_block) + saved
         reserved = self.cluster.device.reserved_gib * GIB
-        seconds = self._seconds(config, microbatches, axes, sums, passes.boundary)
+        seconds = self._estimate_seconds(config, microbatches, axes, sums, passes.boundary)
         return Score(seconds, float(n_bytes.max()) + passes.workspace + reserved)
 
-    def _state_bytes(self, config: Config, microbatches: int, sums: RankSums, largest_block: float) -> Numbers:
+    def _count_state_bytes(self, config: Config, microbatches: int, sums: RankSums, largest_block: float) -> Numbers:
         """Return the bytes of state, gradients and gathered weights of each pipeline rank. largest_block: elements."""
         parallel = config.parallel
         zero = parallel.effective_zero
-        size, compute = number_bytes(config)
+        size, compute, _ = get_item_sizes(config)
         is_mixed = size != compute
-        edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
+        edp = count_expert_shards(parallel)
         unsharded_numel = sums.dense + sums.experts
         shard = sums.dense / parallel.zero_shards + sums.experts / edp if zero else unsharded_numel
         unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
@@ -202,13 +202,13 @@ class QuickScores:
             total = total + (sums.outside + 2 * largest_block) * compute
         return total + (0 if unsharded else largest_block * (compute + size))
 
-    def _seconds(
+    def _estimate_seconds(
         self, config: Config, microbatches: int, axes: dict[str, Axis], sums: RankSums, boundary: float
     ) -> float:
         """Return the seconds of a step. boundary: bytes that a stage sends."""
         parallel, data = config.parallel, 0.0
         if parallel.zero_shards * parallel.dp_replicate > 1:
-            gather, reduce = self._data_seconds(config, axes, sums)
+            gather, reduce = self._estimate_data_seconds(config, axes, sums)
             free = sums.backward - sums.shared_backward  # of the link
             if parallel.zero == 3 and not parallel.splits_backward:
                 sharded = parallel.grad_accumulation == "sharded"
@@ -222,30 +222,29 @@ class QuickScores:
                 hidden = float(free.max()) * OVERLAP if parallel.pp == 1 else 0.0
                 data = max(0.0, reduce + gather - hidden)
         step = microbatches * float((sums.forward + sums.backward).max())
-        return step + self._bubble(config, sums, boundary, axes[PIPELINE]) + data
+        return step + self._estimate_bubble(config, sums, boundary, axes[PIPELINE]) + data
 
-    def _data_seconds(self, config: Config, axes: dict[str, Axis], sums: RankSums) -> tuple[float, float]:
+    def _estimate_data_seconds(self, config: Config, axes: dict[str, Axis], sums: RankSums) -> tuple[float, float]:
         """Return the seconds in which ZeRO gathers all weights once, and reduces all gradients once."""
-        parallel, node = config.parallel, self.cluster.node
+        node = self.cluster.node
         shard, copies, edp = find_zero_axis(axes, is_expert=False), axes[REPLICATE], axes[EXPERT_SHARD]
-        compute = 4 if config.train.precision == "fp32" else 2
-        size = 2 if parallel.reduce_dtype == "bf16" else 4
+        _, compute, size = get_item_sizes(config)
         n_dense, n_expert = float(sums.dense.max()), float(sums.experts.max())
-        gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
-        gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))
-        reduce = collective_seconds(shard, node, "all_gather", n_dense * size * (1 - 1 / shard.size))
-        reduce += collective_seconds(edp, node, "all_gather", n_expert * size * (1 - 1 / edp.size))
+        gather = estimate_collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
+        gather += estimate_collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))
+        reduce = estimate_collective_seconds(shard, node, "all_gather", n_dense * size * (1 - 1 / shard.size))
+        reduce += estimate_collective_seconds(edp, node, "all_gather", n_expert * size * (1 - 1 / edp.size))
         shards = n_dense / shard.size + n_expert / edp.size
-        return gather, reduce + collective_seconds(copies, node, "all_reduce", 2 * shards * size)
+        return gather, reduce + estimate_collective_seconds(copies, node, "all_reduce", 2 * shards * size)
 
-    def _bubble(self, config: Config, sums: RankSums, boundary: float, axis: Axis) -> float:
+    def _estimate_bubble(self, config: Config, sums: RankSums, boundary: float, axis: Axis) -> float:
         """Return the idle seconds of the busiest rank by the schedules' closed forms, and of the first micro-batch's
         transfers. boundary: bytes of a transfer."""
         parallel = config.parallel
         if parallel.pp == 1:
             return 0.0
         microbatch, weight = float((sums.forward + sums.backward).max()), float(sums.weight_gradients.max())
-        transfer = collective_seconds(axis, self.cluster.node, "send", boundary)
+        transfer = estimate_collective_seconds(axis, self.cluster.node, "send", boundary)
         idle = {
             "interleaved": microbatch / parallel.stages_per_rank,
             "interleaved-zero-bubble": max(0.0, microbatch - 2 * weight) / parallel.stages_per_rank,
@@ -254,7 +253,7 @@ class QuickScores:
         }.get(parallel.pp_schedule, microbatch)
         return (parallel.pp - 1) * (idle + 2 * transfer * parallel.stages_per_rank)
 
-    def _passes_of(self, config: Config, axes: Mapping[str, Axis]) -> Passes:
+    def _get_passes(self, config: Config, axes: Mapping[str, Axis]) -> Passes:
         parallel, train = config.parallel, config.train
         compiled = self._compiles(config)
         key = (
@@ -295,28 +294,28 @@ class QuickScores:
             self._is_compiled[key] = compiles(config, self.cluster.device)
         return self._is_compiled[key]
 
-    def _weight_sums(self, config: Config) -> tuple[Numbers, float]:
+    def _sum_weights(self, config: Config) -> tuple[Numbers, float]:
         """Return running sums over split points: of dense and expert elements, and of those outside blocks; and the
         largest block's elements."""
         parallel = config.parallel
         key = parallel.tp, parallel.ep, parallel.expert_tp
         if key not in self._sizes:
-            weights = self.estimator.local_weights(config)
+            weights = self.estimator.list_local_weights(config)
             n = 1 + max(index for w in weights for index in w.parts)
             sums = (
-                _running_numel(weights, n, lambda w: not w.is_expert),
-                _running_numel(weights, n, lambda w: w.is_expert),
-                _running_numel(weights, n, lambda w: not w.in_block),
+                _sum_numel(weights, n, lambda w: not w.is_expert),
+                _sum_numel(weights, n, lambda w: w.is_expert),
+                _sum_numel(weights, n, lambda w: not w.in_block),
             )
-            self._sizes[key] = np.stack(sums), max(numel_by_block(weights).values(), default=0)
+            self._sizes[key] = np.stack(sums), max(count_block_elements(weights).values(), default=0)
         return self._sizes[key]
 
-    def _stages_of(self, config: Config) -> StageSums:
+    def _get_stages(self, config: Config) -> StageSums:
         parallel = config.parallel
-        pipeline = self.estimator.pipeline(config) if parallel.pp > 1 else None
+        pipeline = self.estimator.plan_pipeline(config) if parallel.pp > 1 else None
         if id(pipeline) not in self._stages:
             if pipeline is None:
-                stages = StageSums.from_lengths([len(self.estimator.split_points(config))], [0], 1)
+                stages = StageSums.from_lengths([len(self.estimator.get_split_points(config))], [0], 1)
             else:
                 lengths = [len(stage.split_points) for stage in pipeline.stages]
                 stages = StageSums.from_lengths(lengths, pipeline.stage_to_rank, parallel.pp)
@@ -324,9 +323,7 @@ class QuickScores:
         return self._stages[id(pipeline)]
 
 
-def microbatches_in_flight(
-    schedule: str, ranks: int, virtual: int, microbatches: int, rank_of: Sequence[int]
-) -> Numbers:
+def estimate_in_flight(schedule: str, ranks: int, virtual: int, microbatches: int, rank_of: Sequence[int]) -> Numbers:
     """Return the most micro-batches of each stage between their two passes, by the schedules' closed forms.
 
     A rank of an interleaved schedule runs 2(p − r − 1) + (v − 1)p forward passes before its first backward pass
@@ -342,7 +339,7 @@ def microbatches_in_flight(
     return np.full(len(rank_of), float(min(ranks, microbatches)))
 
 
-def _running_numel(weights: Sequence[LocalWeight], n: int, is_counted: Callable[[LocalWeight], bool]) -> Numbers:
+def _sum_numel(weights: Sequence[LocalWeight], n: int, is_counted: Callable[[LocalWeight], bool]) -> Numbers:
     sizes = np.zeros(n + 1)
     for weight in weights:
         if is_counted(weight):

@@ -1,6 +1,7 @@
 """Traffic of a rank in a step over all axes; tensor, context, expert and pipeline parallelism in closed forms."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megatfm.config import Config
@@ -8,39 +9,58 @@ from megatfm.config.attention import MLAAttentionConfig
 from megatfm.estimate.contrastive import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of
-from megatfm.estimate.weights import LocalWeight, experts_section
+from megatfm.estimate.traffic import Axis, Flows, add_data_flows, make_axes
+from megatfm.estimate.weights import LocalWeight, find_experts_section
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """Stages of a pipeline."""
+
+    parts: Sequence[Sequence[int]]
+    """Indices of the split points of each stage."""
+    rank_of: Sequence[int]
+    """Stage → pipeline rank."""
+
+    def get_stages(self, rank: int) -> dict[int, Sequence[int]]:
+        """Return stage → split points of a pipeline rank."""
+        return {stage: self.parts[stage] for stage, stage_rank in enumerate(self.rank_of) if stage_rank == rank}
+
+    def list_parts(self, rank: int) -> list[int]:
+        """Return the split points of a pipeline rank."""
+        return [index for parts in self.get_stages(rank).values() for index in parts]
+
+    def list_sending_stages(self) -> list[int]:
+        """Return the stages whose output goes to another rank."""
+        return [stage for stage, (sender, receiver) in enumerate(pairwise(self.rank_of)) if sender != receiver]
 
 
 def compute_rank_flows(
     config: Config,
     profile: ModelProfile,
     weights: Sequence[LocalWeight],
-    stages: Sequence[Sequence[int]],
-    rank_of: Sequence[int],
+    stages: StageSplit,
     rank: int,
     microbatches: int,
 ) -> Flows:
-    """Estimate the traffic of a pipeline rank. stages: split points of each stage; rank_of: pipeline rank of each."""
-    axes, flows = axes_of(config.parallel), Flows()
-    indices = list_rank_parts(stages, rank_of, rank)
+    """Estimate the traffic of a pipeline rank."""
+    axes, flows = make_axes(config.parallel), Flows()
+    indices = stages.list_parts(rank)
     for part in (profile.parts[index] for index in indices):
         _add_tensor_flows(flows, axes[TENSOR], part, config, microbatches)
         add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
         add_expert_flows(flows, config, part, axes[EXPERT], microbatches)
     add_data_flows(flows, config, weights, indices, microbatches)
     add_ring_flows(flows, config, profile.samples, microbatches)
-    last_parts = [profile.parts[stage[-1]] for stage in stages]
-    _add_pipeline_flows(flows, axes[PIPELINE], last_parts, rank_of, rank, microbatches)
-    rank_of_part = {index: stage_rank for stage, stage_rank in zip(stages, rank_of, strict=True) for index in stage}
+    for stage in stages.list_sending_stages():  # activations forward, or as many gradients back
+        if rank in stages.rank_of[stage : stage + 2]:
+            flows.add(axes[PIPELINE], "send", profile.parts[stages.parts[stage][-1]].output_bytes, microbatches)
+    rank_of_part = {
+        index: stage_rank for parts, stage_rank in zip(stages.parts, stages.rank_of, strict=True) for index in parts
+    }
     _add_shared_gradients(flows, config, weights, rank_of_part, rank)
     return flows
-
-
-def list_rank_parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
-    """Return the split points of a pipeline rank, by index."""
-    return [index for stage, stage_rank in zip(stages, rank_of, strict=True) if stage_rank == rank for index in stage]
 
 
 def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
@@ -138,7 +158,7 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
     matmuls = [op for op in part.forward if op.name == "_grouped_mm"]
     if not matmuls:
         return
-    section = experts_section(config.model)
+    section = find_experts_section(config.model)
     top_k = getattr(section, "top_k", 1)
     rows = _count_local_tokens(config, part) * top_k
     if config.parallel.expert_tp != "by_channel":
@@ -149,26 +169,12 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
     flows.add(axis, "all_to_all", sent, (4 + 2 * repeats) * microbatches)
 
 
-def _add_pipeline_flows(
-    flows: Flows,
-    axis: Axis,
-    last_parts: Sequence[PartProfile],
-    rank_of: Sequence[int],
-    rank: int,
-    microbatches: int,
-) -> None:
-    """Add the sends between stages: activations forward, as many gradients back. last_parts: of each stage."""
-    for part, (sender, receiver) in zip(last_parts, pairwise(rank_of), strict=False):
-        if sender != receiver and rank in (sender, receiver):
-            flows.add(axis, "send", part.output_bytes, microbatches)
-
-
 def _add_shared_gradients(
     flows: Flows, config: Config, weights: Sequence[LocalWeight], rank_of_part: dict[int, int], rank: int
 ) -> None:
     """Add sums of partial gradients: of tied tables over pipeline ranks, and of norms and biases over tensor-parallel
     ranks with sequence parallelism."""
-    parallel, axes = config.parallel, axes_of(config.parallel)
+    parallel, axes = config.parallel, make_axes(config.parallel)
     size = 8 if config.train.precision == "fp64" else 4
     for weight in weights:
         ranks = {rank_of_part[index] for index in weight.parts}

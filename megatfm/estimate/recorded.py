@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
@@ -106,7 +106,7 @@ def read_snapshot_owners(path: Path) -> Counter[str]:
     owners: Counter[str] = Counter()
     try:
         with path.open("rb") as file:
-            snapshot = _load(file)
+            snapshot: Any = _PlainUnpickler(file).load()
         for segment in snapshot["segments"]:
             for block in segment["blocks"]:
                 if str(block["state"]).startswith("active"):
@@ -122,10 +122,6 @@ def read_snapshot_owners(path: Path) -> Counter[str]:
     ) as error:
         raise UsageError(f"{path}: not a memory snapshot of torch: {error}") from error
     return owners
-
-
-def _load(file: IO[bytes]) -> Any:
-    return _PlainUnpickler(file).load()
 
 
 def _find_owner(frames: list[dict[str, Any]]) -> str:

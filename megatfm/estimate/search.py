@@ -79,7 +79,7 @@ def search(estimator: Estimator) -> SearchResult:
     fitting: list[LayoutCandidate] = []
     smallest: LayoutCandidate | None = None
     limit, tried = MAX_MEMORY_SHARE * estimator.cluster.device.memory_bytes, 0
-    for config in layouts(estimator, refused):
+    for config in iter_layouts(estimator, refused):
         train, parallel = config.train, config.parallel
         tried += 1
         microbatches = train.global_batch // (train.micro_batch * parallel.dp_shard * parallel.dp_replicate)
@@ -107,10 +107,10 @@ def select_candidates(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandi
     return selected
 
 
-def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
+def iter_layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
     """Yield all legal layouts of the estimator's model on its cluster; count the refused ones by reason."""
     base, gpus = estimator.base, estimator.cluster.gpus
-    for parallel in _parallel_configs(base, gpus, estimator.cluster.node.gpus, refused):
+    for parallel in _iter_parallel_sections(base, gpus, estimator.cluster.node.gpus, refused):
         data_ranks = parallel.dp_shard * parallel.dp_replicate
         if base.train.global_batch % data_ranks:
             refused[f"train.global_batch = {base.train.global_batch} does not divide over the data ranks"] += 1
@@ -123,7 +123,7 @@ def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
                     "train": base.train.model_copy(update={"recompute": recompute}),
                 }
             )
-            if reason := refusal(config) or _pipeline_refusal(estimator, config):
+            if reason := find_refusal(config) or _find_pipeline_refusal(estimator, config):
                 refused[reason] += 1
                 continue
             for micro_batch in MICRO_BATCHES:
@@ -136,7 +136,7 @@ def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
                     yield config.model_copy(update={"train": train})
 
 
-def refusal(config: Config) -> str | None:
+def find_refusal(config: Config) -> str | None:
     """Return the reason why the rules of configs refuse a layout, in short; else None."""
     try:
         layout_checks.check_tensor_parallel(config)
@@ -146,26 +146,28 @@ def refusal(config: Config) -> str | None:
         layout_checks.check_soft_moe(config)
         layout_checks.check_pipeline(config)
     except ValueError as error:
-        return _first_clause(str(error))
+        return _get_first_clause(str(error))
     return None
 
 
-def _pipeline_refusal(estimator: Estimator, config: Config) -> str | None:
+def _find_pipeline_refusal(estimator: Estimator, config: Config) -> str | None:
     """Return the reason why the model can't be split into a layout's stages; else None."""
     try:
         if config.parallel.pp > 1:
-            estimator.pipeline(config)
+            estimator.plan_pipeline(config)
     except UsageError as error:
-        return _first_clause(str(error))
+        return _get_first_clause(str(error))
     return None
 
 
-def _first_clause(text: str) -> str:
+def _get_first_clause(text: str) -> str:
     """Return the part of an error message that many layouts share."""
     return text.removeprefix("Value error, ").partition(":")[0]
 
 
-def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]) -> Iterator[ParallelConfig]:
+def _iter_parallel_sections(
+    base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]
+) -> Iterator[ParallelConfig]:
     """Yield the parallel sections that are valid by themselves."""
     has_experts = any(key.endswith("n_experts") for key in base.model.tp_dims)
     for axes in _list_axis_sizes(gpus, gpus_per_node, has_experts):
@@ -187,7 +189,7 @@ def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Coun
                     compute_axis_sizes(parallel, gpus)
                 except (ValidationError, UsageError) as error:
                     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                    refused[_first_clause(text)] += 1
+                    refused[_get_first_clause(text)] += 1
                     continue
                 yield parallel
 

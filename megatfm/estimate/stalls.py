@@ -14,7 +14,7 @@ from megatfm.config import Config
 from megatfm.config.ffn import MoEConfig
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.memory import RankMemory
-from megatfm.estimate.weights import experts_section
+from megatfm.estimate.weights import find_experts_section
 from megatfm.objectives import reads_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def estimate_fullest_share(config: Config, tokens: float, quantile: float = QUAN
     tokens: of one micro-batch, over all ranks that share experts. Loads are modelled as normal: the router's preference
     plus chance. A capacity factor bounds them.
     """
-    ffn, ranks = experts_section(config.model), config.parallel.ep
+    ffn, ranks = find_experts_section(config.model), config.parallel.ep
     if ranks == 1 or not isinstance(ffn, MoEConfig) or ffn.router.name == "expert_choice":
         return 1.0
     per_rank = ffn.n_experts / ranks

@@ -1,9 +1,8 @@
-"""Stand-ins for a profile: attention, the vocabulary's loss and experts by shapes; and ranks that do not exist.
+"""Stand-ins for a profile: attention, norms, the vocabulary's loss and experts by shapes.
 
 A stand-in for a kernel saves and allocates as much as the real one, and notes the kernels that a GPU would run.
 """
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.moe import experts as experts_module
 from megatfm.layers.moe.experts import Experts, SortedRows
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
-from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.cross_entropy import choose_gpu_chunk, pad_row_length
 from megatfm.parallel.context_parallel import compute_token_indices
 from megatfm.parallel.expert_parallel import install_exchange
 from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
@@ -102,16 +99,9 @@ class CrossEntropyStandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
-        rows, width = len(weight_WD), pad_row_length(len(weight_WD))
-        chunk = (
-            VOCAB_PARALLEL_CHUNK
-            if n_statistics
-            else max(
-                LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT,
-                ROW_ALIGNMENT,
-            )
-        )
-        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), width)
+        rows = len(weight_WD)
+        chunk = VOCAB_PARALLEL_CHUNK if n_statistics else choose_gpu_chunk(rows, hidden_MD.element_size())
+        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), pad_row_length(rows))
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         into_hidden, into_weight = torch.empty_like(hidden_MD) if needs_hidden else None, None
         for start in range(0, len(hidden_MD), chunk):
@@ -151,7 +141,7 @@ ROWS = 0
 """In the dims of a grouped matmul, the rows of a group."""
 
 
-class ExpertsStandIn(torch.autograd.Function):
+class GroupedMatmulStandIn(torch.autograd.Function):
     """Grouped matmul of experts with as many rows as they get on average."""
 
     @staticmethod
@@ -182,22 +172,6 @@ def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, dims: 
     note("_grouped_mm", "matmul", 0.0, (left, right), (output,), dims)
 
 
-@contextmanager
-def experts_by_shapes(note: Note) -> Iterator[None]:
-    """Replace grouped matmuls: which rows an expert gets depends on values, how many it gets on average does not."""
-
-    def grouped_matmul(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-        output_MO: Tensor = ExpertsStandIn.apply(note, x_MI, weight_GOI, ends_G)
-        return output_MO
-
-    kernels: dict[str, Any] = dict(KERNELS)
-    KERNELS.update(dict.fromkeys(KERNELS, grouped_matmul))
-    try:
-        yield
-    finally:
-        KERNELS.update(kernels)
-
-
 class EvenRows(SortedRows):
     """Rows of experts as a CPU has them: those of other ranks' experts are cut off. share: of all choices."""
 
@@ -208,7 +182,7 @@ class EvenRows(SortedRows):
 
 
 @contextmanager
-def even_rows(share: float) -> Iterator[None]:
+def dispatch_evenly(share: float) -> Iterator[None]:
     """Have experts dispatch tokens as on a CPU, evenly. share: of all choices, those of a rank's experts."""
     original = vars(experts_module)["SortedRows"]
     vars(experts_module)["SortedRows"] = partial(EvenRows, share)
@@ -286,42 +260,6 @@ class HostValues(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of `size` ranks without the others. Raises UsageError in a process that has a process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    if dist.is_initialized():
-        raise UsageError("an estimate needs a process without a process group: run `megatfm estimate` by itself")
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create weights in a dtype."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
-
-
-@contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Silence torch's log about fake tensors."""
-    fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, fake_tensor_log.disabled = fake_tensor_log.disabled, True
-    try:
-        yield
-    finally:
-        fake_tensor_log.disabled = was_disabled
 
 
 @contextmanager

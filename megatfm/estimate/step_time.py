@@ -1,17 +1,25 @@
 """Time of a step: passes by roofline, traffic on its links, overlap, and the pipeline's schedule."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatfm.config import Config
-from megatfm.estimate.contrastive import takes_two_passes
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.part_time import PartTime, estimate_part_kernels, estimate_part_time
-from megatfm.estimate.rank_flows import compute_rank_flows, list_rank_parts
+from megatfm.estimate.rank_flows import StageSplit, compute_rank_flows
 from megatfm.estimate.schedule import Timeline, simulate
-from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of, collective_seconds, estimate_axis_seconds
-from megatfm.estimate.weights import LocalWeight, rank_bytes
+from megatfm.estimate.traffic import (
+    Axis,
+    Flows,
+    add_data_flows,
+    estimate_axis_seconds,
+    estimate_collective_seconds,
+    make_axes,
+    takes_two_passes,
+)
+from megatfm.estimate.weights import LocalWeight, count_rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
 OVERLAP = 0.9
@@ -61,29 +69,26 @@ class StepEstimate:
     """Stage → most micro-batches between their two passes."""
 
 
-def step_time(
+def estimate_step(
     config: Config,
     cluster: Cluster,
     profile: ModelProfile,
     weights: Sequence[LocalWeight],
-    stages: Sequence[Sequence[int]],
-    rank_of: Sequence[int],
+    stages: StageSplit,
     microbatches: int,
     *,
     compiled: bool,
 ) -> StepEstimate:
     """Estimate a step of the busiest pipeline rank."""
-    parallel, node, axes = config.parallel, cluster.node, axes_of(config.parallel)
+    parallel, node, axes = config.parallel, cluster.node, make_axes(config.parallel)
     times = _estimate_part_times(config, cluster, profile, weights, compiled=compiled)
     busiest = max(
         range(parallel.pp),
-        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in list_rank_parts(stages, rank_of, rank)),
+        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in stages.list_parts(rank)),
     )
-    indices = list_rank_parts(stages, rank_of, busiest)
-    flows = [
-        compute_rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)
-    ]
-    boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
+    indices = stages.list_parts(busiest)
+    flows = [compute_rank_flows(config, profile, weights, stages, rank, microbatches) for rank in range(parallel.pp)]
+    boundary = max((profile.parts[parts[-1]].output_bytes for parts in stages.parts[:-1]), default=0)
     of_weights = Flows()
     add_data_flows(of_weights, config, weights, indices, microbatches)
     data_flows = _select_data_flows(flows[busiest], of_weights)
@@ -101,14 +106,14 @@ def step_time(
             data += max(0.0, reducing - plain)
         data += sum(times[i].exposed_first_gather for i in indices)
         return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
-    transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
+    transfer = estimate_collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
         parallel.pp,
         parallel.stages_per_rank,
         microbatches,
-        rank_of,
-        _sum_stage_seconds(times, stages),
+        stages.rank_of,
+        _sum_stage_seconds(times, stages.parts),
         transfer,
     )
     bubble = timeline.seconds - sum(computed.values())
@@ -121,7 +126,7 @@ def _estimate_part_times(
 ) -> list[PartTime]:
     """Return the times of all parts; a part that occurs several times is estimated once."""
     parallel, fp8 = config.parallel, config.train.precision.startswith("fp8")
-    axes, time_by_part = axes_of(parallel), dict[int, PartTime]()
+    axes, time_by_part = make_axes(parallel), dict[int, PartTime]()
     for index, part in enumerate(profile.parts):
         if id(part) not in time_by_part:
             kernels = estimate_part_kernels(
@@ -169,21 +174,7 @@ def _sum_causes(
     times: Sequence[PartTime], indices: Sequence[int], microbatches: int, sharded: bool
 ) -> dict[str, float]:
     """Add up the seconds of a rank's passes by cause."""
-    sums = dict.fromkeys(
-        (
-            "matmul",
-            "attention",
-            "memory_bound",
-            "host",
-            "recompute",
-            "tensor_parallel",
-            "context_parallel",
-            "expert_parallel",
-            "expert_imbalance",
-            "data_parallel",
-        ),
-        0.0,
-    )
+    sums: defaultdict[str, float] = defaultdict(float)
     for index in indices:
         time = times[index]
         for seconds in (time.forward, time.backward):
@@ -202,13 +193,13 @@ def _sum_causes(
     return {cause: total * microbatches for cause, total in sums.items()}
 
 
-def _sum_stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+def _sum_stage_seconds(times: Sequence[PartTime], parts_by_stage: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     """Return kind of pass → seconds of each stage. Kinds: forward, backward, and the halves of a split backward pass,
     gradients of inputs and of weights (see `parallel.pipeline_schedule.Kind`)."""
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
-    for stage in stages:
+    for parts in parts_by_stage:
         forward = backward = weight = 0.0
-        for index in stage:
+        for index in parts:
             passes = times[index].total(reduces=False)
             forward, backward = forward + passes[0], backward + passes[1]
             weight += times[index].backward.total * times[index].weight_share
@@ -230,7 +221,7 @@ def estimate_optimizer_seconds(
 
     Of a measured device, those of adding up the gradients of micro-batches count, too.
     """
-    state = rank_bytes(config, weights, parts)
+    state = count_rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
     device = cluster.device

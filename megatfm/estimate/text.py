@@ -11,7 +11,7 @@ from megatfm.estimate.recorded import Recorded
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.traffic import axes_of, join_axes, leaves_node
+from megatfm.estimate.traffic import join_axes, leaves_node, make_axes
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def describe_run(estimate: Estimate) -> list[str]:
 def describe_layout(estimate: Estimate) -> str:
     """Return the layout in words."""
     parallel, train = estimate.config.parallel, estimate.config.train
-    sizes = {axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)}
+    sizes = {axis.name: axis.size for axis in make_axes(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)}
     words = [describe_sizes({name: size for name, size in sizes.items() if size > 1} or {SHARD: 1})]
     words += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
     words.append(f"ZeRO {parallel.zero}")
@@ -131,7 +131,7 @@ def make_traffic_table(estimate: Estimate) -> "Table":
     """Return a table of the busiest pipeline rank's traffic in a step."""
     from rich.table import Table
 
-    node, axes = estimate.cluster.node, axes_of(estimate.config.parallel)
+    node, axes = estimate.cluster.node, make_axes(estimate.config.parallel)
     table = Table(title="Sent in a step by the busiest rank", title_justify="left")
     for name in ("axis", "collective", "calls", "GB", "link"):
         table.add_column(name, justify="right" if name in ("calls", "GB") else "left")

@@ -11,7 +11,7 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
-from megatfm.estimate.traffic import Axis, axes_of, join_axes
+from megatfm.estimate.traffic import Axis, join_axes, make_axes
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD
 
 TIMEOUT = 1800
@@ -49,7 +49,7 @@ def count_traced_microbatches(estimate: Estimate) -> int:
     return min(estimate.microbatches, enough)
 
 
-def make_trace_overrides(config: Config, gpus: int, microbatches: int) -> list[str]:
+def make_trace_overrides(config: Config, microbatches: int) -> list[str]:
     """Return the overrides of a trace and of its estimate: few micro-batches."""
     rows = microbatches * config.train.micro_batch * config.parallel.dp_shard * config.parallel.dp_replicate
     return [f"train.global_batch={rows}", f"parallel.dp_shard={config.parallel.dp_shard}"]
@@ -86,7 +86,7 @@ def compare_with_trace(estimate: Estimate, traced: Traced) -> list[tuple[str, in
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
     pairs.append(("saved by blocks", rank.saved_in_blocks, sum(traced.facts["saved"].values())))
-    axes, modelled_sent = axes_of(estimate.config.parallel), Counter[tuple[str, str]]()
+    axes, modelled_sent = make_axes(estimate.config.parallel), Counter[tuple[str, str]]()
     for axis, collective in flows.sent:
         key = name_traced_axis(axis, axes), collective
         modelled_sent[key] += flows.of_rank((axis, collective), traced.facts["rank"], axes)

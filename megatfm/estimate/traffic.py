@@ -16,13 +16,17 @@ from numpy.typing import NDArray
 
 from megatfm.config import Config, ContrastiveObjective, ParallelConfig
 from megatfm.estimate.devices import Link, Node
-from megatfm.estimate.weights import LocalWeight, assign_owners, number_bytes
+from megatfm.estimate.weights import (
+    LocalWeight,
+    assign_owners,
+    count_expert_shards,
+    count_shards,
+    get_item_sizes,
+    list_buckets,
+)
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
 IntArray = NDArray[np.int64]
-
-BUCKET = 2**24
-"""Elements that ZeRO 0 and 1 send in one message (`engines/native/replicated.py`)."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,11 @@ class Flows:
         return sum(n_bytes for (name, _), n_bytes in self.sent.items() if name == axis)
 
 
-def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
+def make_axes(parallel: ParallelConfig) -> dict[str, Axis]:
     """Return the axes of a layout, whose `dp_shard` is known, with their strides (see `parallel.mesh.AXES`)."""
     tp, cp, shard = parallel.tp, parallel.cp, parallel.dp_shard
     ep_stride = 1 if parallel.expert_tp == "folded" else tp
-    edp = max(1, parallel.expert_mesh_size // parallel.ep)
+    edp = count_expert_shards(parallel) if parallel.ep > 1 else 1
     return {
         TENSOR: Axis(TENSOR, tp, 1),
         CONTEXT: Axis(CONTEXT, cp, tp),
@@ -83,7 +87,7 @@ def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
         REPLICATE: Axis(REPLICATE, parallel.dp_replicate, tp * cp * shard),
         PIPELINE: Axis(PIPELINE, parallel.pp, tp * cp * shard * parallel.dp_replicate),
         EXPERT: Axis(EXPERT, parallel.ep, ep_stride),
-        EXPERT_SHARD: Axis(EXPERT_SHARD, edp if parallel.ep > 1 else 1, ep_stride * parallel.ep),
+        EXPERT_SHARD: Axis(EXPERT_SHARD, edp, ep_stride * parallel.ep),
     }
 
 
@@ -108,7 +112,7 @@ def find_zero_axis(axes: Mapping[str, Axis], *, is_expert: bool) -> Axis:
     return axes[EXPERT_SHARD] if is_expert else join_axes((axes[SHARD], axes[CONTEXT]))
 
 
-def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
+def estimate_collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
     """Estimate the seconds of collectives. n_bytes: what each rank sends in all calls together.
 
     A byte that a rank sends in a ring over nodes crosses the network once, and the ranks of a node share their network
@@ -143,15 +147,15 @@ def add_data_flows(
     flows: Flows, config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], microbatches: int
 ) -> None:
     """Add the traffic of ZeRO for the parameters of a rank's split points."""
-    parallel, axes = config.parallel, axes_of(config.parallel)
-    size, compute = number_bytes(config)
+    parallel, axes = config.parallel, make_axes(config.parallel)
+    size, compute, reduced = get_item_sizes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     for is_expert in (False, True):
         of_kind = [w for w in stage_weights if w.is_expert == is_expert]
         shard = find_zero_axis(axes, is_expert=is_expert)
         if parallel.effective_zero == 0:
             shard_axes = [axes[EXPERT_SHARD]] if is_expert else [axes[SHARD], axes[CONTEXT]]
-            _add_replicated(flows, of_kind, join_axes((axes[REPLICATE], *shard_axes)), size, config)
+            _add_replicated(flows, of_kind, join_axes((axes[REPLICATE], *shard_axes)), reduced)
         elif parallel.zero == 1:
             _add_sharded_optimizer(flows, of_kind, shard, axes[REPLICATE], size, compute)
         else:
@@ -159,11 +163,10 @@ def add_data_flows(
     _add_whole_tensors(flows, config, stage_weights)
 
 
-def _add_replicated(flows: Flows, weights: Sequence[LocalWeight], axis: Axis, size: int, config: Config) -> None:
-    """Add the traffic of ZeRO 0: one all-reduce for each bucket of gradients."""
-    reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
-    for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
-        n_bytes = sum(w.local for w in bucket) * reduced
+def _add_replicated(flows: Flows, weights: Sequence[LocalWeight], axis: Axis, size: int) -> None:
+    """Add the traffic of ZeRO 0: one all-reduce for each bucket of gradients. size: bytes of a number."""
+    for bucket in list_buckets(w for w in weights if w.is_trained):
+        n_bytes = sum(w.local for w in bucket) * size
         flows.add(axis, "all_reduce", 2 * n_bytes * (axis.size - 1) // axis.size)
 
 
@@ -185,7 +188,7 @@ def _add_sharded_optimizer(
 ) -> None:
     """Add the traffic of ZeRO 1: gradients are reduce-scattered, and new weights gathered, bucket by bucket."""
     n = shard.size
-    for bucket in _group_into_buckets([w for w in weights if w.is_trained]):
+    for bucket in list_buckets(w for w in weights if w.is_trained):
         shard_numel = sum(w.shard(n) for w in bucket)
         flows.add(shard, "reduce_scatter", shard_numel * n * size * (n - 1) // n)
         flows.add(replicas, "all_reduce", 2 * shard_numel * size * (replicas.size - 1) // replicas.size)
@@ -202,8 +205,7 @@ def _add_fully_sharded(
 ) -> None:
     """Add the traffic of ZeRO 2 and 3: each block is gathered, and its gradients are reduce-scattered."""
     parallel, n = config.parallel, shard.size
-    size, compute = number_bytes(config)
-    reduced = 2 if parallel.reduce_dtype == "bf16" else size
+    _, compute, reduced = get_item_sizes(config)
     groups: dict[object, list[LocalWeight]] = defaultdict(list)
     for weight in weights:
         groups[weight.parts if weight.in_block else ()].append(weight)
@@ -222,9 +224,9 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
 
     The ranks of dp_shard, cp and tp share the tensors (`assign_owners`).
     """
-    parallel, axes = config.parallel, axes_of(config.parallel)
+    parallel, axes = config.parallel, make_axes(config.parallel)
     axis = join_axes((axes[SHARD], axes[CONTEXT], axes[TENSOR]))
-    size, _ = number_bytes(config)
+    size = get_item_sizes(config).stored
     owners = assign_owners(weights, axis.size)
     if axis.size == 1 or not owners:
         return
@@ -245,10 +247,8 @@ def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeig
 def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
     """Return two arrays by rank: its elements of a weight after ZeRO, and 1 for the first of the ranks with the same
     block, else 0."""
-    sharded = parallel.effective_zero > 0
-    shards, n_experts = parallel.zero_shards, weight.numel
-    if weight.is_expert:
-        shards, n_experts = max(1, parallel.expert_mesh_size // parallel.ep), weight.numel // parallel.ep
+    sharded, shards = parallel.effective_zero > 0, count_shards(weight, parallel)
+    numel_before_tp = weight.numel // parallel.ep if weight.is_expert else weight.numel
     known_blocks = set[tuple[int, int, int]]()
     blocks, is_first = list[int](), list[bool]()
     for shard, tensor in product(range(parallel.zero_shards), range(parallel.tp)):
@@ -256,11 +256,16 @@ def _list_blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tup
         if weight.is_expert:
             index = shard * parallel.tp + tensor if parallel.expert_tp == "folded" else shard
             shard, expert = divmod(index, parallel.ep)
-        block = expert, shard if sharded else 0, tensor if weight.local < n_experts else 0
+        block = expert, shard if sharded else 0, tensor if weight.local < numel_before_tp else 0
         blocks.append(weight.shard(shards, shard) if sharded else weight.local)
         is_first.append(block not in known_blocks)
         known_blocks.add(block)
     return np.array(blocks, dtype=np.int64), np.array(is_first, dtype=np.int64)
+
+
+def takes_two_passes(config: Config, microbatches: int) -> bool:
+    """Return whether a step runs each micro-batch forward once more, for the features of all samples."""
+    return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
 
 
 def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
@@ -269,22 +274,8 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
     if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
         return 1
     if in_block:
-        compares_samples = isinstance(config.objective, ContrastiveObjective) and microbatches > 1
-        return (2 + compares_samples) * microbatches  # once more for features without a graph
+        return (2 + takes_two_passes(config, microbatches)) * microbatches
     return microbatches * (parallel.stages_per_rank if parallel.pp > 1 else 1)  # each backward pass reshards them
-
-
-def _group_into_buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
-    """Group neighbouring weights into the buckets of ZeRO 0 and 1."""
-    buckets: list[list[LocalWeight]] = []
-    filled = BUCKET
-    for weight in weights:
-        if filled + weight.local > BUCKET or not buckets:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(weight)
-        filled += weight.local
-    return buckets
 
 
 def estimate_axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, names: Sequence[str]) -> float:
@@ -294,5 +285,5 @@ def estimate_axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, na
         parts = name.split(" × ")
         if parts[0] in names:
             axis = join_axes(axes[part] for part in parts)
-            seconds += collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
+            seconds += estimate_collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
     return seconds

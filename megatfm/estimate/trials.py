@@ -190,18 +190,21 @@ class _CallRecorder(OperatorRecorder):
             *map(_describe_argument, tree_leaves((args, kwargs))),
         )
         if operator.name.startswith(FUSED_ATTENTION):
-            operator = _count_attention(operator, args, kwargs)
+            names = (argument.name for argument in func._schema.arguments)
+            operator = _count_attention(operator, {**dict(zip(names, args, strict=False)), **kwargs})
         self.calls.append(OperatorCall(signature, operator))
         return output
 
 
-def _count_attention(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
-    """Return torch's fused attention as an operator of that kind, with the FLOPs of visible pairs."""
-    is_backward = operator.name.endswith("_backward")
-    query, key = args[is_backward : is_backward + 2]  # after the output's gradient
+def _count_attention(operator: Operator, arguments: Mapping[str, Any]) -> Operator:
+    """Return torch's fused attention as an operator of that kind, with the FLOPs of visible pairs.
+
+    arguments: by name, since kernels have other flags beside `is_causal`.
+    """
+    query, key = arguments["query"], arguments["key"]
     rows, heads, length, width = query.shape
-    is_causal = any(value is True for value in (*args, *kwargs.values()))
-    pairs = length * (length + 1) / 2 if is_causal else length * key.shape[2]
+    pairs = length * (length + 1) / 2 if arguments.get("is_causal") else length * key.shape[2]
+    is_backward = operator.name.endswith("_backward")
     flops = 2 * 2 * rows * heads * pairs * width * (BACKWARD_MATMULS if is_backward else 1)
     return replace(operator, kind="attention", flops=flops, is_backward=is_backward)
 

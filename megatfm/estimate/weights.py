@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
 
 BUCKET_NUMEL = 2**24
-"""Elements of the weights that ZeRO 1 gathers together (`engines.native.replicated.BUCKET_ELEMENTS`)."""
+"""Elements that ZeRO 0 and 1 send in one message (`engines.native.replicated.BUCKET_ELEMENTS`)."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,15 @@ class RankBytes:
         return self.weights + self.copies + self.optimizer
 
 
-def local_weights(
+def list_local_weights(
     config: Config, full: nn.Module, layout: ModelLayout, points: Sequence[SplitPoint], local: nn.Module
 ) -> list[LocalWeight]:
     """List the parameters as a rank of `layout` (tensor parallelism alone) has them, experts divided by `parallel.ep`.
 
     full: the model on the meta device, not parallelized. local: the parallelized model of `layout`.
     """
-    weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = count_optimizer_state(config, full, weight_bytes)
-    experts = expert_names(local)
+    optimizer = count_optimizer_state(config, full, get_item_sizes(config).stored)
+    experts = list_expert_names(local)
     whole_tensor_groups = {
         name: number
         for number, group in enumerate(build_optimizer_groups(config.optimizer, full))
@@ -118,27 +118,27 @@ def local_weights(
         is_expert = name in experts and config.parallel.ep > 1
         if name in experts:
             sizes = _get_expert_sizes(sizes, shape, config.parallel)
-        dim = _choose_shard_dim(sizes, name in experts, _count_expert_shards(config.parallel), config.parallel.zero)
+        dim = _choose_shard_dim(sizes, name in experts, count_expert_shards(config.parallel), config.parallel.zero)
         rows = sizes[dim] if sizes else 1
         listed.append(
             LocalWeight(
-                name,
-                math.prod(shape),
-                rows,
-                math.prod(sizes) // max(rows, 1),
-                is_expert,
-                parameter.requires_grad,
-                optimizer.get(name, 0),
-                tuple(holders.get(id(parameter), ())),
-                ".layers." in name,
-                TENSOR in layout[name].partial_axes,
-                whole_tensor_groups.get(name),
+                name=name,
+                numel=math.prod(shape),
+                rows=rows,
+                row_numel=math.prod(sizes) // max(rows, 1),
+                is_expert=is_expert,
+                is_trained=parameter.requires_grad,
+                optimizer_bytes=optimizer.get(name, 0),
+                parts=tuple(holders.get(id(parameter), ())),
+                in_block=".layers." in name,
+                is_partial=TENSOR in layout[name].partial_axes,
+                whole_tensor_group=whole_tensor_groups.get(name),
             )
         )
     return listed
 
 
-def expert_names(model: nn.Module) -> frozenset[str]:
+def list_expert_names(model: nn.Module) -> frozenset[str]:
     """Return the names of experts' stacked weights."""
     return frozenset(
         f"{path}.{key}"
@@ -155,7 +155,7 @@ def _get_expert_sizes(sizes: list[int], shape: Sequence[int], parallel: Parallel
     return [sizes[0] // parallel.ep, *sizes[1:]]
 
 
-def _count_expert_shards(parallel: ParallelConfig) -> int:
+def count_expert_shards(parallel: ParallelConfig) -> int:
     """Return the ranks over which ZeRO shards experts."""
     return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.zero_shards
 
@@ -166,10 +166,22 @@ def _choose_shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: i
     return 1 if is_within else 0
 
 
-def number_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of a number as stored, and as the model computes with it."""
-    size = 8 if config.train.precision == "fp64" else 4
-    return size, size if config.train.precision in ("fp32", "fp64") else 2
+class ItemSizes(NamedTuple):
+    """Bytes of a number."""
+
+    stored: int
+    """In the optimizer's weights and in accumulated gradients."""
+    computed: int
+    """In the weights that the model computes with."""
+    reduced: int
+    """In gradients on their way to other ranks."""
+
+
+def get_item_sizes(config: Config) -> ItemSizes:
+    """Return the bytes of a number in weights and gradients."""
+    stored = 8 if config.train.precision == "fp64" else 4
+    computed = stored if config.train.precision in ("fp32", "fp64") else 2
+    return ItemSizes(stored, computed, 2 if config.parallel.reduce_dtype == "bf16" else stored)
 
 
 def accumulates_whole_gradients(config: Config) -> bool:
@@ -179,14 +191,14 @@ def accumulates_whole_gradients(config: Config) -> bool:
     return microbatches > 1 and parallel.grad_accumulation == "unsharded"
 
 
-def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
+def count_pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
     """Return the bytes of gradients that wait during the backward pass of split point `index`.
 
     A weight with several uses, such as a tied table, has an incomplete gradient until its first use has run backward.
     ZeRO 2 and 3 reduce the gradients of weights outside of blocks together, at the end; whole ones of earlier
     micro-batches take up new ones of the same precision at once.
     """
-    size, compute = number_bytes(config)
+    size, compute, _ = get_item_sizes(config)
     is_fully_sharded = config.parallel.effective_zero >= 2
     waits_outside = is_fully_sharded and not (accumulates_whole_gradients(config) and size == compute)
     waiting = 0
@@ -198,15 +210,14 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     return waiting * (compute if is_fully_sharded else size)
 
 
-def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1) -> RankBytes:
-    """Add up the state of some split points on the fullest rank. ahead: number of blocks whose weights ZeRO 3 gathers
-    ahead."""
-    parallel, train = config.parallel, config.train
+def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int]) -> RankBytes:
+    """Add up the state of some split points on the fullest rank."""
+    parallel = config.parallel
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     zero = config.parallel.effective_zero
-    size, compute = number_bytes(config)
-    is_mixed = train.precision not in ("fp32", "fp64")
-    shards = {w.name: _count_shards(w, parallel) if zero else 1 for w in stage_weights}
+    size, compute, _ = get_item_sizes(config)
+    is_mixed = size != compute
+    shards = {w.name: count_shards(w, parallel) if zero else 1 for w in stage_weights}
     stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
     unsharded_numel = sum(w.local for w in stage_weights)
     # Without mixed precision, ZeRO 1 updates the model's weights in place, which each rank has whole.
@@ -223,10 +234,10 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
     gathered = gather_buffer = beyond_in_forward = beyond_outside = 0
     if zero == 3 and not parallel.splits_backward:
         outside = sum(w.local for w in stage_weights if not w.in_block)
-        block, prefetched, experts = largest[0], sum(largest[1 : 1 + ahead]), largest_experts[0]
+        block, prefetched, experts = largest[0], sum(largest[1:2]), largest_experts[0]
         gathered = (outside + block + prefetched + experts) * compute
         # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
-        received = experts if _count_expert_shards(parallel) > 1 else 0
+        received = experts if count_expert_shards(parallel) > 1 else 0
         beyond_in_forward = (max(prefetched, experts + received) - prefetched - experts) * compute
         beyond_outside = ((received if experts else block) - block - prefetched - experts) * compute
     elif zero >= 2:
@@ -239,25 +250,25 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
         regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute
         regathered += sum(stored[w.name] for w in list_buckets(trained)[-1]) * compute
     return RankBytes(
-        weight_bytes,
-        copies,
-        gradients,
-        optimizer,
-        gathered,
-        reduced,
-        regathered,
-        unsharded,
-        gather_buffer,
-        beyond_in_forward,
-        beyond_outside,
-        exchanged,
+        weights=weight_bytes,
+        copies=copies,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered,
+        reduced=reduced,
+        regathered=regathered,
+        keeps_whole_gradients=unsharded,
+        gather_buffer=gather_buffer,
+        beyond_in_forward=beyond_in_forward,
+        beyond_outside=beyond_outside,
+        exchanged=exchanged,
     )
 
 
 def _list_largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:
     """Return blocks' elements on a rank before ZeRO, the largest first, then 0: of experts on several ranks, or of the
     other weights."""
-    blocks = numel_by_block([w for w in weights if w.is_expert == is_expert])
+    blocks = count_block_elements([w for w in weights if w.is_expert == is_expert])
     return [*sorted(blocks.values(), reverse=True), 0]
 
 
@@ -289,12 +300,13 @@ def _find_fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig
     return max(((n_bytes[owner], numel[owner]) for owner in n_bytes), default=(0, 0))
 
 
-def _count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
-    return _count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
+def count_shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
+    """Return the ranks over which ZeRO shards a weight."""
+    return count_expert_shards(parallel) if weight.is_expert else parallel.zero_shards
 
 
 def list_buckets(weights: Iterable[LocalWeight]) -> list[list[LocalWeight]]:
-    """Return the buckets of neighbours in which ZeRO 1 reduces, the last one first, and gathers: experts come last."""
+    """Group neighbours into the buckets in which ZeRO 0 and 1 reduce, and ZeRO 1 gathers; experts come last."""
     buckets: list[list[LocalWeight]] = []
     for weight in sorted(weights, key=lambda w: w.is_expert):
         if (
@@ -307,7 +319,7 @@ def list_buckets(weights: Iterable[LocalWeight]) -> list[list[LocalWeight]]:
     return buckets
 
 
-def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
+def count_block_elements(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
     """Return block (the split points that run it) → elements on a rank before ZeRO."""
     sums: dict[tuple[int, ...], int] = {}
     for weight in weights:
@@ -316,7 +328,7 @@ def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], i
     return sums
 
 
-def experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
+def find_experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
     """Return the config section of a model's experts, from the first kind of block that has some; else None."""
     sections = (kind.ffn for kind in model.layer_kinds)
     return next((ffn for ffn in sections if isinstance(ffn, MoEConfig | SoftMoEConfig)), None)

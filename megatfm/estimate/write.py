@@ -8,7 +8,7 @@ import tomli_w
 from megatfm.config import Config, load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, name_write_errors
 
 
 def render_layout_config(source: str, estimate: Estimate) -> str:
@@ -36,13 +36,14 @@ def _find_changed_keys(base: dict[str, Any], config: dict[str, Any]) -> dict[str
 
 
 def write_layout(source: str, estimate: Estimate, path: Path) -> None:
-    """Write the config, and load it as a check. Raises UsageError for a file that exists."""
+    """Write the config, and load it as a check.
+
+    Raises UsageError for a file that exists, MegatfmError if it can't be written.
+    """
     if path.exists():
         raise UsageError(f"--write {path}: the file exists: give another name")
-    try:
+    with name_write_errors(path):
         atomic_write(path, render_layout_config(source, estimate))
-    except OSError as error:
-        raise MegatfmError(f"--write {path}: can't be written: {error.strerror}") from error
     loaded: Config = load_config(str(path), [])
     for section in ("parallel", "model", "data"):
         if getattr(loaded, section) != getattr(estimate.config, section):

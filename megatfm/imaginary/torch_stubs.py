@@ -52,6 +52,7 @@ def install(name: str, capability: tuple[int, int]) -> None:
     results = {
         "current_stream": _Stub(), "default_stream": _Stub(), "set_device": None, "synchronize": None,
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 8, "current_device": 0,
+        "is_current_stream_capturing": False,
         "get_device_capability": capability, "get_device_name": name,
         "get_device_properties": SimpleNamespace(name=name, major=capability[0], minor=capability[1]),
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,

@@ -51,6 +51,8 @@ def evaluate_run(
     # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
+    if with_compressors and not config.reads_text:
+        raise UsageError(f"--baselines: objective.name = {config.objective.name!r} reads no text: leave it out")
     if with_compressors and not (tokenizer and tokenizer.lossless):
         raise UsageError(
             f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: leave it out"

@@ -101,9 +101,11 @@ def make_sequence(
 ) -> SequenceMetadata:
     """Make the sequence metadata of one side of a batch.
 
-    input_field: the field that the embedding takes, [B, T, …]. Without the field `positions`, each row is one document
-    that continues after the cache's tokens. keys: random keys of this stack.
+    input_field: the field that the embedding takes, [B, T, …]. side: prefix of the side's fields. Without the field
+    `positions`, each row is one document that continues after the cache's tokens. keys: random keys of the rows.
     """
+    if side and keys is not None:
+        keys = ~keys  # the stacks of both sides count layers from 0, so they need different ones
     inputs_BT = require_field(batch, side + input_field)
     full_row = FullRow.from_batch(batch, side)
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")

@@ -89,7 +89,7 @@ class Electra(Model):
         losses = dict[str, Tensor]()
 
         if self.generator is not None:
-            # Both stacks count layers from 0, so the generator needs different random keys.
+            # Generator and discriminator count layers from 0, so they need different random keys.
             sequence = make_sequence(batch, "tokens", keys=~keys)
             if self.generator.encoder is not None:
                 generator_hidden, losses = self.generator.encoder(

@@ -182,8 +182,7 @@ class MaskedAutoencoder(Model):
         encoder_hidden, hidden: from the previous pipeline stage.
         """
         batch = self.read(encoder_patches=encoder_patches, source=source, keys=keys, **fields)
-        # Both stacks count layers from 0, so the encoder needs different random keys.
-        encoder_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+        encoder_sequence = make_sequence(batch, "patches", "encoder_", keys=keys)
         sequence = make_sequence(batch, "source", keys=keys)
         x_BTD, losses, pixels = hidden, dict[str, Tensor](), None
 

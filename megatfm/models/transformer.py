@@ -260,8 +260,7 @@ class EncoderDecoder(Model):
             batch = {**batch, input_field: memory[..., 0]}  # for its length
         if input_field not in batch:
             raise TypeError(f"an encoder-decoder needs {input_field}, or the memory that encode() gave")
-        # Both stacks count layers from 0, so the encoder needs different random keys.
-        return make_sequence(batch, self.encoder_input_field, "encoder_", keys=None if keys is None else ~keys)
+        return make_sequence(batch, self.encoder_input_field, "encoder_", keys=keys)
 
 
 class FutureHead(nn.Module):

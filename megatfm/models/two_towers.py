@@ -71,8 +71,7 @@ class TwoTowers(Model):
         encoder_hidden, hidden: from the previous stage.
         """
         batch = self.read(encoder_patches=encoder_patches, tokens=tokens, keys=keys, **fields)
-        # Both stacks count layers from 0, so the image tower needs different random keys.
-        image_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+        image_sequence = make_sequence(batch, "patches", "encoder_", keys=keys)
         text_sequence = make_sequence(batch, "tokens", keys=keys)
         losses, text_losses, x_BTD, features = dict[str, Tensor](), dict[str, Tensor](), hidden, None
 

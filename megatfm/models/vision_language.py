@@ -114,8 +114,7 @@ class VisionLanguage(Model):
         runs_embedding = self.decoder is not None and self.decoder.embedding is not None
 
         if encoder_patches is not None:
-            # Both stacks count layers from 0, so the image encoder needs different random keys.
-            images = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+            images = make_sequence(batch, "patches", "encoder_", keys=keys)
             if self.encoder is not None:
                 encoder_hidden, losses = self.encoder(encoder_patches, images, hidden=encoder_hidden)
             if self.runs_connector:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
@@ -27,8 +28,6 @@ from megatfm.rng import ChunkKey
 
 HEAD = "classifier"
 ACCURACIES = frozenset(f"top{k}" for k in TOP_K)
-MAX_LABEL_DIGITS = 18
-"""Longer numbers are no labels; Python refuses to read those of thousands of digits."""
 
 
 @OBJECTIVES.register("image_classification")
@@ -110,10 +109,9 @@ def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
         raise SampleError(
             "has no .cls with the number of its class: give prep the labels (see `read.labels` in the guide to prep)"
         )
-    text = files["cls"].strip()
-    label = int(text) if text.isdigit() and len(text) <= MAX_LABEL_DIGITS else None
+    label = parse_class_number(files["cls"])
     if label is None or label >= n_classes:
-        excerpt = text[:20].decode("utf-8", "replace")
+        excerpt = files["cls"].strip()[:20].decode("utf-8", "replace")
         raise SampleError(
             f"has the class {excerpt!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
             f"{n_classes - 1}"

@@ -99,9 +99,12 @@ def choose_chunk(hidden_MD: Tensor, rows: int) -> int:
     Every chunk reads and writes the full weight gradient, so few large chunks are cheaper. On a CPU, that cost is
     negligible from 1,024 tokens on.
     """
-    if hidden_MD.device.type == "cpu":
-        return 1024
-    chunk = LOGITS_BYTES // (pad_row_length(rows) * hidden_MD.element_size())
+    return 1024 if hidden_MD.device.type == "cpu" else choose_gpu_chunk(rows, hidden_MD.element_size())
+
+
+def choose_gpu_chunk(rows: int, itemsize: int) -> int:
+    """Return the number of tokens whose logits, of `itemsize` bytes, are in a GPU's memory at once."""
+    chunk = LOGITS_BYTES // (pad_row_length(rows) * itemsize)
     return max(chunk // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT)
 
 

@@ -62,10 +62,12 @@ def move_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return the values on the device, copied asynchronously from pinned memory.
 
     From pageable memory, the host would wait for the copy and for all earlier work of the GPU. `to_host` returns the
-    host's values without a copy back.
+    host's values without a copy back. Raises RuntimeError while a CUDA graph is captured.
     """
     if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
         return values.to(device)
+    if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a copy from the host can't be captured: replays would read what is at its address by then")
     pinned = values.pin_memory()
     return remember_host_copy(pinned.to(device, non_blocking=True), pinned)
 
@@ -103,9 +105,8 @@ def keep_host_copy(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     result = function(*tensors)
     if is_on_host(result) or torch.compiler.is_compiling():
         return result
-    copies = [_find_host_copy(tensor) for tensor in tensors]
-    known = [copy for copy in copies if copy is not None]
-    return remember_host_copy(result, function(*known)) if len(known) == len(copies) else result
+    host_copies = [copy for tensor in tensors if (copy := _find_host_copy(tensor)) is not None]
+    return remember_host_copy(result, function(*host_copies)) if len(host_copies) == len(tensors) else result
 
 
 def _find_host_copy(tensor: Tensor) -> Tensor | None:

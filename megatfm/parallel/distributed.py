@@ -70,8 +70,8 @@ def init_distributed(
     """Initialise the default process group and this process's device.
 
     timeout: seconds for the rendezvous. collective_timeout: seconds for later collectives (default: `timeout`). An
-    existing group is used unchanged. Raises UsageError for a contradictory environment, MegatfmError if other ranks
-    can't be reached.
+    existing group is used unchanged, on the GPU that it is bound to. Raises UsageError for a contradictory environment,
+    MegatfmError if other ranks can't be reached.
     """
     default_timeout = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
@@ -79,7 +79,11 @@ def init_distributed(
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
         _set_default_timeouts(default_timeout, default_timeout)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
-        return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _choose_device(env, device))
+        process_device = _choose_device(env, device)
+        if process_device.type == "cuda":
+            process_device = c10d._get_default_group().bound_device_id or process_device
+            torch.cuda.set_device(process_device)
+        return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, process_device)
     env = read_process_environment(os.environ)
     process_device = _choose_device(env, device)
     backend = "cpu:gloo,cuda:nccl" if process_device.type == "cuda" else "gloo"
@@ -182,7 +186,9 @@ def _choose_device(env: ProcessEnvironment, requested: Device) -> torch.device:
         raise UsageError("train.device = 'cuda': torch sees no GPU here; use train.device=cpu")
     if env.local_rank < count:
         return torch.device("cuda", env.local_rank)
-    if env.launcher == "srun" and count == 1:  # --gpus-per-task: each task sees its own GPU as number 0
+    # Each process sees its own GPU as number 0: by srun's --gpus-per-task, or by a script that mpirun starts.
+    sees_own_gpu = env.launcher == "srun" or (env.launcher == "mpirun" and "CUDA_VISIBLE_DEVICES" in os.environ)
+    if count == 1 and sees_own_gpu:
         return torch.device("cuda", 0)
     raise UsageError(
         f"local rank {env.local_rank} has no GPU: torch sees {count}; start at most {count} processes a node, "

@@ -14,6 +14,9 @@ from megatfm.report.run import Curve
 MAX_POINTS = 1500
 """Largest number of points of a curve in the page."""
 
+Bounds = tuple[float | None, float]
+"""Least and largest possible value of a quantity; None without a least one."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -70,6 +73,8 @@ class Chart:
     n_nonfinite: int
     is_log: bool
     from_zero: bool = False
+    bounds: Bounds | None = None
+    """Where a linear axis ends, unless a value lies outside."""
     events: Sequence[EventLine] = ()
 
     @property
@@ -89,6 +94,7 @@ class Chart:
         return {
             "log": self.is_log,
             "zero": self.from_zero,
+            "bounds": self.bounds,
             "lines": [_make_line_data(line) for line in self.lines],
             "levels": [[line.name, line.value, format_number(line.value)] for line in self.reference_lines],
             "events": [[event.step, event.kind, event.text] for event in self.events],
@@ -115,6 +121,7 @@ def make_chart(
     *,
     reference_lines: Sequence[ReferenceLine] = (),
     from_zero: bool = False,
+    bounds: Bounds | None = None,
 ) -> Chart | None:
     """Build a chart; None if no value is finite. The y axis is logarithmic if the values span a wide range."""
     lines = [line for line in lines if line.curve.finite]
@@ -130,6 +137,7 @@ def make_chart(
         n_nonfinite=sum(len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"),
         is_log=not from_zero and min(values) > 0 and max(values) / min(values) > 50,
         from_zero=from_zero,
+        bounds=bounds,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatfm.errors import UsageError
 from megatfm.report.charts import Chart, Line, format_number, make_chart, smooth
-from megatfm.report.evaluation_charts import describe_metric, get_loss_unit
+from megatfm.report.evaluation_charts import describe_metric, get_bounds, get_loss_unit
 from megatfm.report.page import format_duration, render_page, write_page
 from megatfm.report.run import Curve, Run, format_setting, iter_leaves, make_unique_names
 
@@ -139,7 +139,8 @@ class RunComparison:
             kind = "smooth" if smoothed else "dots" if path[0] == "evaluation" else "line"
             curve = smooth(curve) if smoothed else curve
             lines.append(Line(self.names[index], curve, 1 + index % 6, kind, index))  # type: ignore[arg-type]
-        return make_chart(title, unit, lines, from_zero=from_zero)
+        bounds = get_bounds(path[-1]) if path[0] == "evaluation" else None
+        return make_chart(title, unit, lines, from_zero=from_zero, bounds=bounds)
 
 
 def write_comparison(comparison: RunComparison, path: str | Path) -> Path:

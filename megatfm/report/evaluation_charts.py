@@ -1,10 +1,11 @@
 """Charts of evaluations during training (tasks, loss by position in the row), and titles and units of their metrics."""
 
 import math
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 
-from megatfm.report.charts import Chart, Line, ReferenceLine, make_chart
+from megatfm.report.charts import Bounds, Chart, Line, ReferenceLine, make_chart
 from megatfm.report.run import Run, iter_numbers
 
 METRICS = {
@@ -13,6 +14,12 @@ METRICS = {
     "accuracy": ("Accuracy", "share of held-out examples"),
 }
 """Metric → (title, unit). Other metrics are shown by their names."""
+BOUNDS: Mapping[str, Bounds] = {
+    r"(top\d+|accuracy|f1|exact_match|recall|reciprocal_rank)(_\w+)?": (0.0, 1.0),
+    r"matthews|pearson|spearman": (-1.0, 1.0),
+    "r2": (None, 1.0),
+}
+"""Pattern of metrics → their least and largest possible value; None where there is none."""
 LOSS_UNITS = {
     "image_classification": "nats per image",
     "text_classification": "mean over labelled examples",
@@ -39,7 +46,10 @@ def make_task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None
             for task in tasks
         ]
 
-    return [make_chart(title, unit, make_lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
+    return [
+        make_chart(title, unit, make_lines(metric), bounds=get_bounds(metric))
+        for metric, (title, unit) in TASK_METRICS.items()
+    ]
 
 
 def make_position_charts(run: Run) -> list[Chart | None]:
@@ -75,6 +85,11 @@ def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
 def get_loss_unit(run: Run) -> str:
     """Return the unit of the loss, which depends on the objective."""
     return LOSS_UNITS.get(str(run.get_section("objective").get("name")), "nats per token")
+
+
+def get_bounds(metric: str) -> Bounds | None:
+    """Return the least and the largest possible value of a metric; None if it has none."""
+    return next((bounds for pattern, bounds in BOUNDS.items() if re.fullmatch(pattern, metric)), None)
 
 
 def describe_metric(metric: str) -> tuple[str, str]:

@@ -61,7 +61,8 @@ def _make_layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | Non
             )
         )
     selection = f", {len(charted_layers)} of {len(paths)} layers" if len(charted_layers) < len(paths) else ""
-    return make_chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
+    bounds = (0.0, 1.0) if kind == "dropped" else None
+    return make_chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped", bounds=bounds)
 
 
 def pick_evenly(items: Sequence[Item], limit: int) -> list[Item]:

@@ -31,6 +31,7 @@ from megatfm.report.run import (
     split_sections,
 )
 from megatfm.report.run_charts import compute_time_shares, make_run_charts
+from megatfm.terminal import format_counted
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -133,9 +134,10 @@ def make_resume_command(run: Run) -> str:
 
 def format_subtitle(run: Run) -> str:
     """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
+    layers = "{} layer" if run.get_section("model").get("n_layers") == 1 else "{} layers"
     templates = (
         ("model", "family", "{}"),
-        ("model", "n_layers", "{} layers"),
+        ("model", "n_layers", layers),
         ("model", "d_model", "{} wide"),
         ("data", "sequence_length", "sequences of {} tokens"),
         ("train", "global_batch", "{} per step"),
@@ -151,7 +153,7 @@ def describe_progress(run: Run) -> str:
     if not run.last_step:
         return "no step yet"
     if not isinstance(steps, int) or run.last_step >= steps:
-        return f"finished · {run.last_step:,} steps"
+        return f"finished · {format_counted(run.last_step, 'step')}"
     return f"step {run.last_step:,} of {steps:,}"
 
 
@@ -184,7 +186,7 @@ def list_headlines(run: Run) -> list[Headline]:
         )
     tokens = run.get_curve("tokens").finite
     if tokens:
-        headlines.append(Headline("Tokens seen", format_number(tokens[-1]), f"{run.last_step:,} steps"))
+        headlines.append(Headline("Tokens seen", format_number(tokens[-1]), format_counted(run.last_step, "step")))
     speed = run.get_curve("tokens_per_second").finite
     if speed:
         headlines.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))

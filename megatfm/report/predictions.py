@@ -13,6 +13,7 @@ from megatfm.report.charts import Tick, encode_png
 from megatfm.report.run import Run
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.labels import format_label
+from megatfm.terminal import format_counted
 
 MAX_CELLS = 16
 """Largest number of classes for which the confusion matrix is a table of counts; it is a picture of shares for more."""
@@ -254,7 +255,8 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
         return []
     if len(rows) != len(predictions):
         run.notes.append(
-            f"errors on {name} are not shown: {path} has {len(rows):,} rows, and {len(predictions):,} were predicted"
+            f"errors on {name} are not shown: {path} has {format_counted(len(rows), 'row')}, "
+            f"and {len(predictions):,} were predicted"
         )
         return []
     errors = []

@@ -92,11 +92,16 @@ class Plot {
     this.element.querySelectorAll("span").forEach((old) => old.remove());
     if (!points.length) return;
     const levels = chart.levels.map(([name, value, text]) => ({ name, text, y: toY(value) })).filter((level) => Number.isFinite(level.y));
-    let [left, right] = extent(points.map((p) => p.x)), [bottom, top] = extent([...points, ...levels].map((p) => p.y));
+    const [lowest, highest] = extent([...points, ...levels].map((p) => p.y));
+    let [left, right] = extent(points.map((p) => p.x)), [bottom, top] = [lowest, highest];
     if (chart.zero && !log) bottom = Math.min(0, bottom);
     const margin = 0.05 * (top - bottom) || 0.5 * Math.abs(top) || 1;
     bottom -= chart.zero && bottom === 0 ? 0 : margin;
     top += margin;
+    if (chart.bounds && !log) { // an accuracy's axis ends at 1
+      bottom = Math.max(bottom, Math.min(chart.bounds[0] ?? -Infinity, lowest));
+      top = Math.min(top, Math.max(chart.bounds[1], highest));
+    }
     if (right === left) right = left + 1;
     const px = (x) => (1000 * (x - left)) / (right - left), py = (y) => 1000 * (1 - (y - bottom) / (top - bottom));
     for (const tick of ticks(bottom, top, 5, log)) {

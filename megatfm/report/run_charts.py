@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatfm.report.charts import Chart, EventLine, Line, make_chart, smooth
 from megatfm.report.evaluation_charts import (
     describe_metric,
+    get_bounds,
     get_loss_unit,
     list_baselines,
     make_position_charts,
@@ -19,6 +20,7 @@ MAX_EVENTS = 200
 """Largest number of events that are shown: the last ones."""
 EVENT_KINDS = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
 GIB = 2**30
+PERCENT = (0.0, 100.0)
 STEP_PARTS = {
     "passes": "forward and backward",
     "optimizer": "optimizer",
@@ -89,7 +91,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_source_chart(run),
         make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), reference_lines=baselines),
         *(
-            make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric))
+            make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric), bounds=get_bounds(metric))
             for metric in run.evaluation_metrics
         ),
         *make_task_charts(run, lines.compared),
@@ -107,6 +109,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
             f"% of {run.environment.get('peak', 'what the devices could do')}",
             list_utilization(run),
             from_zero=True,
+            bounds=PERCENT,
         ),
         make_step_time_chart(run),
         make_chart("Memory", "GiB", [Line("memory", scale(run.get_curve("memory_bytes"), 1 / GIB))], from_zero=True),
@@ -139,7 +142,7 @@ def make_mixture_chart(run: Run) -> Chart | None:
         return Curve([step for step, _ in points], [compute_percentage(name, n_tokens) for _, n_tokens in points])
 
     lines = [Line(name, compute_curve(name), 1 + i % 6) for i, name in enumerate(sources)]
-    return make_chart("Mixture", "% of the rows", lines, from_zero=True)
+    return make_chart("Mixture", "% of the rows", lines, from_zero=True, bounds=PERCENT)
 
 
 def _list_mixture_phases(run: Run) -> list[tuple[float, dict[str, float]]]:
@@ -181,12 +184,12 @@ def make_step_time_chart(run: Run) -> Chart | None:
     if not run.get_curve("step_parts", "passes").steps:
         wait = _compute_step_share(run, "data_wait_seconds")
         lines = [Line("wait", wait, kind="raw"), Line("wait", smooth(wait), kind="smooth")]
-        return make_chart("Waiting for data", "% of the step", lines, from_zero=True)
+        return make_chart("Waiting for data", "% of the step", lines, from_zero=True, bounds=PERCENT)
     lines = [
         Line(name, smooth(_compute_step_share(run, "step_parts", key)), 1 + i, "smooth")
         for i, (key, name) in enumerate(STEP_PARTS.items())
     ]
-    return make_chart("Where a step's time goes", "% of the step", lines, from_zero=True)
+    return make_chart("Where a step's time goes", "% of the step", lines, from_zero=True, bounds=PERCENT)
 
 
 def compute_time_shares(run: Run) -> list[TimeShare]:

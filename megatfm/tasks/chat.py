@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tokenizers import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer, list_chat_templates
+from megatfm.tokenizers.base import ROLES
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_TEMPLATE = "default"
@@ -28,6 +30,10 @@ TEMPLATE_ERRORS = (
 log = logging.getLogger("megatfm")
 CHAT_FORMS = ("chat", "preference")
 """Forms of tasks whose answers a chat template ends."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which data sets keep what an assistant thinks; templates read the first or the second one."""
+CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands for the rest of an unfinished message while a template renders it. Its space shows whether spaces are kept."""
 Message = Mapping[str, Any]
 
 
@@ -56,32 +62,33 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = datetime.now().strftime  # one time, lest a conversation span midnight
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template is no Jinja template: {error}") from None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Render messages as text. Raises UsageError where the template refuses them.
+        """Render messages as text, as transformers' `apply_chat_template` does without tools and documents.
 
-        add_generation_prompt: end with the words that begin an answer.
+        add_generation_prompt: end with the words that begin an answer. Raises UsageError where the template refuses
+        the messages.
         """
+        context = {"messages": list(map(_normalise_message, messages)), "tools": None, "documents": None}
         try:
-            return self._compiled.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
-            )
+            return self._compiled.render(**context, add_generation_prompt=add_generation_prompt, **self.special_tokens)
         except TEMPLATE_ERRORS as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
 
     def render_unfinished(self, messages: Sequence[Message]) -> str:
         """Render messages up to the end of the last one's words, which then go on, as transformers'
         `continue_final_message`. Raises UsageError where the template leaves these words out."""
-        text, message_text = self.render(messages), messages[-1]["content"]
-        begin = text.rfind(message_text.strip())
-        if begin < 0:
+        last = messages[-1]
+        text = self.render([*messages[:-1], {**last, "content": last["content"] + CONTINUATION_MARK}])
+        end = text.rfind(CONTINUATION_MARK.strip())
+        if end < 0 or last["content"].strip() not in text[:end]:
             raise UsageError("the chat template leaves out the last message, which the answer is to go on from")
-        has_spaces = text.startswith(message_text.lstrip(), begin)
-        return text[: begin + len(message_text.lstrip() if has_spaces else message_text.strip())]
+        return text[:end] if text.startswith(CONTINUATION_MARK, end) else text[:end].rstrip()
 
     def locate_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and [begin, end) of each answer in characters.
@@ -115,6 +122,13 @@ class ChatTemplate:
         return next((token for token in tokens if token in tokenizer.special.reserved), None)
 
 
+def _normalise_message(message: Message) -> Message:
+    """Return a message without empty fields, as tables have them, and with its reasoning under both common names."""
+    filled = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((filled[field] for field in REASONING_FIELDS if field in filled), None)
+    return filled if reasoning is None else {"thinking": reasoning, **filled, "reasoning_content": reasoning}
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -131,14 +145,29 @@ def load_chat_template(
 
     name: of the template, where the tokenizer has several.
     """
+    path = Path(tokenizer_file)
+    folder = path if path.is_dir() else path.parent
     if template_file is not None:
         source = _read_template(Path(template_file), f"task.chat_template = {template_file}")
     else:
-        path = Path(tokenizer_file)
-        source = _find_template(path if path.is_dir() else path.parent, name)
-    roles = {f"{role}_token": getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
-    spellings = {name: tokenizer.id_to_piece(token) for name, token in roles.items() if token is not None}
-    return ChatTemplate(source, spellings)
+        source = _find_template(folder, name)
+    return ChatTemplate(source, _spell_special_tokens(folder / CONFIG_FILE, tokenizer))
+
+
+def _spell_special_tokens(config_file: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens that a template may spell, such as bos_token: those that tokenizer_config.json names.
+
+    Our tokenizer has an id for each role, and puts another one where the model has none. That is for a config without
+    any role. Raises UsageError if it is no JSON object.
+    """
+    config = _parse_config(config_file) if config_file.is_file() else {}
+    names = [f"{role}_token" for role in ROLES]
+    if any(name in config for name in names):
+        tokens = {name: config.get(name) for name in names}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+    ids = {f"{role}_token": getattr(tokenizer, role) for role in ROLES}
+    return {name: tokenizer.id_to_piece(token) for name, token in ids.items() if token is not None}
 
 
 def find_answer_end_tokens(
@@ -213,8 +242,19 @@ def check_messages(messages: Any, tokenizer: HuggingFaceTokenizer) -> str | None
             return f"message {number} has no text as its content"
         if message["role"] == ASSISTANT and not content.strip():
             return f"message {number} is an answer without a text, of which its end alone would be trained: take it out"
-        if reserved := [spelling for spelling in tokenizer.reserved_spellings if spelling in content]:
+        texts = list(_iter_texts(message))
+        reserved = [spelling for spelling in tokenizer.reserved_spellings if any(spelling in text for text in texts)]
+        if reserved:
             return f"message {number} spells the special token {reserved[0]!r}, and would be read as one: take it out"
     if all(message["role"] != ASSISTANT for message in messages):
         return f"has no message with role {ASSISTANT!r}, so that no token is trained"
     return None
+
+
+def _iter_texts(value: Any) -> Iterator[str]:
+    """Iterate over the texts of a message, its role, reasoning and calls of tools too, which templates may write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _iter_texts(part)

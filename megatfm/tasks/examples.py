@@ -18,7 +18,7 @@ Tokens = NDArray[np.integer]
 
 @dataclass(frozen=True)
 class ExampleFormat:
-    """How a model reads examples.
+    """Format in which a model reads examples.
 
     sequence_length: tokens of a row. target_length: tokens of an encoder-decoder's decoder row; None: another model.
     is_causal: a decoder, whose last token of an example carries the label. ends_in_cls: XLNet, whose [CLS] is the last

@@ -38,6 +38,8 @@ def read_rows(path: str | Path) -> list[Row]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{path}, line {line}: not UTF-8 at byte {error.start}: save the file as UTF-8") from None
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file: give one with examples") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror or error}") from None
     if not rows:

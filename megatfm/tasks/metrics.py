@@ -30,8 +30,9 @@ def _import_sklearn_metrics() -> Any:
 
 
 def are_finite(logits: Values) -> bool:
-    """Return whether logits predict anything: all are numbers below infinity. −∞ stands for a missing choice."""
-    return bool((logits < np.inf).all())
+    """Return whether logits [N, C] predict anything: numbers below infinity, and in each row one above −∞, which stands
+    for a missing choice."""
+    return bool((logits < np.inf).all() and (logits > -np.inf).any(-1).all())
 
 
 def refuse_broken_logits(logits: Values) -> None:
@@ -67,17 +68,26 @@ def binary_f1(targets: Values, predicted: Values) -> float:
 
 def f1_macro(targets: Values, predicted: Values) -> float:
     """Mean F1 of the classes: over all columns of flags, else over the classes that occur."""
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        return binary_f1(targets[:, 0], predicted[:, 0])
     return float(_import_sklearn_metrics().f1_score(targets, predicted, average="macro", zero_division=0.0))
 
 
 def f1_micro(targets: Values, predicted: Values) -> float:
     """F1 over all decisions of all classes."""
+    if targets.ndim == 2:  # in one column, scikit-learn would see two classes, and count right zeros
+        return binary_f1(targets.ravel(), predicted.ravel())
     return float(_import_sklearn_metrics().f1_score(targets, predicted, average="micro", zero_division=0.0))
 
 
 def matthews(targets: Values, predicted: Values) -> float:
-    """Return Matthews' correlation coefficient (CoLA's metric)."""
-    return float(_import_sklearn_metrics().matthews_corrcoef(targets, predicted))
+    """Return Matthews' correlation coefficient (CoLA's metric; Gorodkin 2004, equation 8); 0 where one side has one
+    class."""
+    classes, indices = np.unique(np.concatenate([targets, predicted]), return_inverse=True)
+    expected, actual = (np.bincount(side, minlength=len(classes)) for side in np.split(indices, 2))
+    n, hits = len(targets), int((targets == predicted).sum())
+    spread = (n * n - int(expected @ expected)) * (n * n - int(actual @ actual))
+    return (n * hits - int(expected @ actual)) / math.sqrt(spread) if spread else 0.0
 
 
 def subset_accuracy(targets: Values, predicted: Values) -> float:

@@ -49,7 +49,7 @@ class Predictions:
         """Softmax of the logits [N, C]; multilabel: the sigmoid."""
         logits = self.logits.astype(np.float64)
         if self.task.form == "multilabel":
-            separate: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
+            separate: NDArray[np.float64] = np.exp(-np.logaddexp(0.0, -logits))
             return separate
         exponentials: NDArray[np.float64] = np.exp(logits - logits.max(-1, keepdims=True))
         scaled: NDArray[np.float64] = exponentials / exponentials.sum(-1, keepdims=True)

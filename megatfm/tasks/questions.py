@@ -151,11 +151,11 @@ class QuestionReader:
         name, labels = "" if value is None else format_label(value), self.config.labels
         if labels:
             if name not in labels[: len(texts)]:
-                known = ", ".join(labels[: len(texts)])
+                answer_names = ", ".join(labels[: len(texts)])
                 self._refuse(
                     number,
                     f"column {self.config.answer!r} is {name!r}{did_you_mean(name, labels)}; the row's answers are "
-                    f"called {known}: mend the row or labels",
+                    f"called {answer_names}: mend the row or labels",
                 )
             return labels.index(name)
         if name in texts:

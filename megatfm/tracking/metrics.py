@@ -294,8 +294,9 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(**options, **({"mode": "offline"} if self.is_unreachable else {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
+            reason = " ".join(str(error).split()).rstrip(".")
+            advice = "or" if "wandb login" in reason else "run `wandb login`, or"
+            raise UsageError(f"W&B: {reason}, {advice} set WANDB_MODE=offline") from error
         except wandb.Error as error:
             _log.warning(
                 "W&B can't be reached (%s): metrics are stored in %s until `wandb sync` sends them",

@@ -25,6 +25,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.objectives.image_classification import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
+from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
@@ -176,7 +177,8 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
                 )
     if longest and len(names_by_folder[longest]) < n_classes:
         count = len(names_by_folder[longest])
-        return f"{key} = {n_classes:,}, and {longest} has {count:,} classes: the other outputs only learn to be small"
+        classes = format_counted(count, "class", "classes")
+        return f"{key} = {n_classes:,}, and {longest} has {classes}: the other outputs only learn to be small"
     return ""
 
 

@@ -21,6 +21,7 @@ from megatfm.config.section import Section
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import TaskCorpus, check_files_exist, compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.examples import ExampleFormat
+from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
@@ -101,8 +102,8 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     if task.epochs:
         notes.append(
             f"{corpora['train'].n_examples:,} examples in {n_rows:,} rows of {config.data.sequence_length} tokens, "
-            f"{task.epochs:g} epoch{'s' * (task.epochs != 1)}: {config.train.steps:,} "
-            f"step{'s' * (config.train.steps != 1)} of {config.train.global_batch} rows (train.global_batch)"
+            f"{task.epochs:g} epoch{'s' * (task.epochs != 1)}: {format_counted(config.train.steps, 'step')} of "
+            f"{format_counted(config.train.global_batch, 'row')} (train.global_batch)"
         )
     return config, notes
 

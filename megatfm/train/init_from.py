@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from megatfm import checkpoint
 from megatfm.checkpoint.metadata import METADATA_FILENAME
+from megatfm.config.model_parts import LoRAConfig
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
 from megatfm.layers.lora import is_factor
@@ -115,6 +116,22 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
         {name: shape for name, shape in expected.items() if name not in selected},
         {name: shape for name, shape in stored.items() if name not in selected},
     )
+
+
+def check_adapter_scale(report: LoadReport, lora: LoRAConfig | None) -> None:
+    """Raise UsageError if adapters were loaded whose alpha is not that of the model, lora. A collective."""
+    if lora is None or not any(map(is_factor, report.loaded)):
+        return
+    config = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(report.source))).get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    stored = model.get("lora") if isinstance(model, dict) else None
+    alpha = stored.get("alpha") if isinstance(stored, dict) else None
+    if isinstance(alpha, int | float) and alpha != lora.alpha:
+        raise UsageError(
+            f"train.init_from = {report.source}: its adapters were trained with model.lora.alpha = {alpha:g}, and with "
+            f"{lora.alpha:g} it would be another model: set model.lora.alpha={alpha:g}, or merge them first, `megatfm "
+            f"convert {shlex.quote(str(report.source))} NEW --to megatfm`"
+        )
 
 
 def _advise_on_mismatch(expected: Shapes, stored: Shapes, patterns: Sequence[str], source: Path) -> str:

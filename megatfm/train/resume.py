@@ -179,8 +179,8 @@ def find_branch_point(branch_from: str) -> ResumePoint:
     """Return the checkpoint `RUN@STEP`, with all files verified. A collective. Raises UsageError, MegatfmError."""
 
     def find() -> Path:
-        run, _, step = branch_from.rpartition("@")
-        checkpoints = list_checkpoints(Path(run) / "checkpoints")
+        run, at, step = branch_from.rpartition("@")
+        checkpoints = list_checkpoints(Path(run if at else branch_from) / "checkpoints")
         path = next((path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None)
         if path is None:
             steps = ", ".join(str(step_from_path(path)) for path in checkpoints) or "none"

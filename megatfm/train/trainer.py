@@ -30,7 +30,7 @@ from megatfm.train.build import build_saver, describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
-from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
+from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import StepProfile, memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
@@ -256,6 +256,7 @@ class Trainer:
         if not config.train.init_from:
             return [f"seed {config.train.seed}"]
         report = load_weights(self.engine, config.train.init_from, config.train.init_include)
+        check_adapter_scale(report, config.model.lora)
         if config.model.lora:
             self.provenance["base"] = identify_checkpoint(report.source)
         if not config.train.init_include and (origin := read_origin(report.source, self.corpora.tokenizer_hash)):

@@ -211,16 +211,19 @@ def test_the_command_leaves_results_in_the_run(
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--batch", "3"], "--batch: are for tasks: give --task FILE or --harness NAME"),
+    (["--batch", "3"], "--batch is for tasks: give --task FILE or --harness NAME"),
+    (["--batch", "3", "--limit", "1"], "--batch, --limit are for tasks: give"),
     (["--task", "x.toml", "--baselines"], "evaluate validation sets by a second command"),
     (["--task", "x.toml"], "x.toml: there is no such file"),
+    ([], "a model in the Hugging Face format has no validation sets: give --task FILE or --harness NAME"),
     (["--task", "a/x.toml", "--task", "b/x.toml"], "'x' is named already"),
-    (["--task", "x.toml", "--shots", "1"], "--shots: are for tasks of the harness"),
+    (["--task", "x.toml", "--shots", "1"], "--shots is for tasks of the harness"),
     (["--task", "x.toml", "--limit", "-1"], "limit = -1: choose 1 or more"),
 ])  # fmt: skip
 def test_wrong_options_of_evaluate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         cli.main(["evaluate", str(tmp_path), *words])
     assert ended.value.code == 2

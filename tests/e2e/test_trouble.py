@@ -285,3 +285,8 @@ def test_adapters_resume_to_the_bit_and_leave_the_base_alone(
         WorkerFailure, match=r"has an adapter, .*lora\.a\.weight, without which it would be another model"
     ):
         workers.run(run_training, 2, plain)
+    louder = make_config(f"train.init_from={newest}", f"model.lora={OPTIONS}", "model.lora.alpha=9", run="louder")
+    with pytest.raises(
+        WorkerFailure, match=r"trained with model\.lora\.alpha = \d+, and with 9 it would be another model"
+    ):
+        workers.run(run_training, 2, louder)

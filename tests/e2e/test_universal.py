@@ -84,11 +84,11 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     assert ended.value.code in (0, None)
     assert "with Adam's state of step 3" in capsys.readouterr().out
     stored = checkpoint.read_tensors(actual / f"checkpoints/step-{STEPS:08d}")
-    rules = UniversalFolder(source, like).rules
+    mappings = UniversalFolder(source, like).mappings
     for key, tensor in expected.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
-        weights = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
-        back = to_hf(rules, weights)
+        weights = {n: stored[f"{prefix}{n}{suffix}"] for mapping in mappings for n in mapping.megatfm}
+        back = to_hf(mappings, weights)
         assert back.keys() == tensor.keys()
         assert [name for name in tensor if not torch.equal(back[name], tensor[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}

@@ -70,7 +70,9 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
 
     figures, reference = LargestErrors(), dict[str, Tensor]()
     for part in choose_exported_models(CONFIG):
-        expected = build_hf_half(part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype)
+        expected = build_hf_half(
+            part.name, part.hf_config, to_hf(part.mappings, dict(actual.named_parameters())), dtype
+        )
         generates = part.folder == "generator"
         output = expected(
             input_ids=inputs["tokens"] if generates else corrupted,
@@ -81,8 +83,10 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
         figures.compare_logits(losses[part.folder] / (masked if generates else real).sum(), output.loss, dtype)
         (output.loss * (1 if generates else WEIGHT)).backward()
         gradients = {name: p.grad for name, p in expected.named_parameters()}
-        for rule in part.rules:
-            for name, gradient in zip(rule.megatfm, rule.from_hf([gradients[n] for n in rule.hf]), strict=True):
+        for mapping in part.mappings:
+            for name, gradient in zip(
+                mapping.megatfm, mapping.from_hf([gradients[n] for n in mapping.hf]), strict=True
+            ):
                 reference[name] = reference.get(name, torch.zeros_like(gradient)) + gradient
     see_gradients(actual, reference, dtype)
 

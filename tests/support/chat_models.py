@@ -17,19 +17,22 @@ CHATML = (
 )
 
 
-def save_llama(folder: Path, template: str | None = CHATML) -> None:
-    """A small Llama, whose EOS is not what ends a turn, with a tokenizer of whole words."""
+def save_tokenizer(folder: Path, template: str | None, **roles: str) -> None:
+    """A tokenizer of whole words. roles: of special tokens, as bos_token = "<|begin|>"."""
     built = tokenizers.Tokenizer(
         models.WordLevel({word: i for i, word in enumerate((*MARKS, *WORDS))}, unk_token="<|unk|>")
     )
     built.pre_tokenizer, built.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token=MARKS[0], unk_token=MARKS[1], bos_token=MARKS[2], eos_token=MARKS[3],
-        additional_special_tokens=list(MARKS[4:]),
-    )  # fmt: skip
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=built, additional_special_tokens=list(MARKS), **roles)
     if template is not None:
         fast.chat_template = template
     fast.save_pretrained(folder)
+
+
+def save_llama(folder: Path, template: str | None = CHATML) -> None:
+    """A small Llama, whose EOS is not what ends a turn, with a tokenizer of whole words."""
+    roles = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), MARKS, strict=False))
+    save_tokenizer(folder, template, **roles)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(MARKS) + len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,

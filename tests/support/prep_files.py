@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from megatfm.config.prep import PrepConfig
 from megatfm.config.prep_steps import StepConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.filters.base import PipelineStep, make_filter
+from megatfm.data_prep.filters.base import CountingFilter, make_filter
 
 
 def write_file(path: Path, data: bytes) -> Path:
@@ -94,12 +94,12 @@ def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
     return head.encode() + content + b"\r\n\r\n"
 
 
-def build_step(name: str, **settings: Any) -> PipelineStep:
+def build_step(name: str, **settings: Any) -> CountingFilter:
     """A step by its name."""
     return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def apply_step(step: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
+def apply_step(step: CountingFilter, text: str, url: str = "") -> tuple[str | None, str]:
     """Text that a step leaves, or None, and the reason for that."""
     result = step(Document("x", text, url))
     return (result.text if result else None), next(iter(step.counts.dropped), "")

@@ -82,7 +82,7 @@ class Pair:
 
     model: nn.Module
     reference: Any
-    rules: list[WeightMapping]
+    mappings: list[WeightMapping]
     names: Mapping[str, str]
     """Their names in memory → those of files, which the table has."""
 
@@ -112,8 +112,8 @@ def build_pair(
     expected = (
         kind(kind.config_class(**options, attn_implementation="eager", experts_implementation="eager")).to(dtype).eval()
     )
-    rules = list((architecture.fused_rules or architecture.weight_mappings)(config))
-    converted = to_hf(rules, list_checkpoint_tensors(actual))
+    mappings = list((architecture.map_fused_weights or architecture.map_weights)(config))
+    converted = to_hf(mappings, list_checkpoint_tensors(actual))
     if "lm_head.weight" in converted:  # transformers ties T5 v1.1's as long as nobody puts another in its place
         expected.lm_head.weight = nn.Parameter(expected.lm_head.weight.detach().clone())
     in_files = {
@@ -128,11 +128,11 @@ def build_pair(
         for key, parameter in named.items():
             assert parameter.shape == converted[key].shape, key
             parameter.copy_(converted[key])
-    back = from_hf(rules, named)
+    back = from_hf(mappings, named)
     local = list_checkpoint_tensors(actual)
     assert back.keys() == local.keys()
     assert all(torch.equal(back[key], local[key]) for key in local)
-    return Pair(actual, expected, rules, in_files)
+    return Pair(actual, expected, mappings, in_files)
 
 
 def get_checkpoint_name(name: str, architecture: Architecture, names: Collection[str]) -> str:
@@ -169,8 +169,10 @@ class LargestErrors:
         """
         gradients = {name: p.grad for name, p in pair.model.named_parameters() if p.grad is not None}
         assert gradients.keys() == dict(pair.model.named_parameters()).keys()
-        local = [rule for rule in pair.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
-        assert {name for rule in local for name in rule.megatfm} == gradients.keys()
+        local = [
+            mapping for mapping in pair.mappings if gradients.keys() >= set(mapping.megatfm)
+        ]  # all but those of state
+        assert {name for mapping in local for name in mapping.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
         reference_gradients = {name: p.grad for name, p in pair.reference.named_parameters()}
         reference = {in_file: reference_gradients[name] for name, in_file in pair.names.items()}

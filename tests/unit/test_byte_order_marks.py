@@ -23,6 +23,7 @@ from megatfm.data_prep.readers.images import ImageRecord, make_record
 from megatfm.data_prep.readers.webdataset import read_webdataset
 from megatfm.errors import MegatfmError
 from megatfm.launchers.status import get_run_status
+from megatfm.objectives.image_classification import read_label
 from megatfm.report.run import Run
 from megatfm.tasks.files import read_rows
 from tests.support.images import encode_noise
@@ -50,6 +51,13 @@ def label_by_text(path: Path) -> Any:
     return ClassLabels(LabelsConfig(by="txt"), ["a.png"]).apply("a.png", picture).members["cls"]
 
 
+def import_class(path: Path) -> Any:
+    """The reason of a refusal, and the name of the class."""
+    record = make_record("a", {"png": PIXEL, "cls": path.read_bytes()}, IMAGES)
+    assert isinstance(record, ImageRecord), record
+    return ClassLabels(LabelsConfig(), ["a.png"]).get_class_name(record.members)
+
+
 def read_tar_member(path: Path) -> Any:
     with tarfile.open(path.parent / "a.tar", "w") as archive:
         archive.add(path, path.name)
@@ -73,6 +81,8 @@ READERS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "a table of labels": ("a.csv", "file,label\na.png,cat\nb.png,dog", label_by_table),
     "a label": ("a.txt", "3", label_by_text),
     "a label in a tar": ("a.txt", "3", lambda path: LabelRule.parse("txt").label({"txt": path.read_bytes()})),
+    "a class": ("a.cls", "3", lambda path: read_label({"cls": path.read_bytes()}, 4)),
+    "a class of an imported image": ("a.cls", "3", import_class),
     "a text in a tar": ("a.txt", "text", read_tar_member),
     "JSON in a tar": ("a.json", '{"text": "a"}', read_tar_member),
     "a caption": (

@@ -12,7 +12,7 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, map_name, per_layer, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, add_prefix, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -92,7 +92,7 @@ def write_encoder(config: ModelConfig, **overrides: Any) -> Json:
     return common | overrides
 
 
-def embedding_rules(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
+def map_embeddings(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
     """Map the embeddings and their norm. hf_prefix: such as "bert.embeddings.". copies: names of the tied output
     matrix."""
     return [
@@ -119,7 +119,7 @@ BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
 """A block of BERT, RoBERTa and ELECTRA."""
 
 
-def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[WeightMapping]:
+def map_head(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[WeightMapping]:
     """Map dense layer, norm and bias of the output head. copies: other names of the bias."""
     return [
         *rename_linear("head.transform.dense", transform, bias=True),
@@ -128,7 +128,7 @@ def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ())
     ]
 
 
-PREDICTION_HEAD = head_rules(
+PREDICTION_HEAD = map_head(
     "cls.predictions.transform.dense",
     "cls.predictions.transform.LayerNorm",
     "cls.predictions.bias",
@@ -147,14 +147,14 @@ def read_bert_pretraining(hf_config: Json) -> ModelConfig:
     return read_encoder(hf_config, **{"extra_heads.sentence.classes": 2})
 
 
-def bert_rules(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[WeightMapping]:
+def map_bert(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[WeightMapping]:
     sentence = [
         *rename_linear("sentence.pooler", pooler, bias=True),
         *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
     ]
     return [
-        *embedding_rules("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
-        *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
+        *map_embeddings("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
+        *map_layers(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
         *PREDICTION_HEAD,
         *(sentence if "sentence" in config.extra_heads else []),
     ]
@@ -167,7 +167,7 @@ register_architecture(
         BERT_KEYS,
         read_bert_pretraining,
         write_encoder,
-        bert_rules,
+        map_bert,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
         legacy_names=OLD_NORMS,
@@ -183,7 +183,7 @@ register_architecture(
         BERT_KEYS,
         read_encoder,
         write_encoder,
-        bert_rules,
+        map_bert,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS, *SENTENCE_HEAD),
         legacy_names=OLD_NORMS,
@@ -228,11 +228,11 @@ def write_roberta(config: ModelConfig) -> Json:
     )
 
 
-def roberta_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_roberta(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *embedding_rules("roberta.embeddings.", copies=["lm_head.decoder.weight"]),
-        *per_layer(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
-        *head_rules("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
+        *map_embeddings("roberta.embeddings.", copies=["lm_head.decoder.weight"]),
+        *map_layers(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
+        *map_head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
     ]
 
 
@@ -243,7 +243,7 @@ register_architecture(
         ROBERTA_KEYS,
         read_roberta,
         write_roberta,
-        roberta_rules,
+        map_roberta,
         base_model_prefix="roberta.",
         ignored_tensors=(POSITION_IDS, r"^roberta\.pooler\."),
         fingerprint={"family": "encoder", "position.name": "learned", "position.offset": 2},
@@ -313,20 +313,20 @@ def write_albert(config: ModelConfig) -> Json:
     )
 
 
-def albert_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_albert(config: ModelConfig) -> list[WeightMapping]:
     sentence = [
         *rename_linear("sentence.pooler", "albert.pooler", bias=True),
         *rename_linear("sentence.classifier", "sop_classifier.classifier", bias=True),
     ]
     groups = (
-        with_prefix(f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK)
+        add_prefix(f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK)
         for i in range(config.distinct_layers or config.n_layers)
     )
     return [
-        *embedding_rules("albert.embeddings.", copies=["predictions.decoder.weight"]),
+        *map_embeddings("albert.embeddings.", copies=["predictions.decoder.weight"]),
         *rename_linear("encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True),
-        *(rule for group in groups for rule in group),
-        *head_rules(
+        *(mapping for group in groups for mapping in group),
+        *map_head(
             "predictions.dense",
             "predictions.LayerNorm",
             "predictions.bias",
@@ -343,7 +343,7 @@ register_architecture(
         ALBERT_KEYS,
         read_albert_pretraining,
         write_albert,
-        albert_rules,
+        map_albert,
         base_model_prefix="albert.",
         ignored_tensors=(POSITION_IDS,),
         fingerprint=ALBERT_FINGERPRINT,
@@ -356,7 +356,7 @@ register_architecture(
         ALBERT_KEYS,
         read_albert,
         write_albert,
-        albert_rules,
+        map_albert,
         base_model_prefix="albert.",
         ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
         fingerprint=ALBERT_FINGERPRINT,

@@ -16,9 +16,9 @@ from megatfm.convert.architectures.bert import (
     read_encoder,
     write_encoder,
 )
-from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.hf_config import Json, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import check_implied_values
-from megatfm.convert.weight_mapping import WeightMapping, map_name, per_layer, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
 DEBERTA_KEYS = ENCODER_KEYS | {
@@ -96,7 +96,7 @@ def map_qkv_by_head(n_heads: int) -> WeightMapping:
     return WeightMapping(names, ("attention.self.in_proj.weight",), to_hf, from_hf)
 
 
-def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_deberta(config: ModelConfig) -> list[WeightMapping]:
     """Map the first version, which has projections of positions in each block."""
     block = [
         map_qkv_by_head(config.attention.n_heads),
@@ -119,7 +119,7 @@ def _map_model(config: ModelConfig, block: Sequence[WeightMapping], *, position_
         *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         map_name("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *(rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True) * position_norm),
-        *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
+        *map_layers(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
         *PREDICTION_HEAD,
     ]
 
@@ -139,7 +139,7 @@ register_architecture(
         DEBERTA_KEYS,
         read_deberta,
         write_deberta,
-        deberta_rules,
+        map_deberta,
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
         legacy_names=MICROSOFT_HEAD,
@@ -150,7 +150,7 @@ register_architecture(
 
 # DeBERTa v2 and v3
 
-DEBERTA_V2_KEYS = {key: value for key, value in DEBERTA_KEYS.items() if key != "talking_head"} | {
+DEBERTA_V2_KEYS = omit_keys(DEBERTA_KEYS, "talking_head") | {
     "vocab_size": used(128100),
     "hidden_size": used(1536),
     "num_hidden_layers": used(24),
@@ -186,7 +186,7 @@ def write_deberta_v2(config: ModelConfig) -> Json:
     )
 
 
-def deberta_v2_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_deberta_v2(config: ModelConfig) -> list[WeightMapping]:
     block = [
         *rename_linear("attn.wq", "attention.self.query_proj", bias=True),
         *rename_linear("attn.wk", "attention.self.key_proj", bias=True),
@@ -203,7 +203,7 @@ register_architecture(
         DEBERTA_V2_KEYS,
         read_deberta_v2,
         write_deberta_v2,
-        deberta_v2_rules,
+        map_deberta_v2,
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
         legacy_names=MICROSOFT_HEAD,

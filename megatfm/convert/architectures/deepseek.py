@@ -13,7 +13,7 @@ from megatfm.config import MLAAttentionConfig, ModelConfig, RopeConfig, RopeScal
 from megatfm.config.ffn import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import dense_rules, llama_style_rules
+from megatfm.convert.architectures.llama import map_dense_ffn, map_llama_style
 from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     ROPE_KEYS,
@@ -29,7 +29,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
-    expert_rules,
+    map_experts,
     map_name,
     rename_linear,
     require_dropless,
@@ -260,7 +260,7 @@ def _convert_experts_to_hf(config: ModelConfig) -> Json:
     }
 
 
-def deepseek_v3_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def map_deepseek_v3(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     latent = _get_attention(config)
     n_heads, nope_dim, rope_dim = config.attention.n_heads, config.head_width, latent.qk_rope_head_dim
     v_dim = latent.v_head_dim or config.head_width
@@ -304,18 +304,18 @@ def deepseek_v3_rules(config: ModelConfig, *, fused: bool = False) -> list[Weigh
         WeightMapping(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv),
         map_name("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
-    ffns = [_make_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
-    return llama_style_rules(config, attention, *ffns)
+    ffns = [_map_ffn(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
+    return map_llama_style(config, attention, *ffns)
 
 
-def _make_ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
+def _map_ffn(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     if not isinstance(config.ffn, MoEConfig):
-        return dense_rules("ffn", "mlp")
+        return map_dense_ffn("ffn", "mlp")
     corrected = [map_name("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
     return [
         *corrected * isinstance(config.ffn.router, DeepSeekV3RouterConfig),
-        *dense_rules("ffn.shared", "mlp.shared_experts"),
-        *expert_rules(config, ExpertNames(), fused=fused),
+        *map_dense_ffn("ffn.shared", "mlp.shared_experts"),
+        *map_experts(config, ExpertNames(), fused=fused),
     ]
 
 
@@ -340,8 +340,8 @@ register_architecture(
         DEEPSEEK_V3_KEYS,
         read_deepseek_v3,
         write_deepseek_v3,
-        deepseek_v3_rules,
-        fused_rules=lambda config: deepseek_v3_rules(config, fused=True),
+        map_deepseek_v3,
+        map_fused_weights=lambda config: map_deepseek_v3(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         unused_tensors=list_unused_tensors,

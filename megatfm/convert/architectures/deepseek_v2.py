@@ -5,7 +5,7 @@ from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import DeepSeekV2RouterConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures import deepseek
-from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.weight_mapping import require_dropless
 from megatfm.errors import UsageError
 
@@ -17,7 +17,7 @@ V3_ONLY_KEYS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
 )
-DEEPSEEK_V2_KEYS = {key: value for key, value in deepseek.DEEPSEEK_V3_KEYS.items() if key not in V3_ONLY_KEYS} | {
+DEEPSEEK_V2_KEYS = omit_keys(deepseek.DEEPSEEK_V3_KEYS, *V3_ONLY_KEYS) | {
     "vocab_size": used(102400),
     "hidden_size": used(4096),
     "intermediate_size": used(11008),
@@ -81,8 +81,8 @@ register_architecture(
         DEEPSEEK_V2_KEYS,
         read_deepseek_v2,
         write_deepseek_v2,
-        deepseek.deepseek_v3_rules,
-        fused_rules=lambda config: deepseek.deepseek_v3_rules(config, fused=True),
+        deepseek.map_deepseek_v3,
+        map_fused_weights=lambda config: deepseek.map_deepseek_v3(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "decoder", "attention.name": "mla"},

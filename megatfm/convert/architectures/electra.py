@@ -7,13 +7,13 @@ from megatfm.convert.architectures.bert import (
     ENCODER_KEYS,
     OLD_NORMS,
     POSITION_IDS,
-    embedding_rules,
-    head_rules,
+    map_embeddings,
+    map_head,
     read_encoder,
     write_encoder,
 )
 from megatfm.convert.hf_config import SUMMARY_KEYS, Json, supported_values, used
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_linear
 
 ELECTRA_KEYS = (
     ENCODER_KEYS
@@ -42,28 +42,28 @@ def write_electra(config: ModelConfig) -> Json:
     return write_encoder(config, embedding_size=config.embedding_width)
 
 
-def electra_generator_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_electra_generator(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *_make_encoder_rules(config, copies=["generator_lm_head.weight"]),
-        *head_rules("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
+        *_map_encoder(config, copies=["generator_lm_head.weight"]),
+        *map_head("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
     ]
 
 
-def electra_discriminator_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_electra_discriminator(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *_make_encoder_rules(config),
+        *_map_encoder(config),
         *rename_linear("dense", "discriminator_predictions.dense", bias=True),
         *rename_linear("verdict", "discriminator_predictions.dense_prediction", bias=True),
     ]
 
 
-def _make_encoder_rules(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> list[WeightMapping]:
+def _map_encoder(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> list[WeightMapping]:
     has_projection = config.embedding_width != config.d_model
     projection = rename_linear("encoder.embedding.projection", "electra.embeddings_project", bias=True)
     return [
-        *embedding_rules("electra.embeddings.", copies=copies),
+        *map_embeddings("electra.embeddings.", copies=copies),
         *(projection if has_projection else []),
-        *per_layer(config.n_layers, "encoder.layers.", "electra.encoder.layer.", BLOCK),
+        *map_layers(config.n_layers, "encoder.layers.", "electra.encoder.layer.", BLOCK),
     ]
 
 
@@ -74,7 +74,7 @@ register_architecture(
         ELECTRA_KEYS,
         read_electra_discriminator,
         write_electra,
-        electra_discriminator_rules,
+        map_electra_discriminator,
         base_model_prefix="electra.",
         ignored_tensors=(POSITION_IDS,),
         legacy_names=OLD_NORMS,
@@ -89,7 +89,7 @@ register_architecture(
         ELECTRA_GENERATOR_KEYS,
         read_electra_generator,
         write_electra,
-        electra_generator_rules,
+        map_electra_generator,
         base_model_prefix="electra.",
         ignored_tensors=(POSITION_IDS,),
         legacy_names=OLD_NORMS,

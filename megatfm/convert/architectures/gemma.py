@@ -6,7 +6,13 @@ caps; Gemma 3 normalises queries and keys, and has rotary bases by layer type.
 
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import LLAMA_FINGERPRINT, attention_rules, decoder_rules, dense_rules
+from megatfm.convert.architectures.llama import (
+    LLAMA_FINGERPRINT,
+    map_attention,
+    map_decoder,
+    map_dense_ffn,
+    map_qk_norms,
+)
 from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
@@ -162,18 +168,18 @@ def _write_gemma(config: ModelConfig) -> Json:
     }
 
 
-def gemma_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_gemma(config: ModelConfig) -> list[WeightMapping]:
     bias, qk_norm = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
-        *attention_rules(bias=bias),
-        *(rule for part in "qk" * qk_norm for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
+        *map_attention(bias=bias),
+        *(map_qk_norms() if qk_norm else []),
         *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
         *rename_linear("ffn_residual.norm", "pre_feedforward_layernorm"),
-        *dense_rules("ffn", "mlp"),
+        *map_dense_ffn("ffn", "mlp"),
         *rename_linear("ffn_residual.norm_out", "post_feedforward_layernorm"),
     ]
-    return decoder_rules(config, block)
+    return map_decoder(config, block)
 
 
 GEMMA_FINGERPRINT = LLAMA_FINGERPRINT | {"norm.placement": "sandwich", "norm.zero_centered": True}
@@ -184,7 +190,7 @@ register_architecture(
         GEMMA2_KEYS,
         read_gemma2,
         write_gemma2,
-        gemma_rules,
+        map_gemma,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=GEMMA_FINGERPRINT,
@@ -198,7 +204,7 @@ register_architecture(
         GEMMA3_KEYS,
         read_gemma3,
         write_gemma3,
-        gemma_rules,
+        map_gemma,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=GEMMA_FINGERPRINT | {"attention.qk_norm": True},

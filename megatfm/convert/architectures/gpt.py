@@ -14,8 +14,8 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import (
     WeightMapping,
     concat,
+    map_layers,
     map_name,
-    per_layer,
     rename_linear,
     transpose,
 )
@@ -93,7 +93,7 @@ def write_gpt2(config: ModelConfig) -> Json:
     }
 
 
-def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_gpt_block(config: ModelConfig) -> list[WeightMapping]:
     """Map one block of GPT-1 or GPT-2."""
     width = config.d_model
     qkv = [f"attn.w{part}" for part in "qkv"]
@@ -111,7 +111,7 @@ def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def gpt_rules(
+def map_gpt(
     config: ModelConfig, tokens: str, positions: str, norm: Sequence[WeightMapping] = ()
 ) -> list[WeightMapping]:
     """Map a model. tokens, positions: transformers' names of the embeddings. norm: mappings of the last norm, if
@@ -120,14 +120,14 @@ def gpt_rules(
     return [
         map_name("decoder.embedding.tokens.weight", f"transformer.{tokens}.weight", copies=copies),
         map_name("decoder.embedding.positions.weight", f"transformer.{positions}.weight"),
-        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
+        *map_layers(config.n_layers, "decoder.layers.", "transformer.h.", map_gpt_block(config)),
         *norm,
         *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
 
-def gpt2_rules(config: ModelConfig) -> list[WeightMapping]:
-    return gpt_rules(config, "wte", "wpe", rename_linear("decoder.norm", "transformer.ln_f", bias=True))
+def map_gpt2(config: ModelConfig) -> list[WeightMapping]:
+    return map_gpt(config, "wte", "wpe", rename_linear("decoder.norm", "transformer.ln_f", bias=True))
 
 
 register_architecture(
@@ -137,7 +137,7 @@ register_architecture(
         GPT2_KEYS,
         read_gpt2,
         write_gpt2,
-        gpt2_rules,
+        map_gpt2,
         base_model_prefix="transformer.",
         ignored_tensors=(r"\.attn\.(masked_)?bias$",),
         fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
@@ -184,8 +184,8 @@ def write_gpt1(config: ModelConfig) -> Json:
     }
 
 
-def gpt1_rules(config: ModelConfig) -> list[WeightMapping]:
-    return gpt_rules(config, "tokens_embed", "positions_embed")
+def map_gpt1(config: ModelConfig) -> list[WeightMapping]:
+    return map_gpt(config, "tokens_embed", "positions_embed")
 
 
 register_architecture(
@@ -195,7 +195,7 @@ register_architecture(
         GPT1_KEYS,
         read_gpt1,
         write_gpt1,
-        gpt1_rules,
+        map_gpt1,
         base_model_prefix="transformer.",
         ignored_tensors=(r"\.attn\.bias$", r"position_ids$"),
         fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "post"},

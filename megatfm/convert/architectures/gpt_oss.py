@@ -10,11 +10,11 @@ from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
     LLAMA_FINGERPRINT,
     LLAMA_KEYS,
-    attention_rules,
-    llama_style_rules,
+    map_attention,
+    map_llama_style,
     write_llama,
 )
-from megatfm.convert.hf_config import COMMON_KEYS, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     find_window_width,
     make_layer_type_blocks,
@@ -113,7 +113,7 @@ def write_gpt_oss(config: ModelConfig) -> Json:
     require_top_k_router(config)
     hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
     return {
-        **{key: value for key, value in hf_config.items() if key not in ("hidden_act", "mlp_bias")},
+        **omit_keys(hf_config, "hidden_act", "mlp_bias"),
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
         "sliding_window": find_window_width(config, 128),
@@ -123,9 +123,9 @@ def write_gpt_oss(config: ModelConfig) -> Json:
     }
 
 
-def gpt_oss_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_gpt_oss(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = [*attention_rules(bias=bias), map_name("attn.core.sinks.weight", "self_attn.sinks")]
+    attention = [*map_attention(bias=bias), map_name("attn.core.sinks.weight", "self_attn.sinks")]
     experts = [
         *rename_linear("ffn.router", "mlp.router", bias=True),
         *(
@@ -140,7 +140,7 @@ def gpt_oss_rules(config: ModelConfig) -> list[WeightMapping]:
         map_tensor("ffn.experts.w_down", "mlp.experts.down_proj", swap_dims, swap_dims),
         map_name("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
-    return llama_style_rules(config, attention, experts)
+    return map_llama_style(config, attention, experts)
 
 
 def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -167,7 +167,7 @@ register_architecture(
         GPT_OSS_KEYS,
         read_gpt_oss,
         write_gpt_oss,
-        gpt_oss_rules,
+        map_gpt_oss,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=LLAMA_FINGERPRINT | {"ffn.name": "moe", "attention.sinks": True},

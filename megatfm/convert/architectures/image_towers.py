@@ -11,8 +11,8 @@ from megatfm.convert.architectures.vision import (
     MLP,
     VISION_KEYS,
     VisionNames,
+    map_vision,
     read_vision,
-    vision_rules,
     write_vision,
 )
 from megatfm.convert.hf_config import Json, ignored, used
@@ -74,12 +74,12 @@ def write_clip(config: ModelConfig) -> Json:
     return write_vision(config, {**TOWER_MAPPING, "initializer_range": "init.std"})
 
 
-def clip_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_clip(config: ModelConfig) -> list[WeightMapping]:
     megatfm_name, hf_name = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
     return [
         map_tensor(megatfm_name, hf_name, lambda token: token[0], lambda token: token[None]),
         *rename_linear("encoder.embedding.norm", "vision_model.pre_layrnorm", bias=True),
-        *vision_rules(TOWER, config),
+        *map_vision(TOWER, config),
     ]
 
 
@@ -90,7 +90,7 @@ register_architecture(
         SIGLIP_KEYS,
         read_siglip,
         write_siglip,
-        partial(vision_rules, TOWER),
+        partial(map_vision, TOWER),
         base_model_prefix="vision_model.",
         ignored_tensors=(r"^vision_model\.head\.",),
         fingerprint={"embedding.name": "patches", "embedding.n_class_tokens": 0},
@@ -103,7 +103,7 @@ register_architecture(
         CLIP_KEYS,
         read_clip,
         write_clip,
-        clip_rules,
+        map_clip,
         base_model_prefix="vision_model.",
         fingerprint={"embedding.name": "patches", "embedding.norm": True, "embedding.bias": False},
     ),

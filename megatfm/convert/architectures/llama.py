@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, WindowPatternConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     LOCAL,
     ROPE_KEYS,
@@ -19,7 +19,7 @@ from megatfm.convert.hf_values import (
     rope_to_hf,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, map_name, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
 LLAMA_KEYS: dict[str, Key] = ROPE_KEYS | {
@@ -94,27 +94,27 @@ def write_llama(config: ModelConfig) -> Json:
     }
 
 
-def llama_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_llama(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    return llama_style_rules(config, attention_rules(bias=bias))
+    return map_llama_style(config, map_attention(bias=bias))
 
 
-def attention_rules(*, bias: bool = False, output_bias: bool | None = None) -> list[WeightMapping]:
+def map_attention(*, bias: bool = False, output_bias: bool | None = None) -> list[WeightMapping]:
     """Map the projections of queries, keys, values and output. output_bias: None: as `bias`."""
     biases = dict.fromkeys("qkv", bias) | {"o": bias if output_bias is None else output_bias}
     return [
-        rule
+        mapping
         for part, has_bias in biases.items()
-        for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=has_bias)
+        for mapping in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=has_bias)
     ]
 
 
-def qk_norm_rules() -> list[WeightMapping]:
+def map_qk_norms() -> list[WeightMapping]:
     """Map the norms of queries and keys, head by head."""
-    return [rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")]
+    return [mapping for part in "qk" for mapping in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")]
 
 
-def llama_style_rules(
+def map_llama_style(
     config: ModelConfig, attention: Sequence[WeightMapping], *ffns: Sequence[WeightMapping]
 ) -> list[WeightMapping]:
     """Map a decoder with Llama's names outside of attention.
@@ -122,7 +122,7 @@ def llama_style_rules(
     attention: mappings of attention. ffns: mappings of the feed-forward network, of each layer if there are several; by
     default Llama's.
     """
-    ffns = ffns or (dense_rules("ffn", "mlp", bias=config.ffn.bias),)
+    ffns = ffns or (map_dense_ffn("ffn", "mlp", bias=config.ffn.bias),)
     blocks = [
         [
             *rename_linear("attn_residual.norm", "input_layernorm"),
@@ -132,31 +132,27 @@ def llama_style_rules(
         ]
         for ffn in ffns
     ]
-    return decoder_rules(config, *blocks)
+    return map_decoder(config, *blocks)
 
 
-def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
+def map_decoder(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
     """Map a decoder. blocks: mappings of its blocks, repeated in turn."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         map_name("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
-        *(
-            rule
-            for i in range(config.n_layers)
-            for rule in with_prefix(f"decoder.layers.{i}.", f"model.layers.{i}.", blocks[i % len(blocks)])
-        ),
+        *map_layers(config.n_layers, "decoder.layers.", "model.layers.", *blocks),
         *rename_linear("decoder.norm", "model.norm"),
         *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
 
-def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
+def map_dense_ffn(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
     """Map a gated feed-forward network."""
     projections = ("gate", "up", "down")
     return [
-        rule
+        mapping
         for part in projections
-        for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
+        for mapping in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
     ]
 
 
@@ -170,7 +166,7 @@ register_architecture(
         LLAMA_KEYS,
         read_llama,
         write_llama,
-        llama_rules,
+        map_llama,
         base_model_prefix="model.",
         ignored_tensors=ROTARY_BUFFERS,
         max_length_key="max_position_embeddings",
@@ -201,10 +197,9 @@ def read_mistral(hf_config: Json) -> ModelConfig:
 
 
 def write_mistral(config: ModelConfig) -> Json:
-    hf_config = write_llama(config)
     pattern = config.attention.pattern
     window = {"sliding_window": pattern.width if isinstance(pattern, WindowPatternConfig) else None}
-    return window | {key: value for key, value in hf_config.items() if key not in ("attention_bias", "mlp_bias")}
+    return window | omit_keys(write_llama(config), "attention_bias", "mlp_bias")
 
 
 register_architecture(
@@ -214,7 +209,7 @@ register_architecture(
         MISTRAL_KEYS,
         read_mistral,
         write_mistral,
-        llama_rules,
+        map_llama,
         base_model_prefix="model.",
         ignored_tensors=ROTARY_BUFFERS,
         max_length_key="max_position_embeddings",
@@ -225,7 +220,7 @@ register_architecture(
 
 # Qwen2 and Qwen2.5: a Llama with biases at queries, keys and values (Qwen Team 2024)
 
-QWEN2_KEYS = {key: value for key, value in LLAMA_KEYS.items() if key != "attention_bias"} | {
+QWEN2_KEYS = omit_keys(LLAMA_KEYS, "attention_bias") | {
     "vocab_size": used(151_936),
     "intermediate_size": used(22_016),
     "num_key_value_heads": used(32, int, None),
@@ -241,7 +236,7 @@ QWEN2_KEYS = {key: value for key, value in LLAMA_KEYS.items() if key != "attenti
 QWEN2_BIASES = {"attention.bias": True, "attention.output_bias": False}
 
 
-def _read_qwen2(hf_config: Json) -> ModelConfig:
+def read_qwen2(hf_config: Json) -> ModelConfig:
     _refuse_windows(hf_config)
     return read_llama(hf_config | {"attention_bias": True}).with_changes(QWEN2_BIASES)
 
@@ -251,12 +246,12 @@ def _refuse_windows(hf_config: Json) -> None:
         raise UsageError(f"config.json: layer_types has {LOCAL}, but use_sliding_window is false: remove one of them")
 
 
-def _write_qwen2(config: ModelConfig) -> Json:
-    return {key: value for key, value in write_llama(config).items() if key not in ("attention_bias", "mlp_bias")}
+def write_qwen2(config: ModelConfig) -> Json:
+    return omit_keys(write_llama(config), "attention_bias", "mlp_bias")
 
 
-def _make_qwen2_rules(config: ModelConfig) -> list[WeightMapping]:
-    return llama_style_rules(config, attention_rules(bias=True, output_bias=False))
+def map_qwen2(config: ModelConfig) -> list[WeightMapping]:
+    return map_llama_style(config, map_attention(bias=True, output_bias=False))
 
 
 register_architecture(
@@ -264,9 +259,9 @@ register_architecture(
     Architecture(
         "qwen2",
         QWEN2_KEYS,
-        _read_qwen2,
-        _write_qwen2,
-        _make_qwen2_rules,
+        read_qwen2,
+        write_qwen2,
+        map_qwen2,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={**LLAMA_FINGERPRINT, **QWEN2_BIASES},
@@ -279,18 +274,18 @@ register_architecture(
 QWEN3_KEYS = QWEN2_KEYS | {"head_dim": used(128), "attention_bias": LLAMA_KEYS["attention_bias"]}
 
 
-def _read_qwen3(hf_config: Json) -> ModelConfig:
+def read_qwen3(hf_config: Json) -> ModelConfig:
     _refuse_windows(hf_config)
     return read_llama(hf_config).with_changes({"attention.qk_norm": True})
 
 
-def _write_qwen3(config: ModelConfig) -> Json:
-    return {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
+def write_qwen3(config: ModelConfig) -> Json:
+    return omit_keys(write_llama(config), "mlp_bias")
 
 
-def _make_qwen3_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_qwen3(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    return llama_style_rules(config, [*attention_rules(bias=bias), *qk_norm_rules()])
+    return map_llama_style(config, [*map_attention(bias=bias), *map_qk_norms()])
 
 
 register_architecture(
@@ -298,9 +293,9 @@ register_architecture(
     Architecture(
         "qwen3",
         QWEN3_KEYS,
-        _read_qwen3,
-        _write_qwen3,
-        _make_qwen3_rules,
+        read_qwen3,
+        write_qwen3,
+        map_qwen3,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={**LLAMA_FINGERPRINT, "attention.qk_norm": True},

@@ -12,17 +12,17 @@ from megatfm.convert.architectures.image_towers import (
     CLIP_KEYS,
     SIGLIP_KEYS,
     TOWER,
-    clip_rules,
+    map_clip,
     read_clip,
     read_siglip,
     write_clip,
     write_siglip,
 )
-from megatfm.convert.architectures.llama import LLAMA_KEYS, llama_rules, read_llama, write_llama
-from megatfm.convert.architectures.vision import vision_rules
+from megatfm.convert.architectures.llama import LLAMA_KEYS, map_llama, read_llama, write_llama
+from megatfm.convert.architectures.vision import map_vision
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.hf_values import PIXEL_KEYS
-from megatfm.convert.weight_mapping import WeightMapping, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, add_prefix, rename_linear
 from megatfm.errors import UsageError
 
 LLAVA_KEYS: dict[str, Key] = {
@@ -61,7 +61,7 @@ class ImageEncoder:
     keys: Mapping[str, Key]
     read: Callable[[Json], ModelConfig]
     write: Callable[[ModelConfig], Json]
-    rules: Callable[[ModelConfig], list[WeightMapping]]
+    map_weights: Callable[[ModelConfig], list[WeightMapping]]
     selected: str
     sizes: Json = field(default_factory=dict)
 
@@ -72,11 +72,11 @@ ENCODERS = {
         CLIP_KEYS | ignored("vocab_size", kinds=[int]),
         read_clip,
         write_clip,
-        clip_rules,
+        map_clip,
         "default",
         CLIP_SIZES,
     ),
-    SIGLIP: ImageEncoder(SIGLIP_KEYS, read_siglip, write_siglip, partial(vision_rules, TOWER), "full"),
+    SIGLIP: ImageEncoder(SIGLIP_KEYS, read_siglip, write_siglip, partial(map_vision, TOWER), "full"),
 }
 """Image encoders by `vision_config.model_type`."""
 
@@ -194,20 +194,20 @@ def extract_decoder(config: ModelConfig) -> ModelConfig:
     return config.with_changes({"family": "decoder", "vision_tower": None, "connector": None})
 
 
-def llava_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_llava(config: ModelConfig) -> list[WeightMapping]:
     vision, connector = get_llava_sections(config)
     _, encoder = choose_encoder(vision)
     tower = [
-        replace(rule, hf=tuple("vision_tower." + name.removeprefix("vision_model.") for name in rule.hf))
-        for rule in encoder.rules(make_image_tower(config))
-        if not rule.megatfm[0].startswith("encoder.norm.")
+        replace(mapping, hf=tuple("vision_tower." + name.removeprefix("vision_model.") for name in mapping.hf))
+        for mapping in encoder.map_weights(make_image_tower(config))
+        if not mapping.megatfm[0].startswith("encoder.norm.")
     ]
     projector = "multi_modal_projector.linear_"
     return [
         *tower,
         *rename_linear("connector.w_in", f"{projector}1", bias=connector.bias),
         *rename_linear("connector.w_out", f"{projector}2", bias=connector.bias),
-        *with_prefix("", "language_model.", llama_rules(extract_decoder(config))),
+        *add_prefix("", "language_model.", map_llama(extract_decoder(config))),
     ]
 
 
@@ -229,7 +229,7 @@ register_architecture(
         LLAVA_KEYS,
         read_llava,
         write_llava,
-        llava_rules,
+        map_llava,
         ignored_tensors=(r"\.position_ids$", r"rotary_emb\.inv_freq$"),
         legacy_names=(
             (r"^vision_tower\.vision_model\.", "vision_tower."),

@@ -25,7 +25,7 @@ from megatfm.convert.hf_values import (
     write_layer_types,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, concat, map_name, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, concat, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
 MODERNBERT_KEYS = {
@@ -148,7 +148,7 @@ def write_modernbert(config: ModelConfig) -> Json:
     }
 
 
-def modernbert_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_modernbert(config: ModelConfig) -> list[WeightMapping]:
     d_model, d_ff = config.d_model, config.ffn.d_ff
     norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
@@ -169,7 +169,8 @@ def modernbert_rules(config: ModelConfig) -> list[WeightMapping]:
         *stack(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
         *rename_linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
     ]
-    attn_norm_rules = norm("attn_residual.norm", "attn_norm")
+    block_with_norm = [*norm("attn_residual.norm", "attn_norm"), *block]
+    blocks = [block, *[block_with_norm] * (config.n_layers - 1)]
     return [
         map_name(
             "encoder.embedding.tokens.weight",
@@ -177,11 +178,7 @@ def modernbert_rules(config: ModelConfig) -> list[WeightMapping]:
             copies=["decoder.weight"],
         ),
         *norm("encoder.embedding.norm", "model.embeddings.norm"),
-        *(
-            rule
-            for i in range(config.n_layers)
-            for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*attn_norm_rules * (i > 0), *block])
-        ),
+        *map_layers(config.n_layers, "encoder.layers.", "model.layers.", *blocks),
         *norm("encoder.norm", "model.final_norm"),
         *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),
         *norm("head.transform.norm", "head.norm"),
@@ -196,7 +193,7 @@ register_architecture(
         MODERNBERT_KEYS,
         read_modernbert,
         write_modernbert,
-        modernbert_rules,
+        map_modernbert,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "encoder", "position.name": "rope", "norm.first_attention_norm": False},

@@ -12,21 +12,21 @@ from megatfm.convert.architectures.llama import (
     LLAMA_KEYS,
     MISTRAL_KEYS,
     ROTARY_BUFFERS,
-    attention_rules,
-    llama_style_rules,
-    qk_norm_rules,
+    map_attention,
+    map_llama_style,
+    map_qk_norms,
     read_llama,
     read_mistral,
     write_llama,
     write_mistral,
 )
-from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import set_default_theta
 from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
-    expert_rules,
     make_top_k_moe_section,
+    map_experts,
     rename_linear,
     require_dropless,
     require_top_k_router,
@@ -34,7 +34,7 @@ from megatfm.convert.weight_mapping import (
 from megatfm.errors import UsageError
 
 
-class _Rules(Protocol):
+class _MapFusableWeights(Protocol):
     def __call__(self, config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]: ...
 
 
@@ -44,7 +44,7 @@ def _register(
     keys: Mapping[str, Key],
     read: Callable[[Json], ModelConfig],
     write: Callable[[ModelConfig], Json],
-    rules: _Rules,
+    map_weights: _MapFusableWeights,
     *,
     ignored_tensors: tuple[str, ...] = (),
     fingerprint: Mapping[str, object] = MappingProxyType({}),
@@ -55,8 +55,8 @@ def _register(
         keys,
         read,
         write,
-        rules,
-        fused_rules=partial(rules, fused=True),
+        map_weights,
+        map_fused_weights=partial(map_weights, fused=True),
         base_model_prefix="model.",
         ignored_tensors=ignored_tensors,
         max_length_key="max_position_embeddings",
@@ -79,7 +79,7 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 }
 
 
-def _read_mixtral(hf_config: Json) -> ModelConfig:
+def read_mixtral(hf_config: Json) -> ModelConfig:
     dense = read_mistral(set_default_theta(hf_config, MIXTRAL_THETA))
     experts = make_top_k_moe_section(
         hf_config, hf_config["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
@@ -87,7 +87,7 @@ def _read_mixtral(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts})
 
 
-def _write_mixtral(config: ModelConfig) -> Json:
+def write_mixtral(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     if not router.norm_topk_prob:
         raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
@@ -98,19 +98,19 @@ def _write_mixtral(config: ModelConfig) -> Json:
     }
 
 
-def _make_mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def map_mixtral(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = attention_rules(bias=bias)
-    return llama_style_rules(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
+    attention = map_attention(bias=bias)
+    return map_llama_style(config, attention, map_experts(config, MIXTRAL_NAMES, fused=fused))
 
 
 _register(
     "Mixtral",
     "mixtral",
     MIXTRAL_KEYS,
-    _read_mixtral,
-    _write_mixtral,
-    _make_mixtral_rules,
+    read_mixtral,
+    write_mixtral,
+    map_mixtral,
     ignored_tensors=ROTARY_BUFFERS,
 )
 
@@ -139,7 +139,7 @@ OLMOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def _read_olmoe(hf_config: Json) -> ModelConfig:
+def read_olmoe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     if hf_config["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
         raise UsageError(
@@ -156,10 +156,10 @@ def _read_olmoe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
-def _write_olmoe(config: ModelConfig) -> Json:
+def write_olmoe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     return {
-        **{key: value for key, value in write_llama(config).items() if key not in ("mlp_bias", "head_dim")},
+        **omit_keys(write_llama(config), "mlp_bias", "head_dim"),
         "clip_qkv": None,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
@@ -167,22 +167,22 @@ def _write_olmoe(config: ModelConfig) -> Json:
     }
 
 
-def _make_olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def map_olmoe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = bool(getattr(config.attention, "bias", False))
     attention = [
-        *attention_rules(bias=bias),
-        *(rule for part in "qk" for rule in rename_linear(f"attn.w{part}_norm", f"self_attn.{part}_norm")),
+        *map_attention(bias=bias),
+        *(mapping for part in "qk" for mapping in rename_linear(f"attn.w{part}_norm", f"self_attn.{part}_norm")),
     ]
-    return llama_style_rules(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+    return map_llama_style(config, attention, map_experts(config, ExpertNames(), fused=fused))
 
 
 _register(
     "Olmoe",
     "olmoe",
     OLMOE_KEYS,
-    _read_olmoe,
-    _write_olmoe,
-    _make_olmoe_rules,
+    read_olmoe,
+    write_olmoe,
+    map_olmoe,
     ignored_tensors=ROTARY_BUFFERS,
     fingerprint={"attention.qk_norm": "all_heads"},
 )
@@ -219,7 +219,7 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
+def read_qwen3_moe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     experts = make_top_k_moe_section(
         hf_config,
@@ -231,11 +231,10 @@ def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
 
 
-def _write_qwen3_moe(config: ModelConfig) -> Json:
+def write_qwen3_moe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
-    hf_config = {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
     return {
-        **hf_config,
+        **omit_keys(write_llama(config), "mlp_bias"),
         "moe_intermediate_size": experts.d_ff,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
@@ -245,17 +244,17 @@ def _write_qwen3_moe(config: ModelConfig) -> Json:
     }
 
 
-def _make_qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    attention = [*attention_rules(), *qk_norm_rules()]
-    return llama_style_rules(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+def map_qwen3_moe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+    attention = [*map_attention(), *map_qk_norms()]
+    return map_llama_style(config, attention, map_experts(config, ExpertNames(), fused=fused))
 
 
 _register(
     "Qwen3Moe",
     "qwen3_moe",
     QWEN3_MOE_KEYS,
-    _read_qwen3_moe,
-    _write_qwen3_moe,
-    _make_qwen3_moe_rules,
+    read_qwen3_moe,
+    write_qwen3_moe,
+    map_qwen3_moe,
     fingerprint={"attention.qk_norm": True},
 )

@@ -27,7 +27,7 @@ def extract_backbone(config: ModelConfig) -> ModelConfig:
     return config.with_changes({"extra_heads": {}, "embedding.mask_token": False})
 
 
-def pixel_head_rules(prefix: str) -> list[WeightMapping]:
+def map_pixel_head(prefix: str) -> list[WeightMapping]:
     """Map the mask token [1, D] to [1, 1, D], and the linear layer to a convolution of 1 × 1."""
     return [
         add_leading_dims("encoder.embedding.mask_tokens.weight", f"{prefix}embeddings.mask_token"),
@@ -54,10 +54,10 @@ def register_simmim(name: str, classifier: str, stride: int) -> None:
         encoder_stride = get_pixel_head(config).stride
         return {**backbone.config_to_hf(extract_backbone(config)), "encoder_stride": encoder_stride}
 
-    def rules(config: ModelConfig) -> list[WeightMapping]:
+    def map_weights(config: ModelConfig) -> list[WeightMapping]:
         return [
-            *backbone.weight_mappings(extract_backbone(config)),
-            *pixel_head_rules(backbone.base_model_prefix),
+            *backbone.map_weights(extract_backbone(config)),
+            *map_pixel_head(backbone.base_model_prefix),
         ]
 
     architecture = replace(
@@ -65,7 +65,7 @@ def register_simmim(name: str, classifier: str, stride: int) -> None:
         keys={**backbone.keys, "encoder_stride": used(stride)},
         config_from_hf=read,
         config_to_hf=write,
-        weight_mappings=rules,
+        map_weights=map_weights,
         fingerprint={**backbone.fingerprint, "embedding.mask_token": True},
     )
     register_architecture(name, architecture)

@@ -13,16 +13,16 @@ from megatfm.convert.architectures.bert import (
     POSITION_IDS,
     ROBERTA_KEYS,
     SELF_ATTENTION,
-    bert_rules,
-    embedding_rules,
-    head_rules,
+    map_bert,
+    map_embeddings,
+    map_head,
     read_encoder,
     read_roberta,
     write_encoder,
     write_roberta,
 )
 from megatfm.convert.hf_config import Json, ignored, supported_values, used
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_linear
 from megatfm.errors import UsageError
 
 BIG_BIRD_KEYS = ENCODER_KEYS | {
@@ -77,8 +77,8 @@ def big_bird_notes(config: ModelConfig) -> list[str]:
     ]
 
 
-def big_bird_rules(config: ModelConfig) -> list[WeightMapping]:
-    return bert_rules(config, pooler="bert.pooler")
+def map_big_bird(config: ModelConfig) -> list[WeightMapping]:
+    return map_bert(config, pooler="bert.pooler")
 
 
 register_architecture(
@@ -88,7 +88,7 @@ register_architecture(
         BIG_BIRD_KEYS,
         read_big_bird_pretraining,
         write_big_bird,
-        big_bird_rules,
+        map_big_bird,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
         fingerprint=BIG_BIRD_FINGERPRINT,
@@ -102,7 +102,7 @@ register_architecture(
         BIG_BIRD_KEYS,
         read_big_bird,
         write_big_bird,
-        big_bird_rules,
+        map_big_bird,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
         fingerprint=BIG_BIRD_FINGERPRINT,
@@ -151,17 +151,17 @@ def write_longformer(config: ModelConfig) -> Json:
     }
 
 
-def longformer_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_longformer(config: ModelConfig) -> list[WeightMapping]:
     global_projections = [
-        rule
+        mapping
         for megatfm_name, hf_name in (("wq", "query"), ("wk", "key"), ("wv", "value"))
-        for rule in rename_linear(f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True)
+        for mapping in rename_linear(f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True)
     ]
     block = [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION]
     return [
-        *embedding_rules("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
-        *per_layer(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
-        *head_rules("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
+        *map_embeddings("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
+        *map_layers(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
+        *map_head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
     ]
 
 
@@ -172,7 +172,7 @@ register_architecture(
         LONGFORMER_KEYS,
         read_longformer,
         write_longformer,
-        longformer_rules,
+        map_longformer,
         base_model_prefix="longformer.",
         ignored_tensors=(POSITION_IDS, r"^longformer\.pooler\."),
         fingerprint={"family": "encoder", "attention.name": "longformer"},

@@ -35,7 +35,7 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, map_name, map_tensor, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, add_prefix, map_name, map_tensor, rename_linear
 from megatfm.errors import UsageError
 
 FIXED_NORM_EPS = 1e-5
@@ -182,13 +182,10 @@ def write_swin_v2(config: ModelConfig) -> Json:
 
 # Tensors
 
-ATTENTION = [
+BLOCK = [
     *rename_linear("attn.wq", "attention.self.query", bias=True),
     *rename_linear("attn.wv", "attention.self.value", bias=True),
     *rename_linear("attn.wo", "attention.output.dense", bias=True),
-]
-BLOCK = [
-    *ATTENTION,
     *rename_linear("attn_residual.norm", "layernorm_before", bias=True),
     *rename_linear("ffn_residual.norm", "layernorm_after", bias=True),
     *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
@@ -215,7 +212,7 @@ BLOCK_V2 = [
 ]
 
 
-def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -> list[WeightMapping]:
+def map_swin(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -> list[WeightMapping]:
     """Map a model. prefix: of the names of the bare model in transformers. block: mappings of a block."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     stages = _get_stages(config)
@@ -223,7 +220,7 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
         ("norm" if stages.merging_norm == "input" else "norm_out", "norm", True),
         ("reduction", "reduction", False),
     ]
-    rules = [
+    mappings = [
         *map_convolution(f"{prefix}embeddings.patch_embeddings.projection", embedding),
         *rename_linear("encoder.embedding.norm", f"{prefix}embeddings.norm", bias=True),
     ]
@@ -231,12 +228,14 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
     for stage, layers in enumerate(stages.layers):
         hf_prefix = f"{prefix}encoder.layers.{stage}."
         for i in range(layers):
-            rules += with_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{i}.", block)
+            mappings += add_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{i}.", block)
             depth += 1
         for megatfm_name, name, bias in merging if stage + 1 < len(stages.layers) else ():
-            rules += rename_linear(f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias)
+            mappings += rename_linear(
+                f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias
+            )
     return [
-        *rules,
+        *mappings,
         *rename_linear("encoder.norm", f"{prefix}layernorm", bias=True),
         *(CLASSIFIER if config.extra_heads else []),
     ]
@@ -262,7 +261,7 @@ register_architecture(
         SWIN_KEYS,
         read_swin,
         write_swin,
-        partial(swin_rules, "swin.", BLOCK_V1),
+        partial(map_swin, "swin.", BLOCK_V1),
         base_model_prefix="swin.",
         ignored_tensors=BUFFERS,
         legacy_names=IN_MEMORY_NAMES,
@@ -277,7 +276,7 @@ register_architecture(
         SWIN_V2_KEYS,
         read_swin_v2,
         write_swin_v2,
-        partial(swin_rules, "swinv2.", BLOCK_V2),
+        partial(map_swin, "swinv2.", BLOCK_V2),
         base_model_prefix="swinv2.",
         ignored_tensors=BUFFERS,
         fingerprint={"family": "hierarchical", "position.name": "log_relative_2d"},

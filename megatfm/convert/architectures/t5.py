@@ -8,7 +8,7 @@ from megatfm.convert.architecture import (
     Architecture,
     register_architecture,
 )
-from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     activation_from_hf,
     activation_to_hf,
@@ -18,11 +18,11 @@ from megatfm.convert.hf_values import (
 )
 from megatfm.convert.weight_mapping import (
     WeightMapping,
+    map_layers,
     map_name,
     rename_linear,
     stack_experts,
     unbind_experts,
-    with_prefix,
 )
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
@@ -118,7 +118,7 @@ def write_t5(config: ModelConfig) -> Json:
     }
 
 
-def t5_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_t5(config: ModelConfig) -> list[WeightMapping]:
     is_gated = ACTIVATIONS.get(config.ffn.activation).gated
     up_projections = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if is_gated else {"ffn.w_up": "wi"}
 
@@ -127,28 +127,25 @@ def t5_rules(config: ModelConfig) -> list[WeightMapping]:
         return [
             *rename_linear("ffn_residual.norm", f"layer.{sublayer}.layer_norm"),
             *(
-                rule
+                mapping
                 for megatfm_name, hf_name in up_projections.items()
-                for rule in rename_linear(megatfm_name, f"{hf_prefix}.{hf_name}")
+                for mapping in rename_linear(megatfm_name, f"{hf_prefix}.{hf_name}")
             ),
             *rename_linear("ffn.w_down", f"{hf_prefix}.wo"),
         ]
 
-    return t5_style_rules(config, ffn)
+    return map_t5_style(config, ffn)
 
 
-def t5_style_rules(config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]) -> list[WeightMapping]:
+def map_t5_style(config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]) -> list[WeightMapping]:
     """Map an encoder-decoder with T5's names. ffn: (block, sublayer) → mappings of the feed-forward network."""
 
     def attention(prefix: str, hf_prefix: str) -> list[WeightMapping]:
-        return [rule for part in "qkvo" for rule in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
+        return [mapping for part in "qkvo" for mapping in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
 
     def stack(side: str, n_layers: int, attentions: list[WeightMapping], ffn_sublayer: int) -> list[WeightMapping]:
-        return [
-            rule
-            for i in range(n_layers)
-            for rule in with_prefix(f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, ffn_sublayer)])
-        ]
+        blocks = ([*attentions, *ffn(depth, ffn_sublayer)] for depth in range(n_layers))
+        return map_layers(n_layers, f"{side}.layers.", f"{side}.block.", *blocks)
 
     self_attention = [
         *rename_linear("attn_residual.norm", "layer.0.layer_norm"),
@@ -168,9 +165,9 @@ def t5_style_rules(config: ModelConfig, ffn: Callable[[int, int], list[WeightMap
         *stack("encoder", config.encoder_layers, self_attention, 1),
         *stack("decoder", config.n_layers, [*self_attention, *cross_attention], 2),
         *(
-            rule
+            mapping
             for side in ("encoder", "decoder")
-            for rule in (
+            for mapping in (
                 map_name(
                     f"{side}.position.weight",
                     f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
@@ -201,7 +198,7 @@ register_architecture(
         T5_KEYS,
         read_t5,
         write_t5,
-        t5_rules,
+        map_t5,
         # Published files have this table, which no cross-attention uses.
         ignored_tensors=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         max_length_key="n_positions",
@@ -214,7 +211,7 @@ register_architecture(
 # Switch Transformers (Fedus et al. 2022): SwitchTransformersForConditionalGeneration
 
 KEYS_NOT_IN_SWITCH = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
-SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in KEYS_NOT_IN_SWITCH} | {
+SWITCH_KEYS = omit_keys(T5_KEYS, *KEYS_NOT_IN_SWITCH) | {
     "d_model": used(768),
     "num_layers": used(12),
     "num_decoder_layers": used(12, int, None),
@@ -316,7 +313,7 @@ def write_switch(config: ModelConfig) -> Json:
     return hf_config
 
 
-def switch_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_switch(config: ModelConfig) -> list[WeightMapping]:
     projections = (("up", "wi"), ("down", "wo"))
 
     def experts(n_experts: int, sublayer: int) -> list[WeightMapping]:
@@ -347,7 +344,7 @@ def switch_rules(config: ModelConfig) -> list[WeightMapping]:
             ),
         ]
 
-    return t5_style_rules(config, ffn)
+    return map_t5_style(config, ffn)
 
 
 register_architecture(
@@ -357,7 +354,7 @@ register_architecture(
         SWITCH_KEYS,
         read_switch,
         write_switch,
-        switch_rules,
+        map_switch,
         ignored_tensors=(r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         fingerprint={"family": "encoder_decoder"},
     ),

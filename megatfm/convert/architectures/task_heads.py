@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
-from megatfm.convert.architecture import ARCHITECTURES, Rules, drop_head_rules, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, MapWeights, drop_head_mappings, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import electra as electra
@@ -49,7 +49,7 @@ class HeadTensors:
     norm: str = ""
     has_bias: bool = True
 
-    def rules(self, module: str, config: ModelConfig) -> Sequence[WeightMapping]:
+    def map(self, module: str, config: ModelConfig) -> Sequence[WeightMapping]:
         """Map the head `module`."""
         has_bias = getattr(config.extra_heads[module], "pooler_bias", True)
         norm_bias = bool(getattr(config.norm, "bias", True))
@@ -135,14 +135,14 @@ def register_task_class(
             raise UsageError(f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}")
         return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
-    def with_head(rules: Rules) -> Rules:
-        def adapted_rules(config: ModelConfig) -> Sequence[WeightMapping]:
-            body = drop_head_rules(rules(config))
+    def with_head(map_weights: MapWeights) -> MapWeights:
+        def map_body_and_head(config: ModelConfig) -> Sequence[WeightMapping]:
+            body = drop_head_mappings(map_weights(config))
             if body_prefix:
-                body = [_with_body_prefix(rule, architecture.base_model_prefix, body_prefix) for rule in body]
-            return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
+                body = [_with_body_prefix(mapping, architecture.base_model_prefix, body_prefix) for mapping in body]
+            return [*body, *(tensors.map(module, config) if config.extra_heads else [])]
 
-        return adapted_rules
+        return map_body_and_head
 
     ignored_tensors = tuple(p for p in architecture.ignored_tensors if not tensors.matches(p))
     adapted = replace(
@@ -150,8 +150,8 @@ def register_task_class(
         keys={**architecture.keys, **keys},
         config_from_hf=read,
         config_to_hf=write,
-        weight_mappings=with_head(architecture.weight_mappings),
-        fused_rules=architecture.fused_rules and with_head(architecture.fused_rules),
+        map_weights=with_head(architecture.map_weights),
+        map_fused_weights=architecture.map_fused_weights and with_head(architecture.map_fused_weights),
         ignored_tensors=ignored_tensors,
         base_model_prefix=body_prefix or architecture.base_model_prefix,
         fingerprint={**architecture.fingerprint, "lm_head.name": "none"},
@@ -159,9 +159,9 @@ def register_task_class(
     register_architecture(name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted)
 
 
-def _with_body_prefix(rule: WeightMapping, old: str, new: str) -> WeightMapping:
+def _with_body_prefix(mapping: WeightMapping, old: str, new: str) -> WeightMapping:
     """Return a mapping whose tensors of transformers begin with another prefix."""
-    return replace(rule, hf=tuple(new + name.removeprefix(old) for name in rule.hf))
+    return replace(mapping, hf=tuple(new + name.removeprefix(old) for name in mapping.hf))
 
 
 def _read_labels(hf_config: Json) -> Json:
@@ -227,7 +227,7 @@ CONTEXT_KEYS: Mapping[str, Key] = {
     "pooler_hidden_act": supported_values("gelu"),
     **ignored("pooler_dropout", "pooler_hidden_size"),
 }
-SUMMARY_KEYS: Mapping[str, Key] = {
+FIRST_SUMMARY_KEYS: Mapping[str, Key] = {
     "summary_type": supported_values("first"),
     "summary_use_proj": supported_values(True),
     "summary_activation": supported_values("gelu"),
@@ -272,7 +272,7 @@ FAMILIES = {
     "Electra": FamilyHeads(
         "gelu",
         _collect_tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "sequence_summary.summary")),
-        pooled_keys=SUMMARY_KEYS,
+        pooled_keys=FIRST_SUMMARY_KEYS,
     ),
     "ModernBert": FamilyHeads(
         "transform",

@@ -12,22 +12,22 @@ from megatfm.convert.architectures.image_towers import (
     SIGLIP_KEYS,
     TOWER,
     TOWER_BLOCK,
-    clip_rules,
+    map_clip,
     read_clip,
     read_siglip,
     write_clip,
     write_siglip,
 )
-from megatfm.convert.architectures.vision import vision_rules
+from megatfm.convert.architectures.vision import map_vision
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.hf_values import PIXEL_KEYS, read_mapped
 from megatfm.convert.weight_mapping import (
     WeightMapping,
     add_leading_dims,
     concat,
+    map_layers,
     map_name,
     map_tensor,
-    per_layer,
     rename_linear,
 )
 from megatfm.errors import UsageError
@@ -166,21 +166,21 @@ def write_clip_model(config: ModelConfig) -> Json:
     }
 
 
-def text_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_text_tower(config: ModelConfig) -> list[WeightMapping]:
     """Map the text tower."""
     hf_prefix = "text_model.embeddings."
     return [
         map_name("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
         map_name("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
-        *per_layer(make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
+        *map_layers(make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
         *rename_linear("text.norm", "text_model.final_layer_norm", bias=True),
     ]
 
 
-def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_clip_model(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *clip_rules(make_image_tower(config)),
-        *text_rules(config),
+        *map_clip(make_image_tower(config)),
+        *map_text_tower(config),
         map_name("image_features.projection.weight", "visual_projection.weight"),
         map_name("text_features.projection.weight", "text_projection.weight"),
         map_tensor("temperature.log_scale", "logit_scale", lambda scale: scale[0], lambda scale: scale[None]),
@@ -211,11 +211,11 @@ def write_siglip_model(config: ModelConfig) -> Json:
     return hf_config
 
 
-def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_siglip_model(config: ModelConfig) -> list[WeightMapping]:
     pool, hf_pool, d_model = "image_features.pool", "vision_model.head", config.d_model
     projections = [f"{pool}.w{part}" for part in "qkv"]
     return [
-        *vision_rules(TOWER, make_image_tower(config)),
+        *map_vision(TOWER, make_image_tower(config)),
         add_leading_dims(f"{pool}.query", f"{hf_pool}.probe"),
         concat([f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d_model] * 3),
         concat([f"{name}.bias" for name in projections], f"{hf_pool}.attention.in_proj_bias", [d_model] * 3),
@@ -223,7 +223,7 @@ def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear(f"{pool}.norm", f"{hf_pool}.layernorm", bias=True),
         *rename_linear(f"{pool}.w_up", f"{hf_pool}.mlp.fc1", bias=True),
         *rename_linear(f"{pool}.w_down", f"{hf_pool}.mlp.fc2", bias=True),
-        *text_rules(config),
+        *map_text_tower(config),
         *rename_linear("text_features.projection", "text_model.head", bias=True),
         map_name("temperature.log_scale", "logit_scale"),
         map_name("temperature.bias", "logit_bias"),
@@ -238,7 +238,7 @@ register_architecture(
         {**PAIR_KEYS, "projection_dim": used(512), "logit_scale_init_value": used(2.6592)},
         read_clip_model,
         write_clip_model,
-        clip_model_rules,
+        map_clip_model,
         ignored_tensors=POSITION_IDS,
         fingerprint={"family": "two_towers", "contrastive.loss": "softmax"},
     ),
@@ -250,7 +250,7 @@ register_architecture(
         PAIR_KEYS,
         read_siglip_model,
         write_siglip_model,
-        siglip_model_rules,
+        map_siglip_model,
         ignored_tensors=POSITION_IDS,
         fingerprint={"family": "two_towers", "contrastive.loss": "sigmoid"},
     ),

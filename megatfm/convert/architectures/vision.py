@@ -20,7 +20,7 @@ from megatfm.config import (
 )
 from megatfm.convert.hf_config import Json, Key, ignored, used
 from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
-from megatfm.convert.weight_mapping import WeightMapping, map_name, map_tensor, per_layer, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, map_tensor, rename_linear
 from megatfm.errors import UsageError
 
 HALF = (0.5, 0.5, 0.5)
@@ -204,7 +204,7 @@ def map_convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[Weigh
     return [weight, *([map_name(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
 
 
-def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:
+def map_vision(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:
     """Map a vision transformer to the names of one class."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     if registers := embedding.n_register_tokens:
@@ -216,7 +216,7 @@ def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]
         *([map_special_tokens(names)] if names.special else []),
         *map_convolution(f"{prefix}{names.patches}", embedding),
         *([] if isinstance(config.position, Rope2dConfig) else [table]),
-        *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
+        *map_layers(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
         *rename_linear("encoder.norm", f"{prefix}{names.final_norm}", bias=True),
         *(names.head if config.extra_heads else []),
     ]

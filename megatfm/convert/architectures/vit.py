@@ -17,13 +17,13 @@ from megatfm.convert.architectures.vision import (
     TRAINED_MAPPING,
     VISION_KEYS,
     VisionNames,
+    map_vision,
     read_image_labels,
     read_vision,
-    vision_rules,
     write_labels,
     write_vision,
 )
-from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.hf_config import Json, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import GATED, activation_from_hf, activation_to_hf, read_mapped
 from megatfm.convert.weight_mapping import WeightMapping, map_name, rename_linear
 from megatfm.errors import UsageError
@@ -93,7 +93,7 @@ def register_vit(
             VIT_KEYS,
             read,
             write,
-            partial(vision_rules, names),
+            partial(map_vision, names),
             base_model_prefix=f"{kind}.",
             ignored_tensors=(rf"^{kind}\.pooler\.",),
             legacy_names=(*IN_MEMORY_NAMES, *MLP_IN_MEMORY_NAMES),
@@ -184,7 +184,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             keys,
             read,
             write,
-            partial(vision_rules, names),
+            partial(map_vision, names),
             base_model_prefix=f"{kind}.",
             ignored_tensors=() if registers else (r"embeddings\.mask_token$",),
             legacy_names=IN_MEMORY_NAMES[1:],
@@ -206,7 +206,7 @@ register_dinov2(
 # DINOv3: rotary positions, keys without bias, no classifier
 
 DINOV3_KEYS = {
-    **{key: VISION_KEYS[key] for key in VISION_KEYS.keys() - {"id2label", "num_labels", "label2id", "image_size"}},
+    **omit_keys(VISION_KEYS, "id2label", "num_labels", "label2id", "image_size"),
     "initializer_range": used(0.02),
     "attention_dropout": used(0.0),
     "hidden_size": used(384),
@@ -268,7 +268,7 @@ def write_dinov3(config: ModelConfig) -> Json:
     }
 
 
-def dinov3_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_dinov3(config: ModelConfig) -> list[WeightMapping]:
     """Map a DINOv3 backbone."""
     attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
     has_key_bias = attention.bias if attention.key_bias is None else attention.key_bias
@@ -295,7 +295,7 @@ def dinov3_rules(config: ModelConfig) -> list[WeightMapping]:
         unused="embeddings.mask_token",
         unused_dims=(1, 1),
     )
-    return vision_rules(names, config)
+    return map_vision(names, config)
 
 
 register_architecture(
@@ -305,7 +305,7 @@ register_architecture(
         DINOV3_KEYS,
         read_dinov3,
         write_dinov3,
-        dinov3_rules,
+        map_dinov3,
         legacy_names=((r"^model\.layer\.", "layer."),),
         fingerprint={"embedding.name": "patches", "position.name": "rope_2d"},
     ),

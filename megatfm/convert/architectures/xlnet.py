@@ -16,9 +16,9 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import (
     WeightMapping,
     add_leading_dims,
+    map_layers,
     map_name,
     map_tensor,
-    per_layer,
     rename_linear,
 )
 from megatfm.errors import UsageError
@@ -104,7 +104,7 @@ def write_xlnet(config: ModelConfig) -> Json:
     }
 
 
-def xlnet_rules(config: ModelConfig) -> list[WeightMapping]:
+def map_xlnet(config: ModelConfig) -> list[WeightMapping]:
     n_heads = config.attention.n_heads
 
     def map_input_projection(megatfm_name: str, hf_name: str) -> WeightMapping:
@@ -137,7 +137,7 @@ def xlnet_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         add_leading_dims("encoder.query.weight", "transformer.mask_emb", 2),
         map_name("encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]),
-        *per_layer(config.n_layers, "encoder.layers.", "transformer.layer.", block),
+        *map_layers(config.n_layers, "encoder.layers.", "transformer.layer.", block),
         map_name("head.bias", "lm_loss.bias"),
     ]
 
@@ -149,7 +149,7 @@ register_architecture(
         XLNET_KEYS,
         read_xlnet,
         write_xlnet,
-        xlnet_rules,
+        map_xlnet,
         base_model_prefix="transformer.",
         fingerprint={"family": "xlnet"},
     ),

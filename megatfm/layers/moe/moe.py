@@ -133,7 +133,7 @@ class MoE(nn.Module):
 
     @property
     def cp_plan(self) -> str:
-        """How context parallelism treats the layer: "moe" if routing needs full rows."""
+        """Plan of context parallelism: "moe" if routing needs full rows, else "local"."""
         needs_full_rows = self.options.seq_aux_loss_coef or self.options.is_bidirectional or self.experts.has_capacity
         return "moe" if needs_full_rows else "local"
 

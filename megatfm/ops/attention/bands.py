@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.ops.attention.mask import Band, BandLimits
@@ -57,7 +58,7 @@ def make_bands(
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens of a row. first, end: row indices. offset: index of the first one among a rank's tokens."""
+    """Consecutive tokens of a row. first, end: row indices. offset: index of the first one among the given tokens."""
 
     first: int
     end: int
@@ -77,7 +78,7 @@ def make_shard_bands(
     if has_documents and len(documents) * MIN_MEAN_LENGTH > sum(end - begin for _, begin, end in documents):
         return None
     bands: list[Band] = []
-    key_runs, query_runs = _find_runs(k_indices), _find_runs(q_indices)
+    key_runs, query_runs = _find_runs(k_indices.numpy()), _find_runs(q_indices.numpy())
     for row, begin, end in documents:
         for run in query_runs:
             first, last = max(run.first, begin), min(run.end, end)
@@ -105,9 +106,10 @@ def _split_queries(first: int, last: int, low: int, high: int, *, causal: bool) 
         yield high, last, False
 
 
-def _find_runs(indices: Tensor) -> list[_Run]:
+def _find_runs(numbers: NDArray[np.int64]) -> list[_Run]:
     """Return the runs of consecutive numbers in ascending ones."""
-    numbers = indices.numpy()
+    if not len(numbers):
+        return []
     starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
     return [_Run(int(numbers[a]), int(numbers[b - 1]) + 1, a) for a, b in pairwise(starts)]
 
@@ -175,7 +177,8 @@ def _iter_global_bands(
     """Yield bands of the pairs with global tokens that lie outside of the band around each query."""
     positions = torch.arange(end - begin, device=device)
     tokens = move_to_device(torch.tensor(limits.global_tokens, dtype=torch.int64), device)
-    for low, high in _iter_runs([token for token in limits.global_tokens if token < end - begin]):
+    local_tokens = np.array([token for token in limits.global_tokens if token < end - begin], np.int64)
+    for low, high, _ in _find_runs(local_tokens):
         is_outside = ~_is_in_band(limits, positions[:, None], positions[low:high])
         to_global = is_outside & ~torch.isin(positions, tokens)[:, None]
         from_global = ~_is_in_band(limits, positions[low:high, None], positions)
@@ -184,15 +187,6 @@ def _iter_global_bands(
             yield Band(row, begin, first, length, count, partial_columns=((0, to_global),), accumulates=True)
         if from_global.any():
             yield Band(row, first, begin, count, length, partial_columns=((0, from_global),), accumulates=True)
-
-
-def _iter_runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs (begin, end) of consecutive positions; these are ascending."""
-    begin = 0
-    for i in range(1, len(positions) + 1):
-        if i == len(positions) or positions[i] != positions[i - 1] + 1:
-            yield positions[begin], positions[i - 1] + 1
-            begin = i
 
 
 def _is_in_band(limits: BandLimits, q: Tensor, k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from megatfm.ops.log_once import constant_when_compiled
 from megatfm.ops.torch_private import flash_on_cpu, flash_on_cpu_backward, flash_on_cuda, flash_on_cuda_backward
 
 # B batch, N query heads, K key-value heads (N or 1, on a GPU any divisor of N), T queries, S keys, H head width
@@ -20,10 +21,25 @@ FLASH_MAX_WIDTH = 256
 """Largest head width of FlashAttention on a GPU; widths must be multiples of 8."""
 
 
+FLASH_CAPABILITY = (8, 0)
+"""Lowest compute capability with FlashAttention, and with bfloat16 in any fused kernel (Ampere)."""
+
+
 def has_flash(q: Tensor, width: int) -> bool:
     """Return whether q's device has a fused kernel for its dtype and heads of `width`."""
     supports_width = q.device.type == "cpu" or (width % 8 == 0 and width <= FLASH_MAX_WIDTH)
-    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width
+    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width and supports_device(q.device)
+
+
+@constant_when_compiled
+def supports_device(device: torch.device) -> bool:
+    """Return whether fused attention runs on a device at all: on a GPU that FlashAttention supports, or on a CPU.
+
+    A GPU that torch does not see, as of a tensor without memory, counts as one that does.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def run_flash(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SIZE = 128
 """Tokens of a block."""
 
-MIN_VALUE_WIDTH = 16
-"""Smallest width of values that the kernel supports, for passes whose output is not used."""
+MIN_HEAD_WIDTH = 16
+"""Smallest width of heads that the kernel supports (torch/_inductor/kernel/flex/flex_attention.py)."""
 
 
 def flex(
@@ -40,7 +40,8 @@ def flex(
     """Compute `attention_reference`; only biases by distance are supported.
 
     Dropout sets scores to −∞ inside the kernel, which then returns the mean of the kept values, and the log-sum-exp
-    over these. A second pass computes the log-sum-exp over all of them, by which the mean is rescaled.
+    over these. A second pass, of a few values whose mean is not used, computes the log-sum-exp over all of them, by
+    which the mean is rescaled.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -66,7 +67,7 @@ def flex(
     out_BNTV, kept_aux = run(
         q_BNTH, k_BKSH, v_BKSV, score_mod=_drop_scores(rng_keys_BNT, threshold, score_mod), **arguments
     )
-    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :MIN_VALUE_WIDTH], score_mod=score_mod, **arguments)
+    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :MIN_HEAD_WIDTH], score_mod=score_mod, **arguments)
     lse_BNT = aux.lse
     if sinks_N is not None:
         lse_BNT = torch.logaddexp(lse_BNT, sinks_N.to(lse_BNT.dtype)[:, None])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.by_document import attend_by_document
-from megatfm.ops.attention.flex import flex
+from megatfm.ops.attention.flash import supports_device
+from megatfm.ops.attention.flex import MIN_HEAD_WIDTH, flex
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.attention.relative_bias import is_relative
@@ -33,7 +34,8 @@ class AttentionRequest:
 
     scores: number of scores, B · N · T · S. builtin_mask: as in `AttentionMask`. has_dense_bias: a bias of all pairs.
     trains_dense_bias: and it needs a gradient. has_relative_bias: a bias by distance. compiled: a block is being
-    compiled. is_varlen: the mask is a window within documents, and FlashAttention supports the heads.
+    compiled. is_varlen: the mask is a window within documents, and FlashAttention supports the heads and the
+    device. is_flex: FlexAttention supports the heads and the dtype.
     """
 
     device: str
@@ -50,6 +52,7 @@ class AttentionRequest:
     is_varlen: bool = False
     has_relative_bias: bool = False
     trains_dense_bias: bool = False
+    is_flex: bool = True
 
     @classmethod
     def from_inputs(
@@ -70,7 +73,10 @@ class AttentionRequest:
         is_relative_bias = is_relative(bias)
         is_dense_bias = bias is not None and not is_relative_bias
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
+        # Its kernel sums in float32, and multiplies no narrower matrices.
+        is_flex = min(width, v_width or width) >= MIN_HEAD_WIDTH and q_BNTH.dtype != torch.float64
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
+        is_varlen = is_varlen and supports_device(q_BNTH.device)
         return cls(
             device=q_BNTH.device.type,
             dtype=q_BNTH.dtype,
@@ -86,6 +92,7 @@ class AttentionRequest:
             is_varlen=is_varlen,
             has_relative_bias=is_relative_bias,
             trains_dense_bias=bias is not None and is_dense_bias and bias.requires_grad,
+            is_flex=is_flex,
         )
 
     @property
@@ -134,7 +141,7 @@ def _supports_varlen(request: AttentionRequest) -> bool:
 
 
 def _supports_flex(request: AttentionRequest) -> bool:
-    return request.device == "cuda" and not request.has_dense_bias
+    return request.device == "cuda" and request.is_flex and not request.has_dense_bias
 
 
 def _needs_dense_mask(request: AttentionRequest) -> bool:

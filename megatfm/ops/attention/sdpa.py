@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.ops.attention.flash import FLASH_MAX_WIDTH
+from megatfm.ops.attention.flash import FLASH_MAX_WIDTH, supports_device
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
 from megatfm.ops.attention.relative_bias import expand_bias
@@ -74,7 +74,8 @@ def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBa
     if q_BNTH.device.type != "cuda":
         return []
     widths = q_BNTH.shape[-1], v_width
-    if q_BNTH.dtype == torch.float64 or any(width % 8 for width in widths):
+    is_unsupported_bf16 = q_BNTH.dtype == torch.bfloat16 and not supports_device(q_BNTH.device)
+    if q_BNTH.dtype == torch.float64 or is_unsupported_bf16 or any(width % 8 for width in widths):
         _warn_unfused(q_BNTH.dtype, *widths)
         return []
     return MASKED_BACKENDS if masked else UNMASKED_BACKENDS
@@ -83,7 +84,7 @@ def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBa
 def _supports_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
     """Return whether FlashAttention supports a call on a GPU."""
     width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH
+    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH and supports_device(q_BNTH.device)
 
 
 def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:
@@ -93,8 +94,9 @@ def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:
 @constant_when_compiled
 def _warn_unfused(dtype: torch.dtype, k_width: int, v_width: int) -> None:
     log_once(
-        f"attention in {str(dtype)[6:]} with heads of {k_width} channels (values: {v_width}): no fused kernel of a GPU "
-        "supports that, so that all scores are held at once; choose bf16, and heads of a multiple of 8 channels",
+        f"attention in {str(dtype)[6:]} with heads of {k_width} channels (values: {v_width}): no fused kernel of this "
+        "GPU supports that, so that all scores are held at once; choose bf16 (before Ampere: fp16 or fp32), and heads "
+        "of a multiple of 8 channels",
         logging.WARNING,
     )
 

@@ -237,16 +237,20 @@ def test_files_that_several_local_ranks_read_come_through_the_page_cache(workers
     assert workers.run(list_direct_reads, 2, tmp_path) == [[[first], [], both], [[second], [], both]]
 
 
-def test_filesystems_that_can_not_write_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refused = os.write, []
+@pytest.mark.parametrize("operation", ["open", "write"])
+def test_filesystems_that_can_not_write_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Some create the file before they refuse to open it."""
+    real, refused = getattr(os, operation), []
 
-    def fail(fd: int, data: Any) -> int:
-        if is_direct(fd):
-            refused.append(len(data))
+    def fail(file: Any, argument: Any, *mode: int) -> int:
+        if is_direct(file) if operation == "write" else argument & os.O_DIRECT:
+            refused.append(file)
+            if operation == "open":
+                file.touch()
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, data)
+        return real(file, argument, *mode)
 
-    monkeypatch.setattr(os, "write", fail)
+    monkeypatch.setattr(os, operation, fail)
     tensors = {"large": torch.randn(64, 1024), "odd": torch.randn(33, 1023)}
     path = save(tmp_path, 1, tensors, {})
     assert len(refused) == 1, "tried once"

@@ -222,16 +222,19 @@ def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fau
         assert (tmp_path / "to" / name).read_bytes() == CONTENT, "the others came all the same"
 
 
-def test_a_file_is_closed_where_sending_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, closed = tmp_path / "a", []
-    path.write_bytes(CONTENT)
+def test_a_lost_receiver_is_an_error_of_one_line_and_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    (tmp_path / "a").write_bytes(CONTENT)
     close = file_io.HashedFile.close
     monkeypatch.setattr(file_io.HashedFile, "close", lambda file: (closed.append(file), close(file)))
 
     def refuse(*_: object) -> None:
-        raise RuntimeError("the other side is gone")
+        raise RuntimeError("the other side is gone\nits stack")
 
     monkeypatch.setattr(dist, "send", refuse)
-    with pytest.raises(RuntimeError, match="gone"):
-        local._send(path, ENTRY, 1, None, [])
+    with pytest.raises(MegatfmError) as error:
+        local.transfer_files("not sent", None, tmp_path, tmp_path, {"a": ENTRY}, [("a", 0, 1)])
+    assert str(error.value) == "not sent: the ranks lost each other: RuntimeError: the other side is gone"
     assert len(closed) == 1

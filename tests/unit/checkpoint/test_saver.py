@@ -283,9 +283,17 @@ def test_an_error_elsewhere_lets_a_running_save_finish(
             saving.save(step, make_tensors(step), {})
             raise ZeroDivisionError
 
+    def refuse(*_: object, **__: object) -> Path:
+        raise MegatfmError("checkpoint of step 2 not saved: No space left on device")
+
     with pytest.raises(ZeroDivisionError):
         save_and_fail(Saver(tmp_path), 1)
     assert list_steps(tmp_path) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_checkpoint", refuse)
+        with pytest.raises(ZeroDivisionError):
+            save_and_fail(Saver(tmp_path), 2)
+    assert caplog.messages[-1] == "checkpoint of step 2 not saved: No space left on device"
     monkeypatch.setattr(saver, "ABORT_WAIT_SECONDS", 0.05)
     release = threading.Event()
     with delay_writes(release):

@@ -4,7 +4,7 @@ CUDA's, each a thread that carries out what it is asked for, in order."""
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from megatfm.checkpoint import Saver, file_format, read_tensors, staging
 from megatfm.checkpoint.staging import Staging
 
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
 SOON = 30.0
 A_WHILE = 0.1
 
@@ -69,12 +71,18 @@ class Later(TorchFunctionMode):
 
 
 class FakeCuda:
-    """The part of torch.cuda that is used. made: every stream but training's."""
+    """The part of torch.cuda that is used. made: every stream but training's.
+
+    As in CUDA's runtime, each thread has a current device, and a last error, which the next kernel launch raises.
+    """
 
     def __init__(self) -> None:
         self.training, self.made = Stream(), list[Stream]()
         self.registered: list[int] = []
+        self.registration_devices: list[object] = []
+        self.can_pin = True
         self.Event = Event
+        self._thread = threading.local()
 
     def Stream(self, device: object) -> Stream:
         self.made.append(Stream())
@@ -84,15 +92,23 @@ class FakeCuda:
         return self.training
 
     def stream(self, stream: Stream) -> Later:
+        assert not getattr(self._thread, "last_error", 0), "a launch raises the error of an earlier call"
         return Later(stream)
 
-    def device(self, device: object) -> Any:
-        return nullcontext()
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        self._thread.device = device
+        yield
+        self._thread.device = 0
 
     def cudart(self) -> Any:
         return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.registration_devices.append(getattr(self._thread, "device", 0))
+        if not self.can_pin:
+            self._thread.last_error = OUT_OF_MEMORY
+            return OUT_OF_MEMORY
         self.registered.append(size)
         return 0
 
@@ -151,6 +167,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(tmp_path: Path, m
             for name, read in read_tensors(tmp_path / f"step-{step:08}").items():
                 assert bool((read == 101 * step - 100).all()), name
         assert len(cuda.made) == len(cuda.registered) == 1
+        assert cuda.registration_devices == [moved.device]
     saver._staging._release()
     assert cuda.registered == []
 
@@ -163,9 +180,10 @@ def test_tensors_of_the_host_need_no_stream(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the copies are made all the same: no launch raises the error of the failed registration."""
     moved = torch.ones(4)
     with Saver(tmp_path) as saver, on_a_gpu(saver, {moved.untyped_storage().data_ptr()}) as cuda:
-        cuda.cudaHostRegister = lambda *_: 2  # type: ignore[method-assign]
+        cuda.can_pin = False
         saver.save(1, {"moved": moved}, {})
         saver.wait_for_save()
     assert "staging copies of checkpoints will be slower" in caplog.text

@@ -136,6 +136,38 @@ def test_the_resolved_config_gives_itself_again(
     assert spelled["checkpoint"]["every"] == 500
 
 
+@pytest.fixture
+def run(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that has been moved since it stored its config."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    (folder / "lock").touch()
+    (folder / "config.toml").write_text(to_toml(load(f"run_dir={tmp_path / 'runs/a'}")), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ((), "moved"),
+    (("train.steps=20",), "moved"),
+    (("name=a",), "moved"),
+    (("name=b",), None),
+    (("name=b", "run_dir=c"), "c"),
+    (("run_dir=c",), "c"),
+])  # fmt: skip
+def test_a_run_is_where_its_folder_is_and_a_new_name_is_a_new_run(
+    run: Path, tmp_path: Path, overrides: tuple[str, ...], expected: str | None
+) -> None:
+    for config in (load_config(run, overrides), load_config(run / "config.toml", overrides)):
+        assert config.run_dir == (expected and str(tmp_path / expected))
+    assert load_config("moved", overrides).run_dir == (expected and str(tmp_path / expected))
+
+
+def test_a_config_that_extends_a_run_s_is_another_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text('extends = "moved/config.toml"\nname = "b"\n')
+    assert load_config("b.toml").run_dir is None
+
+
 def test_a_config_can_not_be_changed(load: Load) -> None:
     config = load()
     with pytest.raises(ValidationError, match="frozen"):

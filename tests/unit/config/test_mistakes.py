@@ -56,7 +56,19 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("name=[7]", "name = [7]: input should be a valid string; for example 'my-run'"),
     ("parallel.zero=true", "parallel: zero = true: this is a number: write one of 0, 1, 2, 3"),
     ("optimizer.betas=[true, 0.9]", "optimizer: betas = [true, 0.9]: this is a number: write one"),
-    ("data.mixture={a={path='x', weight=true}}", "data.mixture: weight = true: this is a number: write one"),
+    ("data.mixture={a={path='x', weight=true}}", "data.mixture.a: weight = true: this is a number: write one"),
+    ("train.recompute=50%", "train: recompute = '50%': the compiler chooses what a share of a block's activations is"),
+    ("log.profile=7:7", "log: profile = '7:7' records no step, as its end is not included: write '7:8' for step 7"),
+    ("data.mixture_schedule=[{tokens=1, weights={a=1}}]", "data: mixture_schedule: there is no data.mixture whose"),
+    # sections by name and in lists
+    ("data.mixture.a.wieght=1", "data.mixture.a.wieght: unknown key (did you mean 'weight'?); known here: path, "),
+    ("data.mixture.a.path=x", "data.mixture.a.weight: is required"),
+    ("data.mixture.a=7", "data.mixture.a = 7: this is a section"),
+    ("data.rampup=[{steps='x'}]", "data.rampup[0].steps = 'x': input should be a valid integer, "),
+    ("model.extra_heads.sentence.clases=3", "model.extra_heads.sentence.clases: unknown key (did you mean 'classes'?)"),
+    ("model.extra_heads.sentence.classes=x", "model.extra_heads.sentence.classes = 'x': input should be a valid int"),
+    ("model.position.scaling={name='x'}", "model.position.scaling.name: unknown or missing; choose one of 'linear'"),
+    ("model.position.scaling={name='yarn', factr=3}", "model.position.scaling.factr: unknown key (did you mean "),
     ("model=7", "model = 7: this is a section; for example model = { d_model = 256, n_layers = 4, attenti"),
     ("objective.name=[1]", "objective.name = [1]: input should be a valid string"),
     ("model.latent=5", "model.latent: unknown key (did you mean "),
@@ -100,6 +112,19 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         "optimizer.name = 'adam': unknown (did you mean 'adamw'?); there are: adamw, muon, soap, adafactor, lamb, "
         "lion, schedule_free_adamw; others need the package that registers them in plugins",
     ),
+    # other names that only a plugin could register
+    ("objective.name=causall", "objective.name = 'causall': unknown (did you mean 'causal'?); there are: causal, "),
+    ("parallel.engine=ntive", "parallel.engine = 'ntive': unknown (did you mean 'native'?); there are: native, deep"),
+    ("model.attention.pattern.name=windw", "model.attention.pattern.name = 'windw': unknown (did you mean 'window'?"),
+    ('model.ffn={name="moe", d_ff=8, n_experts=2, top_k=1, router={name="topk"}}',
+     "model.ffn.router.name = 'topk': unknown (did you mean 'top_k'?); there are: "),
+    ('data.images={transforms=["horizontal_flp"]}',
+     "data.images.transforms[0].name = 'horizontal_flp': unknown (did you mean 'horizontal_flip'?); there are: "),
+    ("model.extra_heads={clasifier={n_classes=2}}",
+     "model.extra_heads.clasifier.name = 'clasifier': unknown (did you mean 'classifier'?); there are: sentence, "),
+    ('model={layer_types=["local"], layer_type={local={attention={pattern={name="windw"}}}}, d_model=8, n_layers=1, '
+     'attention={n_heads=2}, ffn={d_ff=16}}',
+     "model.layer_type.local.attention.pattern.name = 'windw': unknown (did you mean 'window'?); there are: full, "),
     ("optimizer.layer_decay=0", "optimizer.layer_decay = 0: input should be greater than 0; the default is 1.0"),
     # the schedule's name
     ("lr_schedule.name=cosin", "lr_schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
@@ -296,6 +321,20 @@ def test_a_config_of_another_command_is_sent_there(file: Path, tmp_path: Path) -
         load_config("quickstart-data")
 
 
+@pytest.mark.parametrize(("override", "line"), [
+    ("steps=[{name='url_filter', fil='x'}]", "steps[0].fil: unknown key (did you mean 'file'?); known here: name, "),
+    ("steps=[{file='x'}]", "steps[0]: a step needs a name: c4, "),
+    ("read.builtin=digits", "read: builtin = 'digits' are images: set read.format to 'images'"),
+    ("read.labels.by=table", "read.labels: by = 'table' without a table: set both by = 'table' and the table, or nei"),
+    ("read.labels.table=x.csv", "read.labels: by = 'cls' with table = '"),
+    ("read.labels={by='table', table='x.csv'}", "read.labels are those of images: set read.format = 'images', or"),
+    ("read.format=tokens", "read.format = 'tokens': set tokenizer.file to the tokenizer of these ids"),
+])  # fmt: skip
+def test_a_wrong_value_of_a_preparation(override: str, line: str) -> None:
+    with pytest.raises(UsageError, match=f"^quickstart-data: {re.escape(line)}"):
+        load_section(PrepConfig, "quickstart-data", [override])
+
+
 @pytest.mark.parametrize("section", ["model", "data", "optimizer", "train"])
 def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str) -> None:
     values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -343,3 +382,13 @@ def test_cuda_graphs_are_refused_on_a_cpu(load: Callable[..., Config], overrides
     message = mistake(load, "train.cuda_graphs=true", *overrides)
     assert f"train.cuda_graphs = true: {why}" in message
     assert "set train.cuda_graphs = false" in message
+
+
+@pytest.mark.parametrize(("key", "remedy"), [
+    ("parallel.pp=2", "parallel.pp = 1"), ("parallel.cp=2", "parallel.cp = 1"),
+    ("parallel.tp=2", "parallel.sequence_parallel = false"), ("train.precision=fp8", "train.precision = 'bf16'"),
+])  # fmt: skip
+def test_prompts_that_no_rank_can_continue_are_refused(load: Callable[..., Config], key: str, remedy: str) -> None:
+    message = mistake(load, "evaluate.sample_prompts=['a']", key)
+    assert "no rank can continue a text token by token: set " in message
+    assert remedy in message

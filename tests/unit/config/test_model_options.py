@@ -1,5 +1,6 @@
 """Options of a model: those that a part doesn't have, blocks that differ over depth, sections chosen by name."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,7 @@ def test_the_name_chooses_the_section(load: Load) -> None:
 
 
 def test_a_plugins_section_may_have_further_keys(load: Load) -> None:
-    config = load("objective.name=mine", "objective.depth=3")
+    config = load("plugins=['mine']", "objective.name=mine", "objective.depth=3")
     assert isinstance(config.objective, PluginObjective)
     assert config.objective.model_extra == {"depth": 3}
     assert "depth = 3" in to_toml(config)
@@ -283,3 +284,35 @@ def test_blocks_of_a_changed_copy_are_those_of_the_copy() -> None:
     stages = load_config("swin-t").model
     assert stages.stage_config(1).d_model == 192
     assert stages.model_copy(update={"d_model": 48}).stage_config(1).d_model == 96
+
+
+@pytest.mark.parametrize(("preset", "overrides", "line"), [
+    ("clip-b32", ["text_tower.n_heads=7"], "text_tower.n_heads = 7 does not divide text_tower.d_model = 512: choose"),
+    ("clip-b32", ["contrastive.project_image=false", "contrastive.width=9"], "contrastive.width = 9 without project_"),
+    ("clip-b32", ["position.name=none", "embedding={}"], "family = 'two_towers' reads images: set embedding.name = "),
+    ("clip-b32", ["lm_head.name=linear"], "family = 'two_towers' predicts no tokens: set lm_head.name = 'none'"),
+    ("llava-1.5-7b", ["embedding={name='patches'}"], "family = 'vision_language': [model] describes the decoder of t"),
+    ("llava-1.5-7b", ["vision_tower.n_heads=7"], "vision_tower.n_heads = 7 does not divide vision_tower.d_model ="),
+    ("gpt2-124m", ["position={name='learned_2d'}"], "position.name = 'learned_2d' is for patches of images: set em"),
+    ("vit-b16", ["position={name='sinusoidal_2d'}", "d_model=774", "attention.n_heads=6"],
+     "position.name = 'sinusoidal_2d' takes channels by fours, and d_model = 774: choose d_model = 776"),
+    ("vit-b16", ["position={name='rope_2d'}", "attention.head_dim=66"],
+     "position.name = 'rope_2d' takes channels by fours, and attention.head_dim = 66: choose attention.head_dim = 68"),
+    ("vit-b16", ["family=hierarchical"], "family = 'hierarchical' needs model.stages: give layers and heads of each"),
+    ("simmim-swin-b", ["extra_heads.pixels.stride=8"], "extra_heads.pixels.stride = 8: a token of the last map stand"),
+    ("mae-b16", ["pixel_decoder.n_heads=7"], "pixel_decoder.n_heads = 7 does not divide pixel_decoder.d_model = 512:"),
+    ("mae-b16", ["position.name=none", "embedding={}"], "family = 'masked_autoencoder' needs embedding.name = 'patc"),
+    ("swin-t", ["stages.heads=[3,6]"], "stages.heads has 2 numbers and stages.layers 4: give one of each for every"),
+    ("swin-t", [f"stages.heads=[3,6,12,{2**40}]"], "stages.heads = [3, 6, 12, 1099511627776], stages.grid = [56, 56"),
+    ("swin-t", ["n_layers=5"], "n_layers = 5 is not the sum of stages.layers, which is 12: leave n_layers out"),
+    ("swin-t", ["position={name='relative_axes'}"], "position.name = 'relative_axes' is for attention.name = 'pool"),
+    ("swin-t", ["embedding.n_class_tokens=1"], "family = 'hierarchical' has no class or register tokens: set embed"),
+    ("swin-t", ["lm_head.name=linear"], "family = 'hierarchical' has no head over a vocabulary: set lm_head.name ="),
+    ("quickstart-moe", ["ffn.router.name=noisy_top_k", "ffn.n_experts=2", "ffn.top_k=2"],
+     "top_k = 2 = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set top_k = 1 or less"),
+    ("quickstart-moe", ["ffn.router.name=noisy_top_k", "ffn.n_experts=1", "ffn.top_k=1"],
+     "top_k = 1 = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set n_experts = 2 or more"),
+])  # fmt: skip
+def test_parts_that_contradict_one_another(preset: str, overrides: list[str], line: str) -> None:
+    with pytest.raises(UsageError, match=f"^{preset}: model[.a-z]*: {re.escape(line)}"):
+        load_config(preset, [f"model.{override}" for override in overrides])

@@ -194,6 +194,20 @@ def test_ranks_and_scales_by_matrix_are_read(tmp_path: Path) -> None:
     assert_close(logits(import_adapter(tmp_path), is_megatfm=True), logits(peft_model))
 
 
+@pytest.mark.parametrize(("start", "is_read"), [("gaussian", True), ("orthogonal", True), ("pissa", False)])
+def test_a_start_that_is_taken_out_of_the_base_is_not_read(start: str, is_read: bool, tmp_path: Path) -> None:
+    """PEFT subtracts PiSSA's start from the base whenever it opens the adapter; merged by PEFT, all starts go over."""
+    peft_model = save_adapter(build_hf_llama(), tmp_path, ["q_proj", "down_proj"], init_lora_weights=start)
+    expected = logits(peft_model)
+    if is_read:
+        assert_close(logits(import_adapter(tmp_path), is_megatfm=True), expected)
+        return
+    with pytest.raises(UsageError, match="merge it by PEFT's merge_and_unload"):
+        import_adapter(tmp_path)
+    peft_model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_close(logits(load_hf_model(tmp_path / "merged"), is_megatfm=True), expected)
+
+
 def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
     peft_model = save_adapter(build_hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
     lora_model = import_adapter(tmp_path)
@@ -204,9 +218,9 @@ def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
 
 def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
     """An adapter of a base model without its head has names without the prefix of the complete model."""
-    rules = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
-    architecture = SimpleNamespace(fused_rules=None, base_model_prefix="bert.")
-    base: Any = SimpleNamespace(architecture=architecture, config=None, rules=rules, name="BertModel")
+    mappings = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
+    architecture = SimpleNamespace(map_fused_weights=None, base_model_prefix="bert.")
+    base: Any = SimpleNamespace(architecture=architecture, config=None, mappings=mappings, name="BertModel")
 
     def convert_weights(*names: str) -> dict[str, Any]:
         return PeftAdapter(tmp_path, {}, base)._convert_other_weights({name: torch.ones(2) for name in names})
@@ -219,6 +233,10 @@ def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"use_dora": True}, "use_dora = True"),
     ({"bias": "all"}, "bias = 'all'"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa', by which PEFT changes the base's weights"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4'"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora'"),
+    ({"kasa_config": {"beta": 1.0}}, "kasa_config = "),
     ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
     ({"lora_alpha": 0}, r"give no scale for .*: alpha = 0\.0 is no positive number"),

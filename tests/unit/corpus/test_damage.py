@@ -1,5 +1,6 @@
 """Damage and malice are named, in one line, before they do harm."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -17,6 +18,7 @@ import zstandard
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.manifest import MANIFEST
+from megatfm.corpus.shard_format import decode_packed_documents, decode_sample
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
@@ -32,6 +34,7 @@ from tests.support.packed_corpora import (
     replace_index,
     replace_shard,
 )
+from tests.support.webdatasets import encode_npy, make_member, make_tar
 
 Write = Callable[..., Path]
 
@@ -108,6 +111,42 @@ def test_packed_frames_are_checked_against_the_index(packed: Path, monkeypatch: 
         monkeypatch.setattr(Corpus, "read_frame", lambda *_, stored=stored: stored)
         samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
         assert_refused(lambda: corpus.read_block_samples(block), SHARD, samples, reason)
+
+
+OF_ONE = {"source": "x", "bytes": 9, "members": ["jpg"]}
+OF_TWO = {"sources": ["x", "y"], "bytes": [9, 9], "keys": ["a", "b"], "tokens": [1, 2]}
+
+
+@pytest.mark.parametrize(("meta", "changes", "reason"), [
+    (OF_ONE, {}, ""),
+    (OF_ONE, {"bytes": "9"}, "lacks a source or a number of bytes"),
+    (OF_ONE, {"source": None}, "lacks a source or a number of bytes"),
+    (OF_ONE, {"fields": 7}, "has fields that are no table"),
+    (OF_ONE, {"members": 7}, "names members that can't be"),
+    (OF_ONE, {"members": ["../jpg"]}, "names members that can't be"),
+    (OF_ONE, {"members": ["png"]}, "lies 'a.jpg', not the file 'a.png'"),
+    (OF_ONE, {"members": ["jpg", "jpg"]}, "names a member twice"),
+    (OF_ONE, {"members": ["jpg", "jpg", "png"]}, r"its \.png ends outside its frame"),
+    (OF_ONE, b"[1]", "is not readable"),
+    (OF_TWO, {}, ""),
+    (OF_TWO, {"tokens": [2, 1]}, "other keys or numbers of tokens"),
+    (OF_TWO, {"bytes": [9]}, "lacks sources or numbers of bytes"),
+    (OF_TWO, {"bytes": [9, "9"]}, "lacks a source or a number of bytes"),
+    (OF_TWO, {"fields": [{}, 7]}, "has fields that are no table"),
+    (OF_TWO, {"sources": 7}, "is not readable"),
+    (OF_TWO, b"[" * 100_000, "is not readable"),
+])  # fmt: skip
+def test_metadata_that_can_not_be_are_named(meta: Json, changes: Json | bytes, reason: str) -> None:
+    content = changes if isinstance(changes, bytes) else json.dumps(meta | changes).encode()
+    array = encode_npy(np.arange(3, dtype="<u2"))
+    files = {"a.tokens.npy": array, "a.meta.json": content, "a.jpg": b"1"}
+    members = [make_member(name, data) for name, data in files.items()]
+    frame = make_tar(*members, make_member("a.jpg", b"2"), make_member("a.png", size=1025))
+    with pytest.raises(MegatfmError, match=reason) if reason else contextlib.nullcontext():
+        if meta is OF_ONE:
+            decode_sample(frame, 0, "a", 3, np.dtype("<u2"))
+        else:
+            decode_packed_documents(frame, ["a", "b"], [1, 2], np.dtype("<u2"))
 
 
 def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:

@@ -196,7 +196,7 @@ def test_an_export_of_tars_leaves_hidden_folders_of_others_alone(exported_from: 
 
 @pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
 def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
-    assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
+    assert "1 plain tar," in export_corpus(exported_from, f"{tmp_path}/{name}", None)
     assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
 
 

@@ -37,6 +37,8 @@ from tests.support.webdatasets import (
     write_wds,
 )
 
+FOLDER = make_member("sub/", type=tarfile.DIRTYPE)
+
 
 @pytest.fixture
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +100,21 @@ def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")
     assert check_corpus(tmp_path / "ours").samples == 40
+
+
+@pytest.mark.parametrize(("shards", "reason"), [
+    ([[make_tar(GOOD)[:-1024], bytes(1024), make_tar(GOOD)]], r"a-0\.tar\.zst: frame 1 is empty"),
+    ([[make_tar(FOLDER)]], r"a-0\.tar\.zst: frame 0 holds no sample"),
+    ([[make_tar(GOOD)], [make_tar(make_member("0.npy", encode_npy(np.arange(3, dtype="<u4"))))]],
+     r"shards hold <u2 and <u4"),
+])  # fmt: skip
+def test_frames_that_no_index_can_describe_are_written_again(
+    tmp_path: Path, shards: list[list[bytes]], reason: str
+) -> None:
+    for number, frames in enumerate(shards):
+        (tmp_path / f"a-{number}.tar.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
+    with pytest.raises(UsageError, match=f"{reason}: write it again with .*--to FOLDER"):
+        index_folder(tmp_path, HASH)
 
 
 def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_path: Path, small_frames: None) -> None:

@@ -199,6 +199,32 @@ def test_worker_errors_come_with_their_traceback(memory_corpus: Any, causal_type
     assert "in _pack" in "".join(caught.value.__notes__)
 
 
+class Unsendable(Exception):
+    """An error that is pickled and can't be restored, as of many libraries."""
+
+    def __init__(self, subject: str, reason: str) -> None:
+        super().__init__(f"{subject} {reason}")
+
+
+class Refusing(Stuck):
+    def read_rows(self, positions: Any) -> Any:
+        raise Unsendable("rows", "are gone")
+
+
+class Unreadable(Stuck):
+    def __setstate__(self, state: Any) -> None:
+        raise Unsendable("rows", "are gone")
+
+
+@pytest.mark.parametrize("kind", [Refusing, Unreadable])
+def test_errors_that_can_not_be_sent_come_as_their_text(kind: Any, tmp_path: Path, threaded_workers: None) -> None:
+    with (
+        DataLoader(kind(tmp_path), global_batch=2, micro_batch=2, workers=1) as loader,
+        pytest.raises(MegatfmError, match=r"^a data worker failed: Unsendable: rows are gone$"),
+    ):
+        next(loader)
+
+
 def test_the_order_of_a_trillion_samples_fits_in_little_memory() -> None:
     """10¹² rows in 8·10⁹ blocks: 2²⁰ units, of which a stream opens one at a time."""
     unit, rows_per_block = 7630, 125

@@ -142,13 +142,16 @@ def test_cut_off_files_are_refused(kind: str, has_simplejpeg: bool, monkeypatch:
 
 
 def test_bombs_and_other_formats_are_refused() -> None:
-    bomb = png_of(2, 8, 60_000, 60_000, b"")
-    with pytest.raises(SampleError, match=r"has a \.png of over 67,108,864 pixels"):
-        decode(bomb, "png", 3)
+    for side in (8_193, 60_000):  # by our bound, and by Pillow's
+        with pytest.raises(SampleError, match=r"has a \.png of over 67,108,864 pixels"):
+            decode(png_of(2, 8, side, side, b""), "png", 3)
     with pytest.raises(SampleError, match=r"can't be decoded"):
         decode(encode_image(noise(), "PNG"), "jpg", 3)
     with pytest.raises(SampleError, match="floating-point"):
         images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
+    for value in (-1, 65_536):
+        with pytest.raises(SampleError, match="over 16 bits"):
+            images.convert_mode(Image.fromarray(np.full((2, 2), value, np.int32)), 3)
 
 
 def test_images_too_long_to_be_resized_are_refused() -> None:

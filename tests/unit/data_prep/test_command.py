@@ -92,7 +92,7 @@ def test_skipped_files_are_listed(prep: Prep, changeable_corpus: Path, capfd: py
 
 
 USAGE = {
-    "missing folder": (["read.folder=nowhere"], "nowhere: no such folder"),
+    "missing folder": (["read.folder=nowhere"], "nowhere: no such folder: set read.folder to a folder of text files"),
     "empty folder": (["read.folder=empty"], "empty: no text files here"),
     "only blank files": (["read.folder=blank"], "no document is left: 2 dropped: empty"),
     "one word": (["read.folder=word"], "too little text to hold 10 % of it out"),

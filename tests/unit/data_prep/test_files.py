@@ -103,6 +103,8 @@ def test_a_wrong_folder_is_a_usage_error(tmp_path: Path, root: Path, folder: str
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=f"{tmp_path / folder}: {reason}"):
         listing(tmp_path / folder)
+    with pytest.raises(UsageError, match=r"set read\.folder to a folder of images"):
+        listing(tmp_path / "none", format="images")
 
 
 def test_patterns_that_fit_nothing_are_a_usage_error(root: Path) -> None:

@@ -53,6 +53,7 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     special_members = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
     files = {"b.txt": b"good", "c.txt": b"\xff", "d.jpg": b"x", "e.json": b"{"}
     twice = [("f.txt", b"one"), ("f.TXT", b"two"), ("g.txt", b"good"), ("g.jpg", b""), ("g.jpg", b"")]
+    twice += [("h.txt", b"one"), ("h.text", b"another")]
     members = [*special_members, *(make_member(name, data) for name, data in (*files.items(), *twice))]
     path = write_file(tmp_path / "in" / "a.tar", make_tar(*members))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
@@ -64,6 +65,7 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
         "d": "has no .txt and no .json with a field 'text'",
         "e": "has a member that is not JSON: e.json",
         "f": "has a .txt twice",
+        "h": "has a .txt and a .text: one of them is its text",
     }
 
 

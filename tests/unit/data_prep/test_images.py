@@ -252,6 +252,9 @@ def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     assert "left out by name: 2 files or folders" in data_prep.run(config(tmp_path)).result["notes"]
     read = {"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]}
     without_images = config(tmp_path, "none", read=read)
+    for folder, reason in (("missing", "no such folder"), ("in/a.gif", "is a file")):
+        with pytest.raises(UsageError, match=rf"{reason}.*: set read\.folder to .*(images, or tars of them|holds it)$"):
+            data_prep.run(config(tmp_path, "none", read={"folder": str(tmp_path / folder)}))
     with pytest.raises(UsageError, match=r"in: no images, and no tars of them, here \([0-9]+ left out by name\)"):
         data_prep.run(without_images)
 

@@ -36,7 +36,7 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("name", MENDED)
 def test_broken_unicode_is_mended(name: str) -> None:
     broken, right = MENDED[name]
-    step = FixUnicode()
+    step = CountingFilter(FixUnicode())
     assert step(Document("x", broken)) == Document("x", right)
     assert step.counts.changed == 1
     assert (step.counts.bytes_in, step.counts.bytes_out) == (len(broken.encode()), len(right.encode()))
@@ -44,7 +44,7 @@ def test_broken_unicode_is_mended(name: str) -> None:
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_sound_unicode_is_left_alone(name: str) -> None:
-    step = FixUnicode()
+    step = CountingFilter(FixUnicode())
     assert step(Document("x", LEFT_ALONE[name])) == Document("x", LEFT_ALONE[name])
     assert step.counts.changed == 0
 
@@ -52,7 +52,7 @@ def test_sound_unicode_is_left_alone(name: str) -> None:
 def test_the_short_cut_for_ascii_changes_nothing() -> None:
     for code in range(128):
         text = f"a{chr(code)}b{chr(code)}"
-        step = FixUnicode()
+        step = CountingFilter(FixUnicode())
         assert step(Document("x", text)) == Document("x", ftfy.fix_text(text, REPAIR))
 
 
@@ -91,7 +91,7 @@ def test_source_code_keeps_its_tokens() -> None:
     for path in sorted(Path(tokenize.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if not text.isascii():
-            fixed = FixUnicode()(Document(path.name, text))
+            fixed = CountingFilter(FixUnicode())(Document(path.name, text))
             assert fixed is not None
             assert list(tokenize.generate_tokens(io.StringIO(fixed.text).readline)) == list(
                 tokenize.generate_tokens(io.StringIO(text).readline)
@@ -99,13 +99,13 @@ def test_source_code_keeps_its_tokens() -> None:
 
 
 def test_documents_of_rubbish_alone_are_dropped() -> None:
-    step = FixUnicode()
+    step = CountingFilter(FixUnicode())
     assert step(Document("rubbish", "\ufeff\x01\x02 ")) is None
-    assert step.counts.dropped["empty"].examples == ["rubbish"]
+    assert step.counts.dropped["empty"].examples == ["rubbish: \ufeff\x01\x02"]
 
 
 def test_steps_count_what_the_steps_before_them_passed_on() -> None:
-    steps = [FixUnicode(), FixUnicode()]
+    steps = [CountingFilter(FixUnicode()), CountingFilter(FixUnicode())]
     documents = [Document("1", "x\r\n"), Document("2", "x\n"), Document("3", "\x01")]
     assert list(pass_through(steps, documents)) == [Document("1", "x\n"), Document("2", "x\n")]
     assert [step.counts.documents_in for step in steps] == [3, 2]

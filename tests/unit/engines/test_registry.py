@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatfm.config import load_config
+from megatfm.config import load_config, parallel
 from megatfm.engines.interface import Engine
 from megatfm.engines.registry import ENGINES, EngineRegistry
 from megatfm.errors import UsageError
@@ -26,7 +26,7 @@ def test_a_feature_is_refused_unless_declared(feature: str) -> None:
     engines.register("plain")(lambda setup: None)  # type: ignore[arg-type, return-value]
     setting, override, precision = SETTINGS[feature]
     for name in ("able", "plain"):
-        config = load_config("quickstart", [f"parallel.engine={name}", override])
+        config = load_config("quickstart", ["plugins=['engines']", f"parallel.engine={name}", override])
         if name == "able":
             engines.check(config, precision)
             continue
@@ -39,9 +39,13 @@ def test_a_feature_is_refused_unless_declared(feature: str) -> None:
 def test_an_unknown_engine_or_feature() -> None:
     engines = EngineRegistry()
     with pytest.raises(UsageError, match=r"unknown engine 'other'"):
-        engines.check(load_config("quickstart", ["parallel.engine=other"]), "fp32")
+        engines.check(load_config("quickstart", ["plugins=['engines']", "parallel.engine=other"]), "fp32")
     with pytest.raises(UsageError, match=r"there is no 'zero'; there are: pp, cp, ep, fp16, "):
         engines.register("mine", features=["zero"])  # type: ignore[list-item]
+
+
+def test_the_config_knows_the_engines() -> None:
+    assert set(parallel.ENGINES) == set(ENGINES.names())
 
 
 def test_an_engine_without_a_member_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_a_compiled_block_saves_what_the_estimate_counts(
     tokens = block.input_bytes // (4 * WIDTH)
     statistics = 4 * tokens * 8  # of norms and of attention: some floats a token
     expected = 4 * tokens * elements
-    assert expected <= block.compiled_bytes() <= expected + statistics
+    assert expected <= block.count_compiled_bytes() <= expected + statistics
     on_cpu = measure_compiled(config) - 4 * tokens * elements_on_cpu
     assert expected <= on_cpu <= expected + statistics
 
@@ -97,10 +97,10 @@ def test_a_compiled_block_does_not_save_what_selective_recomputation_does_not_re
     """An eager block also saves the output of its last matmul, which only the block's output is computed of."""
     block = profile_block(small("gpt2-124m", f"model.dropout={dropout}"))
     tokens = block.input_bytes // (4 * WIDTH)
-    saved = block.saved_bytes("selective", compiled=True)
+    saved = block.count_saved_bytes("selective", compiled=True)
     # Input, q, k, v, attention's result and its projection, the first hidden vector, and attention's statistics.
     assert saved == 4 * tokens * (6 * WIDTH + HIDDEN + 2)
-    assert block.saved_bytes("selective", compiled=False) - saved == 4 * tokens * WIDTH
+    assert block.count_saved_bytes("selective", compiled=False) - saved == 4 * tokens * WIDTH
 
 
 def test_experts_stay_eager_in_a_compiled_block() -> None:
@@ -109,8 +109,8 @@ def test_experts_stay_eager_in_a_compiled_block() -> None:
     eager = sum(tensor.n_bytes for tensor in block.saved if tensor.is_eager)
     tokens = block.input_bytes // (4 * WIDTH)
     assert eager >= 4 * tokens * 2 * (3 * HIDDEN + WIDTH), "of two experts a token: input, and three hidden vectors"
-    assert block.compiled_bytes() >= eager + 4 * tokens * 6 * WIDTH
-    assert block.compiled_bytes() <= block.saved_bytes("none", compiled=False)
+    assert block.count_compiled_bytes() >= eager + 4 * tokens * 6 * WIDTH
+    assert block.count_compiled_bytes() <= block.count_saved_bytes("none", compiled=False)
     for operators in (block.forward, block.backward):
         pointwise = [op for op in operators if op.kind == "pointwise"]
         of_experts = [op for op in pointwise if op.is_eager]

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from megatfm.config import Config, load_config
-from megatfm.estimate.accumulation import GradientAccumulation
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.moments import StageMemory
+from megatfm.estimate.moments import GradientAccumulation, StageMemory
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
-from megatfm.estimate.weights import LocalWeight, rank_bytes
+from megatfm.estimate.weights import LocalWeight, count_rank_bytes
 
 WEIGHTS = [LocalWeight(name, rows, rows, 1, False, True, 0, (0,), True) for name, rows in (("a", 8), ("b", 16))]
 """Weights of one part, of 8 and 16 elements."""
@@ -33,7 +32,7 @@ def list_moments(
     config: Config, *, is_first: bool = True, is_last: bool, compiled: bool = False
 ) -> list[tuple[int, int]]:
     """Run the part, and add what remains at the end."""
-    state = rank_bytes(config, WEIGHTS, [0])
+    state = count_rank_bytes(config, WEIGHTS, [0])
     accumulation = GradientAccumulation(config, WEIGHTS, [0], state, is_first=is_first, is_last=is_last)
     return list(accumulation.run_backward(0, make_part(*GRADIENTS), 7, compiled=compiled))
 
@@ -70,7 +69,7 @@ def test_a_tied_tables_gradient_waits_for_its_first_use() -> None:
     tied = [LocalWeight("table", 10, 10, 1, False, True, 0, (0, 2), False)]
     parts = [make_part(WeightGradient(0, 20, live=5, peak=9)), make_part(), make_part(WeightGradient(0, 20, 5, 9))]
     accumulation = GradientAccumulation(
-        config, tied, [0, 1, 2], rank_bytes(config, tied, [0, 1, 2]), is_first=True, is_last=False
+        config, tied, [0, 1, 2], count_rank_bytes(config, tied, [0, 1, 2]), is_first=True, is_last=False
     )
     moments = [list(accumulation.run_backward(i, parts[i], 0, compiled=False)) for i in (2, 1, 0)]
     assert moments == [[(9, 0), (5 + 40, 0), (-60, 40)], [(-60, 40)], [(9, 40), (5 + 40, 40), (-60, 40)]]
@@ -82,7 +81,7 @@ def test_a_gradient_of_hidden_vectors_waits_for_the_other_heads(zero: int) -> No
     block = replace(make_part(), writes=frozenset({"hidden"}), waiting_gradients={"memory": 3})
     head = replace(make_part(), waiting_gradients={"hidden": 11})
     config, profiles = make_config(f"parallel.zero={zero}"), [block, block, head, head]
-    state = rank_bytes(config, [], range(4))
+    state = count_rank_bytes(config, [], range(4))
     memory = StageMemory(config, [], range(4), profiles, dict.fromkeys(range(4), 1000), state, compiled=False)
     fullest: dict[int, int] = {}
     for moment in memory.list_moments(is_first=True, is_last=True):
@@ -105,7 +104,7 @@ SMALL += ["train.micro_batch=2", "train.global_batch=2", "train.precision=bf16",
 def profile_parts(preset: str, *overrides: str) -> dict[str, PartProfile]:
     config = load_config(preset, [*SMALL, *overrides])
     with open_estimator(config, load_cluster("h100", 1)) as opened:
-        points = opened.split_points(opened.base)
+        points = opened.get_split_points(opened.base)
         return dict(zip((point.name for point in points), opened.profile(opened.base).parts, strict=True))
 
 
@@ -133,7 +132,7 @@ def test_a_backward_pass_frees_what_its_block_alone_saves(preset: str) -> None:
     heads = ["model.attention.head_dim=16", "model.attention.n_kv_heads=4"] if preset == "llama3-8b" else []
     block = profile_parts(preset, *TEXT, *heads)["decoder.layers.1"]
     assert bool(block.shared_inputs) == (preset == "llama3-8b")
-    assert block.peak_after_gradients == 4 * HIDDEN - block.saved_bytes("none", compiled=False)
+    assert block.peak_after_gradients == 4 * HIDDEN - block.count_saved_bytes("none", compiled=False)
 
 
 @pytest.mark.parametrize(("preset", "part"), [("gpt2-124m", "head"), ("bert-base", "head"), ("bert-base", "sentence")])

@@ -78,17 +78,17 @@ def test_what_blocks_share_is_saved_once() -> None:
     *_, first, second, third = profile_blocks("t5-base", "train.precision=bf16")
     memory = 2 * 256 * 128 * 2
     assert first.shared_inputs["encoder_hidden"] == first.shared_input_bytes == memory
-    alone = [block.saved_bytes("none", compiled=False) for block in (first, second, third)]
+    alone = [block.count_saved_bytes("none", compiled=False) for block in (first, second, third)]
     assert add_shared_inputs([first, second, third], alone) == [
         alone[0] + sum(first.shared_inputs.values()),
         *alone[1:],
     ]
-    assert first.saved_bytes("full", compiled=False) == first.input_bytes - memory == memory
+    assert first.count_saved_bytes("full", compiled=False) == first.input_bytes - memory == memory
 
 
 def test_context_parallel_blocks_save_attention_before_and_after_its_exchange() -> None:
     *_, block = profile_blocks("llama3-8b", "parallel.cp=2", "parallel.dp_shard=1")
     *_, half_row = profile_blocks("llama3-8b", "data.sequence_length=128", "parallel.dp_shard=2")
     heads = 2 * 128 * 4 * 32 * 4
-    saved, saved_alone = (part.saved_bytes("none", compiled=False) for part in (block, half_row))
+    saved, saved_alone = (part.count_saved_bytes("none", compiled=False) for part in (block, half_row))
     assert saved == saved_alone + heads

@@ -3,6 +3,7 @@
 import heapq
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import load_config
+from megatfm.describe.activation_memory import replace_grouped_matmul
 from megatfm.estimate.devices import Device, load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.operators import Operator
@@ -20,7 +22,7 @@ from megatfm.estimate.roofline import (
     estimate_matmul_seconds,
     estimate_pass_seconds,
 )
-from megatfm.estimate.stand_ins import ROWS, experts_by_shapes
+from megatfm.estimate.stand_ins import ROWS, GroupedMatmulStandIn
 from megatfm.ops.grouped_mm import KERNELS
 
 PROCESSORS = 6
@@ -160,7 +162,7 @@ def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
     def note(name: str, kind: str, flops: float, inputs: Any, outputs: Any, dims: tuple[int, ...]) -> None:
         noted.append(tuple(rows if size == ROWS else size for size in dims))
 
-    with experts_by_shapes(note):
+    with replace_grouped_matmul(partial(GroupedMatmulStandIn.apply, note)):
         KERNELS["grouped"](x, weight, ends).square().sum().backward()
     assert len(noted) == 3
     assert sorted(noted) == sorted(executed.dims)

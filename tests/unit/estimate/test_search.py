@@ -12,7 +12,7 @@ from megatfm.estimate.devices import Cluster, load_cluster
 from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores
-from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, layouts, refusal, search
+from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, find_refusal, iter_layouts, search
 from megatfm.verify.shrink import shrink
 
 
@@ -32,7 +32,7 @@ def opened(cluster: Cluster) -> Iterator[Estimator]:
 
 def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
     best = search(opened)
-    every = [opened.estimate(config) for config in layouts(opened, Counter())]
+    every = [opened.estimate(config) for config in iter_layouts(opened, Counter())]
     assert len(every) == best.tried - best.refused.total()
     fastest = min(one.time.step for one in every)
     assert best.best[0].time.step == pytest.approx(fastest, rel=0.02)
@@ -40,7 +40,7 @@ def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
 
 def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
     scores, memory, seconds = QuickScores(opened), [], []
-    for config in layouts(opened, Counter()):
+    for config in iter_layouts(opened, Counter()):
         full = opened.estimate(config)
         score = scores.score(config, full.microbatches)
         memory.append(score.n_bytes / full.worst.total)
@@ -53,8 +53,8 @@ def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
 
 def test_a_layout_is_legal_if_and_only_if_its_config_is_valid(opened: Estimator) -> None:
     base: Config = opened.base
-    yielded = {config.parallel.model_dump_json() + config.train.recompute for config in layouts(opened, Counter())}
-    sections = {config.parallel.model_dump_json(): config.parallel for config in layouts(opened, Counter())}
+    yielded = {config.parallel.model_dump_json() + config.train.recompute for config in iter_layouts(opened, Counter())}
+    sections = {config.parallel.model_dump_json(): config.parallel for config in iter_layouts(opened, Counter())}
     n_refused = 0
     for parallel in sections.values():
         for recompute in RECOMPUTE:
@@ -65,7 +65,7 @@ def test_a_layout_is_legal_if_and_only_if_its_config_is_valid(opened: Estimator)
             except ValidationError:
                 n_refused += 1
                 changed = base.train.model_copy(update={"recompute": recompute})
-                assert refusal(base.model_copy(update={"parallel": parallel, "train": changed}))
+                assert find_refusal(base.model_copy(update={"parallel": parallel, "train": changed}))
     assert n_refused
 
 

@@ -12,11 +12,11 @@ from megatfm.describe.per_rank import count_rank_state
 from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
-from megatfm.estimate.memory import RankStages, StepMemory, rank_memory
+from megatfm.estimate.memory import RankStages, StepMemory, estimate_rank_memory
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
-from megatfm.estimate.traffic import axes_of
-from megatfm.estimate.weights import LocalWeight, list_buckets, pending_bytes, rank_bytes
+from megatfm.estimate.traffic import make_axes
+from megatfm.estimate.weights import LocalWeight, count_pending_bytes, count_rank_bytes, list_buckets
 from megatfm.verify.shrink import shrink
 from tests.support.layouts import EXTENDED, count_sent_bytes, extend
 from tests.support.workers import Workers
@@ -159,7 +159,7 @@ def test_full_tensors_travel_to_their_owners_and_back(
 ) -> None:
     config = small(preset, parallel).with_changes({"optimizer": {"name": optimizer, "lr": 0.01}})
     by_rank = workers.run(count_sent_bytes, ranks_of(parallel), config, ranks_of(parallel))
-    flows_by_rank, axes = estimate(config).flows_by_rank, axes_of(parallel)
+    flows_by_rank, axes = estimate(config).flows_by_rank, make_axes(parallel)
     for rank, executed_flows in enumerate(by_rank):
         modelled = flows_by_rank[rank * parallel.pp // ranks_of(parallel)]
         assert modelled.by_member
@@ -291,7 +291,7 @@ def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
 def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> None:
     overrides = ["parallel.zero=1", "parallel.dp_shard=4", "train.precision=bf16", "data.train=d", "data.tokenizer=t"]
     weights = [weight("a", (4096, 4096), is_expert=False), weight("b", (100, 5), is_expert=False)]
-    state = rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
+    state = count_rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
     assert state.regathered == 2 * (4096 * 4096 + 100 * 5 + 25 * 5), "the first fills a bucket"
 
 
@@ -306,7 +306,7 @@ def test_whole_gradients_outside_of_blocks_accumulate_in_their_precision(
     block, head = (
         LocalWeight(name, 30, 10, 3, False, True, 0, (part,), part == 0) for part, name in enumerate(("block", "head"))
     )
-    assert pending_bytes(config, [block, head], [0, 1], 0) == expected
+    assert count_pending_bytes(config, [block, head], [0, 1], 0) == expected
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -322,6 +322,6 @@ def test_a_pipeline_has_no_gradients_while_all_its_micro_batches_wait(
     profiles = [PartProfile(name, [], [], [SavedTensor(1, 1000)], 0, 0, 0, 0, [], True) for name in "ab"]
     config = load_config("gpt2-124m", overrides)
     step = StepMemory(config, microbatches, weights, profiles, compiled=False, reserved=0)
-    rank = rank_memory(step, RankStages(0, {0: [0, 1]}, {0: 2}, {}))
+    rank = estimate_rank_memory(step, RankStages(0, {0: [0, 1]}, {0: 2}, {}))
     assert (rank.activations, rank.gradients, rank.workspace) == (4000, gradients, 0)
     assert rank.total == 200 + 4000 + gradients

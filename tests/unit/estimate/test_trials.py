@@ -135,6 +135,18 @@ def test_attention_counts_the_visible_pairs() -> None:
     assert tables == {"forward": [[2 * products, 1.0]], "backward": [[5 * products, 1.0]]}
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_gpus_counts_the_visible_pairs(kernel: str, is_causal: bool) -> None:
+    """Two kernels have a flag before `is_causal`, which is set wherever gradients are needed."""
+    query, key = (torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    flags = (0.0, is_causal) if kernel == "flash" else (None, True, 0.0, is_causal)
+    (operator,) = collect(lambda: forward(query, key, key, *flags))
+    pairs = 16 * 17 / 2 if is_causal else 16 * 16
+    assert (operator.kind, operator.flops) == ("attention", 2 * 2 * 2 * 3 * pairs * 8)
+
+
 SMALL = (
     "model.n_layers=1", "model.d_model=32", "model.attention.n_heads=2", "model.ffn.d_ff=64", "model.vocab_size=128",
     "data.sequence_length=16", "train.micro_batch=2", "train.global_batch=2", "train.compile=false", *ON_CPU,

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.config import Config, ParallelConfig, load_config, to_toml
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.traced import Traced, compare_with_trace, name_traced_axis, run_trace
-from megatfm.estimate.traffic import axes_of
+from megatfm.estimate.traffic import make_axes
 from megatfm.imaginary.guard import build_guard, load_guard
 from megatfm.imaginary.step import make_batches
 from megatfm.parallel.data_ring import DataRing
@@ -257,7 +257,7 @@ def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layou
     (ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded"), "ep"),
 ])  # fmt: skip
 def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name: str) -> None:
-    axes, ranks = axes_of(parallel), parallel.dp_shard * parallel.cp * parallel.tp
+    axes, ranks = make_axes(parallel), parallel.dp_shard * parallel.cp * parallel.tp
     with fake_ranks(ranks):
         mesh = build_mesh(parallel, ranks, "cpu")
         names = mesh.group_names(mesh.shard_axes, mesh.batch_axes)

@@ -109,6 +109,12 @@ REFUSED = {
     "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': not a corpus of .*manifest"),
     "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
     "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
+    "no tasks": ({}, ["evaluate.tasks.a=x.toml"], "evaluate.tasks.a = '.*/x.toml': there is no such file or folder"),
+    "no source": ({}, ["data.train=", "data.mixture.a.path=x", "data.mixture.a.weight=1"],
+                  "data.mixture.a.path = '.*/x': there is no such file or folder"),
+    "no step to branch off": ({}, ["train.branch_from=old"], "train.branch_from = '.*/old': give RUN@STEP, .* 4, 12$"),
+    "nor that step": ({}, ["train.branch_from=old@5"], "train.branch_from = '.*/old@5': give RUN@STEP, .* 4, 12$"),
+    "nor that run": ({}, ["train.branch_from=x@4"], "train.branch_from = '.*/x@4': give RUN@STEP, .* there are: none"),
 }  # fmt: skip
 
 
@@ -117,6 +123,8 @@ def test_jobs_that_would_fail_after_the_wait_are_refused_before(
     fake_slurm: FakeSlurm, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, words, reason = REFUSED[case]
+    for step in (4, 12):
+        (folder / f"old/checkpoints/step-{step:08d}").mkdir(parents=True)
     partition(fake_slurm, **settings)
     with pytest.raises(UsageError, match=reason):
         run_launch("--slurm", *words)
@@ -124,6 +132,13 @@ def test_jobs_that_would_fail_after_the_wait_are_refused_before(
     assert not (folder / "runs").exists()
     assert run_launch("--slurm", "--dry-run", *words) == 0
     assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [["train.init_from=gone"], ["train.branch_from=gone@7"]])
+def test_a_run_that_resumes_does_not_look_for_its_start(fake_slurm: FakeSlurm, folder: Path, words: list[str]) -> None:
+    partition(fake_slurm)
+    (folder / "runs/quickstart/checkpoints/step-00000002").mkdir(parents=True)
+    assert run_launch("--slurm", *words) == 0
 
 
 @pytest.mark.parametrize(("key", "words"), [

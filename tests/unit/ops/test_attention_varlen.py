@@ -21,6 +21,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import sdpa, varlen
+from megatfm.ops.attention.flash import has_flash
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
@@ -77,13 +78,26 @@ def make_metadata(documents: Tensor | None = DOCUMENTS, **options: Any) -> Seque
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
-def make_request(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
+class OnGPU:
+    """Heads on a GPU, as far as the choice of a kernel sees them."""
+
+    device = torch.device("cuda", 1)
+    requires_grad = False
+
+    def __init__(self, dtype: torch.dtype, width: int = 64, n_heads: int = N) -> None:
+        self.dtype, self.shape = dtype, torch.Size((B, n_heads, 4096, width))
+
+
+def make_request(
+    pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, width: int = 64, **requested: Any
+) -> AttentionRequest:
     """A request for long rows on a GPU."""
-    rows = AttentionRequest.from_inputs(
-        *draw_heads()[:2], pattern_mask, AttentionOptions(), has_dropout=requested.pop("has_dropout", False),
-        **requested,
-    )  # fmt: skip
-    return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
+    heads: Any = OnGPU(dtype, width)
+    keys: Any = OnGPU(dtype, width, n_heads=K)
+    has_dropout = requested.pop("has_dropout", False)
+    return AttentionRequest.from_inputs(
+        heads, keys, pattern_mask, AttentionOptions(), has_dropout=has_dropout, **requested
+    )
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
@@ -123,11 +137,16 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "drops, one document": make_request(PatternMask(causal, plain), has_dropout=True),
         "sinks": make_request(PatternMask(causal, packed), sinks=True),
         "values of another width": make_request(PatternMask(causal, packed), v_width=16),
+        "narrow heads": make_request(PatternMask(causal, opened), width=8),
+        "narrow values": make_request(PatternMask(causal, opened), v_width=8),
+        "narrow heads and sinks": make_request(PatternMask(causal, opened), width=8, sinks=True),
+        "float64": make_request(PatternMask(causal, packed), torch.float64),
     }
     assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
         "packed": "varlen", "window": "varlen", "one document": "fused", "prefix": "flex", "starts unknown": "flex",
         "pattern": "flex", "float32": "flex", "drops": "flex", "drops, one document": "flex", "sinks": "flex",
-        "values of another width": "flex",
+        "values of another width": "flex", "narrow heads": "fused", "narrow values": "fused",
+        "narrow heads and sinks": "products", "float64": "fused",
     }  # fmt: skip
     varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
@@ -205,6 +224,27 @@ def test_masked_attention_on_a_gpu_is_neither_cudnn_s_nor_torch_s_math(caplog: p
     assert "all scores are held at once" in caplog.text
 
 
+def set_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(("capability", "is_new"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_attention_is_for_ampere_and_newer(
+    capability: tuple[int, int], is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older GPUs, which float16 is for, would raise "FlashAttention only supports Ampere GPUs or newer"."""
+    set_capability(monkeypatch, capability)
+    heads: Any = OnGPU(torch.float16)
+    packed = PatternMask(Full(causal=True), make_metadata())
+    assert choose_kernel(make_request(packed, torch.float16)).name == ("varlen" if is_new else "flex")
+    assert has_flash(heads, 64) == sdpa._supports_flash(heads, 64, masked=False) == is_new
+    assert sdpa.choose_backends(heads, 64, masked=False) == sdpa.UNMASKED_BACKENDS
+    in_bf16: Any = OnGPU(torch.bfloat16)
+    for masked, backends in ((False, sdpa.UNMASKED_BACKENDS), (True, sdpa.MASKED_BACKENDS)):
+        assert sdpa.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
+
+
 @pytest.fixture
 def shared_keys(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of torch's attention shares keys between heads, where back ends are chosen as on a GPU."""
@@ -258,6 +298,16 @@ def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
     assert shared_keys == [shares]
 
 
+def test_shared_keys_are_repeated_on_gpus_without_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, shared_keys: list[bool]
+) -> None:
+    monkeypatch.setattr(sdpa, "supports_device", lambda device: False)
+    inputs = draw_heads()
+    actual = sdpa.sdpa_attention(*(x.half() for x in inputs), CAUSAL_MASK, None, AttentionOptions(), None)
+    torch.testing.assert_close(actual.double(), attention_reference(*inputs, CAUSAL_MASK), rtol=1e-2, atol=1e-2)
+    assert shared_keys == [False]
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_flex_attention_with_dropout_equals_the_reference(
@@ -265,7 +315,7 @@ def test_flex_attention_with_dropout_equals_the_reference(
 ) -> None:
     """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_attention_stand_in)
-    monkeypatch.setattr("megatfm.ops.attention.flex.MIN_VALUE_WIDTH", 2)
+    monkeypatch.setattr("megatfm.ops.attention.flex.MIN_HEAD_WIDTH", 2)
     inputs, variant = draw_heads(), AttentionOptions(softcap=2.0, dropout=rate)
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None

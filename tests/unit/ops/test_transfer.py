@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import transfer as module
-from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned
+from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned, move_to_device
 from tests.support.uninitialized_memory import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
 
 ROWS = torch.arange(15.0).view(5, 3)
@@ -90,3 +90,18 @@ def test_the_host_computes_functions_of_tensors_it_has_copies_of() -> None:
     device_tensors[0].add_(1)  # the copy is out of date
     with pytest.raises(NotImplementedError):
         module.to_host(module.keep_host_copy(take, *device_tensors))
+
+
+def test_a_captured_pass_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph repeats the copy from the same address, where memory is in use for something else by then."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or ROWS)
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    move_to_device(ROWS, torch.device("cuda"))
+    assert len(pinned) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    move_to_device(ROWS[:0], torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="can't be captured"):
+        move_to_device(ROWS, torch.device("cuda"))
+    assert len(pinned) == 1

@@ -31,28 +31,63 @@ from megatfm.parallel.distributed import (
     shutdown,
 )
 from megatfm.parallel.mesh import build_mesh, compute_axis_sizes
-from megatfm.parallel.process_environment import ProcessEnvironment
+from megatfm.parallel.process_environment import Launcher, ProcessEnvironment
 from tests.support.forked_commands import ForkedCommand
 from tests.support.workers import Workers
 
 
-def join_on_machines_of_two_gpus() -> tuple[tuple[int, int, bool], str, timedelta, timedelta]:
+def join_on_machines_of_two_gpus(bound: int | None) -> tuple[tuple[int, int, bool], str, timedelta, timedelta]:
     os.environ.pop("LOCAL_RANK", None)
+    current: list[torch.device] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "set_device", current.append)
+        if bound is not None:
+            patch.setattr(c10d._get_default_group(), "bound_device_id", torch.device("cuda", bound))
         with distributed_session(collective_timeout=77) as rank:
             inside = c10d.default_pg_timeout
+        assert current == [rank.device], "Triton, graphs and streams run on the current device"
         return (rank.rank, rank.world_size, rank.is_main), str(rank.device), inside, c10d.default_pg_timeout
 
 
 def test_a_group_that_is_there_is_used_with_local_ranks_and_timeouts(workers: Workers) -> None:
     """Its maker may not have set LOCAL_RANK."""
-    places, devices, inside, after = zip(*workers.run(join_on_machines_of_two_gpus, 3), strict=True)
+    places, devices, inside, after = zip(*workers.run(join_on_machines_of_two_gpus, 3, None), strict=True)
     assert places == ((0, 3, True), (1, 3, False), (2, 3, False))
     assert devices == ("cuda:0", "cuda:1", "cuda:0")
     assert set(inside) == {timedelta(seconds=77)}
     assert set(after) == {TIMEOUTS[0]}
+
+
+def test_a_group_that_is_bound_to_a_gpu_is_used_there(workers: Workers) -> None:
+    _, devices, _, _ = zip(*workers.run(join_on_machines_of_two_gpus, 2, 1), strict=True)
+    assert devices == ("cuda:1", "cuda:1")
+
+
+@pytest.mark.parametrize(("launcher", "visible", "count", "device"), [
+    ("torchrun", None, 4, "cuda:3"),
+    ("srun", None, 1, "cuda:0"),
+    ("mpirun", "3", 1, "cuda:0"),
+    ("mpirun", None, 1, "start at most 1 processes a node"),
+    ("torchrun", "3", 1, "start at most 1 processes a node"),
+    ("srun", None, 2, "local rank 3 has no GPU: torch sees 2"),
+])  # fmt: skip
+def test_the_gpu_of_a_local_rank(
+    launcher: Launcher, visible: str | None, count: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that sees one GPU has it to itself where its launcher shows each process another one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    env = ProcessEnvironment(launcher, rank=3, world_size=4, local_rank=3)
+    if device.startswith("cuda"):
+        assert distributed._choose_device(env, "auto") == torch.device(device)
+        return
+    with pytest.raises(UsageError, match=device):
+        distributed._choose_device(env, "auto")
 
 
 # Ranks share one output, where a long line of print may be cut in two by another's: one write each.

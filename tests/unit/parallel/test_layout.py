@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
-from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.models import build
 from megatfm.parallel.layout import Region, Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh

@@ -185,6 +185,22 @@ def test_points_ticks_and_reference_lines_share_their_axes(run: Path, tmp_path: 
     assert bits[1] == pytest.approx(5 * (shown["a 1"] + shown["c 2.01 · b 2"]), abs=5)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+def test_an_axis_ends_at_the_largest_possible_value(run: Path, tmp_path: Path) -> None:
+    """Where all examples are right, or none. A metric without a bound and a value beyond its bound keep their room."""
+    metrics = {"accuracy": 1.0, "f1_macro": 0.0, "r2": 1.0, "matthews": -1.0, "perplexity": 1.0}
+    line = {"evaluation": {"v": {"loss": 1.0, "metrics": metrics}}, "mfu": 1.25}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
+    dom = draw(write_report(run), tmp_path)
+    plots = dict(re.findall(r'<div class="plot.*?aria-label="([^",]+), (.*?)</figure>', dom, re.DOTALL))
+    ticks = {title: labels(plot, "y") for title, plot in plots.items()}
+    at_the_top = {"Accuracy": "1", "F1 macro": "1", "R2": "1", "Matthews": "-0.5"}
+    assert {title: ticks[title].get(text) for title, text in at_the_top.items()} == dict.fromkeys(at_the_top, 0)
+    assert [ticks[title].get(text) for title, text in (("F1 macro", "0"), ("Matthews", "-1"))] == [100, 100]
+    assert max(map(float, ticks["Perplexity"])) > 1, "no bound"
+    assert [y for _, y in points(plots["Utilization (MFU)"], "smooth")] == [0, 0], "beyond its bound"
+
+
 def points(plot: str, kind: str) -> list[tuple[float, float]]:
     paths = re.findall(rf'<path class="{kind} c\d" d="([^"]*)"', plot)
     return [(float(x), float(y)) for path in paths for x, y in re.findall(r"[ML]([\d.e+-]+),([\d.e+-]+)", path)]

@@ -11,7 +11,9 @@ import pytest
 
 from megatfm.errors import UsageError
 from megatfm.report import write_report
-from megatfm.report.page import make_resume_command
+from megatfm.report.page import format_subtitle, make_resume_command
+from megatfm.report.run import Run
+from megatfm.terminal import format_counted
 from tests.support.command_line import run_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
@@ -285,3 +287,17 @@ def test_the_resume_command_asks_for_as_many_processes(environment: dict[str, ob
     plan = "mesh  dp_replicate 1 × dp_shard 4 × tp 2 × ep 4\n\nmodules 7"
     run: Any = SimpleNamespace(folder=Path("runs/x"), plan=plan, environment=environment)
     assert make_resume_command(run) == command
+
+
+def test_one_of_a_kind_is_named_in_the_singular() -> None:
+    """The line below a report's title, for a model of one layer and of two, and counts in general."""
+    counts = [format_counted(count, "class", "classes") for count in (0, 1, 2, 1000)]
+    assert counts == ["0 classes", "1 class", "2 classes", "1,000 classes"]
+    assert format_counted(1, "shard") + ", " + format_counted(2, "shard") == "1 shard, 2 shards"
+
+
+@pytest.mark.parametrize(("n_layers", "layers"), [(1, "1 layer"), (2, "2 layers")])
+def test_a_subtitle_counts_layers(run: Path, n_layers: int, layers: str) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(re.sub(r"(?m)^n_layers = .*", f"n_layers = {n_layers}", text))
+    assert f" · {layers} · " in format_subtitle(Run(run))

@@ -87,6 +87,11 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     assert str(tmp_path / name) in str(raised.value)
 
 
+def test_a_missing_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.jsonl: there is no such file: give one with examples"):
+        read_rows(tmp_path / "none.jsonl")
+
+
 def test_a_missing_column_is_named_with_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"no column 'sentence', which task.text names; there are: text, label"):
         require_columns("a.csv", ROWS, {"task.text": "sentence"})

@@ -88,7 +88,7 @@ def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int
     assert metrics.find_tag_spans(tags.split()) == spans
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("form", ["classification", "multilabel", "regression", "tagging"])
 def test_logits_that_are_not_finite_predict_nothing(form: str, broken: float) -> None:
     """During training the metrics are NaN; a file of predictions is refused."""
@@ -101,6 +101,8 @@ def test_logits_that_are_not_finite_predict_nothing(form: str, broken: float) ->
     assert len(list(intact.rows())) == 6
     assert np.isfinite([*intact.metrics().values()]).all()
     logits[2, -1] = broken
+    if broken == -np.inf:
+        logits[2] = broken
     assert np.isnan([*intact.metrics().values()]).all()
     with pytest.raises(MegatfmError, match="logits are not finite: the weights are, or the training was, broken"):
         list(intact.rows())
@@ -153,6 +155,41 @@ def test_many_labels_by_hand() -> None:
     assert metrics.subset_accuracy(targets, predicted) == 0.5
     assert metrics.f1_micro(targets, predicted) == pytest.approx(2 * 2 / (3 + 3))
     assert metrics.f1_macro(targets, predicted) == pytest.approx((2 / 3 + 0 + 2 / 3) / 3)
+
+
+def test_one_flag_is_one_class() -> None:
+    """Counted by hand; right zeros count for nothing, as with more flags. Twice the same flag changes no F1."""
+    draw = np.random.default_rng(5)
+    for _ in range(20):
+        targets, predicted = draw.integers(0, 2, (9, 1)), draw.integers(0, 2, (9, 1))
+        hits, n_positive = int((targets & predicted).sum()), int(targets.sum() + predicted.sum())
+        expected = 2 * hits / n_positive if n_positive else 0.0
+        for metric in (metrics.f1_micro, metrics.f1_macro):
+            assert metric(targets, predicted) == pytest.approx(expected, abs=1e-15)
+            twice = metric(np.hstack([targets, targets]), np.hstack([predicted, predicted]))
+            assert twice == pytest.approx(expected, abs=1e-15)
+
+
+def test_matthews_is_scikit_learn_s() -> None:
+    """And 0 without a warning where all examples, or all predictions, have one class, as resamples of small files."""
+    from sklearn.metrics import matthews_corrcoef
+
+    draw = np.random.default_rng(6)
+    for n_classes in (2, 3, 5):
+        targets, predicted = draw.integers(0, n_classes, 30), draw.integers(0, n_classes, 30)
+        predicted = np.where(draw.random(30) < 0.6, targets, predicted)
+        assert metrics.matthews(targets, predicted) == pytest.approx(matthews_corrcoef(targets, predicted), abs=1e-14)
+    ones = np.ones(4, np.int64)
+    for targets, predicted in ((ones, ones), (ones, 0 * ones), (ones, np.array([0, 1, 1, 0]))):
+        assert metrics.matthews(targets, predicted) == metrics.matthews(predicted, targets) == 0
+    assert metrics.bootstrap_interval(metrics.matthews, np.array([0, 1]), np.array([0, 1])) == (0.0, 1.0)
+
+
+def test_probabilities_of_sure_flags() -> None:
+    task = TaskConfig(form="multilabel", train="a.csv", labels=["a", "b", "c", "d"])
+    logits = np.array([[-1000, 1000, -np.log(3), 0]], np.float32)
+    predictions = Predictions(task, np.zeros(1, np.int64), np.zeros(1, np.int64), logits, np.zeros((1, 4), np.int64))
+    assert predictions.probabilities == pytest.approx(np.array([[0, 1, 0.25, 0.5]]), abs=1e-7)
 
 
 def test_correlations_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig, load_config
+from megatfm.config.model_parts import LoRAConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.train import rng_state
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.finetuning import resolve_task
-from megatfm.train.init_from import load_weights, match_weights
+from megatfm.train.init_from import LoadReport, check_adapter_scale, load_weights, match_weights
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
 from tests.support.workers import Workers
@@ -66,6 +68,22 @@ def test_another_family_is_distinguished_from_other_sizes() -> None:
 def test_weights_that_do_not_fit_are_named_with_a_way_out(expected: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         match_weights(expected, STORED, only, SOURCE)
+
+
+@pytest.mark.parametrize(("stored", "alpha", "loaded", "is_refused"), [
+    ({"lora": {"rank": 2, "alpha": 8.0}}, 8, "decoder.attn.wq.lora.a.weight", False),
+    ({"lora": {"rank": 2, "alpha": 8.0}}, 4, "decoder.attn.wq.lora.a.weight", True),
+    ({"lora": {"rank": 2, "alpha": 8.0}}, 4, "decoder.ffn.experts.w_up_lora_b", True),
+    ({"lora": {"rank": 2, "alpha": 8.0}}, 4, "decoder.attn.wq.weight", False),
+    ({"lora": None}, 4, "decoder.attn.wq.lora.a.weight", False),
+])  # fmt: skip
+def test_adapters_keep_their_scale(stored: dict, alpha: float, loaded: str, is_refused: bool, tmp_path: Path) -> None:
+    """With another alpha the same A and B are another model, of which nothing but the loss would speak."""
+    source = checkpoint.save(tmp_path, 1, {"model.w": torch.ones(1)}, {"config": {"model": stored}})
+    report = LoadReport(source, {loaded: (2, 2)}, {}, {})
+    refusal = pytest.raises(UsageError, match=r"alpha = 8, and with 4 .*: set model\.lora\.alpha=8, or merge them")
+    with refusal if is_refused else nullcontext():
+        check_adapter_scale(report, LoRAConfig(rank=2, alpha=alpha))
 
 
 def check_rank_0_decides(folder: Path) -> float:
@@ -158,7 +176,10 @@ def test_the_log_says_how_many_steps_the_epochs_are(tmp_path: Path) -> None:
     n_rows, n_steps = len(open_corpora(*open_tokenizer(config)).train), config.train.steps
     sizes = f"7 examples in {n_rows} rows of 32 tokens, 3 epochs"
     (padding,) = (note for note in open_corpora(*open_tokenizer(config)).warnings if "is padding" in note)
-    assert padding.endswith("rows, whole: choose shorter rows (data.sequence_length), or prepare more text")
+    assert padding.endswith(
+        "is padding, which costs time: whole documents don't fill such rows: choose shorter rows "
+        "(data.sequence_length), or prepare more text"
+    )
     assert notes[-1] == f"{sizes}: {n_steps} steps of 2 rows (train.global_batch)"
     assert n_steps == round(3 * n_rows / 2)
     _, notes = resolve_task(load_config("bert-base", [*words, "task.epochs=1", "train.global_batch=4"]))

@@ -14,10 +14,10 @@ import torch
 
 from megatfm.checkpoint.local import NodeTopology
 from megatfm.config import Config, load_config
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import MegatfmError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
@@ -235,7 +235,7 @@ def test_stages_are_those_of_the_whole_model(tp: int) -> None:
     assert engine.pipeline is not None
     assert [len(stage.split_points) for stage in engine.pipeline.stages] == expected
     with open_estimator(config, load_cluster("h100", 3 * tp)) as opened:
-        estimated = opened.pipeline(config)
+        estimated = opened.plan_pipeline(config)
     assert [len(stage.split_points) for stage in estimated.stages] == expected
 
 

@@ -219,6 +219,19 @@ def test_all_ranks_hear_that_nothing_can_be_read(workers: Workers, tmp_path: Pat
     assert first.startswith("error: ")
 
 
+@pytest.mark.parametrize("branch_from", ["old", "old@5", "old@latest"])
+def test_a_branch_point_is_a_step_of_a_run(tmp_path: Path, branch_from: str) -> None:
+    for step in (4, 12):
+        save(tmp_path / "old" / "checkpoints", step)
+    assert resume.find_branch_point(f"{tmp_path}/old@4").step == 4
+    with pytest.raises(UsageError, match=f"branch_from = '.*/{branch_from}': give RUN@STEP, .*; there are: 4, 12$"):
+        resume.find_branch_point(f"{tmp_path}/{branch_from}")
+    for file in (tmp_path / "old/checkpoints/step-00000012").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(MegatfmError, match=r"branch_from = .*: step-00000012 can't be used: .*\.safetensors"):
+        resume.find_branch_point(f"{tmp_path}/old@12")
+
+
 def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
     for key, value in (("checkpoint.local_dir", "/local"), ("checkpoint.local_every", 5)):
         with pytest.raises(ValueError, match="local_dir and local_every go together"):

@@ -41,10 +41,11 @@ class BlockBounds:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Which tokens of its document a query sees. The fields are the options; equal patterns share cached masks.
+    """Pattern of the tokens of its document that a query sees.
 
-    A new pattern defines `mask_mod`. A sparse one also defines `block_mask`, so that kernels skip invisible blocks.
-    Under any pattern, all tokens of a document see its prefix.
+    The fields are the options; equal patterns share cached masks. A new pattern defines `mask_mod`. A sparse one also
+    defines `block_mask`, so that kernels skip invisible blocks. Under any pattern, all tokens of a document see its
+    prefix.
     """
 
     @property
