@@ -168,7 +168,7 @@ def test_every_command_and_flag_is_explained() -> None:
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
-    assert "\n\nwith --slurm:\n\n| Argument" in text, "options have their group's title"
+    assert "\n\nWith `--slurm`:\n\n| Argument" in text, "options have their group's title"
     for row in (
         "| `--nproc N` | processes here",
         "| `--to {hf,megatfm,peft,moe}` |",
