@@ -28,7 +28,7 @@ from megatfm.objectives.image_classification import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
-from megatfm.tracking.run_directory import CHECKPOINTS, run_folder
+from megatfm.tracking.run_directory import CHECKPOINTS
 from megatfm.version import __version__
 
 MIN_STREAMS = 16
@@ -165,7 +165,7 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
     for corpus in (rows.corpus for rows in datasets if isinstance(rows, PackedDataset)):
         if names := corpus.manifest.class_names:
             names_by_folder[str(corpus.folder)] = names
-    has_begun = bool(list_checkpoints(run_folder(config) / CHECKPOINTS))
+    has_begun = bool(list_checkpoints(config.run_folder / CHECKPOINTS))
     longest = max(names_by_folder, key=lambda folder: len(names_by_folder[folder]), default="")
     for folder, names in names_by_folder.items():
         excess = f"{folder}: has {len(names):,} classes ({_join_first(names)}), and {key} = {n_classes:,}"

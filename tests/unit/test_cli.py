@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
-    (["--help"], 0, "corpora -> tokenizer"),
+    (["--help"], 0, "-> tokens -> shards"),
     (["verify", "--help"], 0, "NAME,..."),
     (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
     (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),
