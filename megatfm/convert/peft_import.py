@@ -14,10 +14,9 @@ from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm import checkpoint, tokenizers
-from megatfm.checkpoint import file_io
+from megatfm import tokenizers
 from megatfm.checkpoint.locate import ADAPTER_CONFIG, describe_base, read_adapter_base
-from megatfm.config import ModelConfig, make_usage_error, to_toml
+from megatfm.config import ModelConfig, make_usage_error
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
     check_is_new,
@@ -25,6 +24,7 @@ from megatfm.convert.convert import (
     list_tensor_shapes,
     new_folder,
     read_converted_tensors,
+    write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json_object
 from megatfm.convert.peft import (
@@ -42,7 +42,6 @@ from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name_factors
 from megatfm.models import MODELS
-from megatfm.version import __version__
 
 NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
@@ -96,7 +95,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
         for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (weight_scale / scale), rank), strict=True)
     }
     with new_folder(target) as folder:
-        _write_model(opened, model, {**adapters, **saved}, folder, target, source)
+        _write_adapted_model(opened, model, {**adapters, **saved}, folder, target, source)
     return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
 
 
@@ -173,6 +172,8 @@ class PeftAdapter:
                 factors |= self._convert_factors(module, tensor, tensors.get(f"{PREFIX}{module}{B_SUFFIX}"))
             elif not name.endswith(B_SUFFIX):
                 other_weights[name] = tensor
+            elif f"{full_name.removesuffix(B_SUFFIX)}{A_SUFFIX}" not in tensors:
+                raise MegatfmError(f"{self._weights_path}: {full_name} has no lora_A beside it")
         if not factors:
             raise MegatfmError(f"{self._weights_path}: holds no lora_A and lora_B")
         return factors, self._convert_other_weights(other_weights)
@@ -318,7 +319,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise MegatfmError(f"{path}: can't read it: {error}") from None
 
 
-def _write_model(
+def _write_adapted_model(
     opened: HfFolder,
     model: ModelConfig,
     changed: Mapping[str, Tensor],
@@ -330,16 +331,12 @@ def _write_model(
     tokenizer_file, notes = tokenizer_files.import_tokenizer(opened.path, folder)
     opened.notes += notes
     shapes = list_tensor_shapes(model)
-    length = opened.json.get(opened.architecture.max_length_key) or model.position.limit
-    config = make_starting_config(target, model, tokenizer_file, length)
+    config = make_starting_config(target, model, tokenizer_file, opened.max_length)
     state: dict[str, JsonValue] = {
         "origin": tokenizer_files.record_origin(
             opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)
         ),
         "base": {"checkpoint": str(opened.path.absolute())},
-        "step": 0,
-        "megatfm": __version__,
-        "config": config.model_dump(mode="json"),
         "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     for name, tensor in changed.items():
@@ -355,6 +352,5 @@ def _write_model(
         for name, tensor in changed.items():
             yield f"model.{name}", tensor
 
-    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, list_all_tensors(), state)
-    header = format_config_comment(f"{opened.name} and its adapter", family=model.family)
-    file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(config)).encode())])
+    comment = format_config_comment(f"{opened.name} and its adapter", family=model.family)
+    write_model(folder, config, list_all_tensors(), state, comment)

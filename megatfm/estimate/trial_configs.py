@@ -16,6 +16,7 @@ from megatfm.config.ffn import DenseFFNConfig, MoEConfig
 from megatfm.config.section import unflatten
 from megatfm.describe import describe
 from megatfm.errors import UsageError
+from megatfm.train.build import fit_frozen_patterns
 
 MAX_FLOPS: Mapping[str, float] = {"cpu": 4e10, "cuda": 1e14}
 """FLOPs of the largest trial step, which takes about half a second."""
@@ -51,7 +52,8 @@ def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
     reason = ""
     for divisor, (rows, length) in itertools.product(WIDTH_DIVISORS, ROWS[kind]):
         try:
-            trial = config.with_changes(_make_changes(config, divisor, rows, length, MAX_VOCABULARY[kind]) | device)
+            changes = _make_changes(config, divisor, rows, length, MAX_VOCABULARY[kind]) | device
+            trial = fit_frozen_patterns(config.with_changes(changes), config)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             continue

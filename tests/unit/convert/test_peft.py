@@ -329,9 +329,10 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
         save_file({**tensors, a_name: a.contiguous(), name: b.contiguous()}, path)
         with pytest.raises(UsageError, match=r"A \[.* and B \[.* of .*q_proj are not those of a linear layer"):
             import_adapter(tmp_path)
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
-    with pytest.raises(MegatfmError, match="has no lora_B beside it"):
-        import_adapter(tmp_path)
+    for missing, half in ((name, "lora_B"), (a_name, "lora_A")):
+        save_file({key: tensor for key, tensor in tensors.items() if key != missing}, path)
+        with pytest.raises(MegatfmError, match=f"has no {half} beside it"):
+            import_adapter(tmp_path)
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(MegatfmError, match="can't read it"):
         import_adapter(tmp_path)
