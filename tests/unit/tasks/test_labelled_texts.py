@@ -82,7 +82,7 @@ def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool,
 
 
 def test_pairs_are_cut_as_the_tokenizers_library_cuts_them() -> None:
-    """Of two texts of one length in an odd number of tokens, the second keeps one more."""
+    """The second of two equally long texts keeps one more of an odd number of tokens."""
     words = library.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
