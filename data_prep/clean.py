@@ -112,7 +112,10 @@ class CleanStage:
                 skipped += [line for part in parts for line in part["skipped_files"]]
                 counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
                 if not counts[-1].documents_out:
-                    raise UsageError(f"{inputs.root}: no document is left: {format_drop_reasons(counts)}")
+                    raise UsageError(
+                        f"{inputs.root}: no document is left: {format_drop_reasons(counts)}: "
+                        "loosen the steps that drop them, or mend what is read"
+                    )
                 return {
                     "bytes": counts[-1].bytes_out,
                     "documents": [part["documents"] for part in parts],

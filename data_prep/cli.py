@@ -43,7 +43,7 @@ TASK_HELP = "this is task I of N that share the work, counted from 1, for exampl
 
 def cli(argv: Sequence[str] | None = None) -> int:
     """`CONFIG [key=value …]`: prepare a corpus. Returns the exit code: 0 done, 1 failed, 2 usage, 75 stopped."""
-    parser = argparse.ArgumentParser(prog="megatfm prep", description="From a folder of text to training shards.")
+    parser = argparse.ArgumentParser(prog="megatfm prep", description="Prepare a corpus.")
     parser.add_argument("config", help="a TOML file or the name of a preset, for example quickstart-data")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example read.folder=my-texts")
     parser.add_argument("--task", "--part", dest="task", metavar="I/N", help=TASK_HELP)

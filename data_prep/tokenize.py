@@ -51,9 +51,9 @@ def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[
     if config.file is not None:
         files = tokenizers.read_tokenizer_files(config.file)
     elif config.kind == "byte-bpe":
-        files = _with_roles(train(pattern=config.pretokenizer))
+        files = _make_transformers_files(train(pattern=config.pretokenizer))
     elif config.kind == "wordpiece":
-        files = _with_roles(train(lowercase=config.lowercase))
+        files = _make_transformers_files(train(lowercase=config.lowercase))
     else:
         files = {MODEL: train()}
     if MODEL in files:
@@ -71,7 +71,7 @@ def write_tokenizer(folder: Path, files: dict[str, bytes]) -> Tokenizer:
     return tokenizers.load(folder)
 
 
-def _with_roles(data: bytes) -> dict[str, bytes]:
+def _make_transformers_files(data: bytes) -> dict[str, bytes]:
     """Return a tokenizer.json and the config from which transformers' AutoTokenizer reads its special tokens."""
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}

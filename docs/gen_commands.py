@@ -1,6 +1,7 @@
 """MkDocs hook: the command reference, made from the command line's own parser whenever the docs are built."""
 
 import argparse
+import re
 from collections.abc import Iterator
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -45,7 +46,9 @@ def table(command: argparse.ArgumentParser) -> str:
     """A command's arguments and flags, and below them those of each group; nothing if it has none."""
     positional, options, *groups = command._action_groups
     tables = [("", [*positional._group_actions, *options._group_actions])]
-    tables += [(f"{group.title}:\n\n", group._group_actions) for group in groups]
+    for group in groups:
+        title = re.sub(r"(--\w+( \w+)?)", r"`\1`", str(group.title))
+        tables.append((f"{title[0].upper()}{title[1:]}:\n\n", group._group_actions))
     return "\n\n".join(f"{title}{rows}" for title, actions in tables if (rows := table_of(actions)))
 
 

@@ -49,6 +49,20 @@ PARTS: dict[str, Registry[Any]] = {
 }
 """Key → what there is under it."""
 
+OF_ACTIVATIONS = {
+    "clamped_swiglu": "gpt-oss's SwiGLU: both inputs are clamped to 7, and x V + 1 is gated.",
+    "geglu": "GELU(x W) ⊙ x V (Shazeer 2020).",
+    "geglu_tanh": "The same with `gelu_tanh`, as in T5 1.1.",
+    "gelu": "x Φ(x) (Hendrycks & Gimpel 2016).",
+    "gelu_tanh": "GELU's approximation by tanh, as in GPT-1 and GPT-2.",
+    "quick_gelu": "x σ(1.702 x), as in OpenAI's CLIP.",
+    "relu": "max(x, 0).",
+    "relu2": "max(x, 0)² (So et al. 2021).",
+    "swiglu": "Swish(x W) ⊙ x V (Shazeer 2020).",
+    "swish": "x σ(x), also called SiLU (Ramachandran et al. 2017).",
+}
+"""Activations are functions of torch, whose docstrings are of another kind."""
+
 INTRODUCTION = (
     "What each key takes, from the code's own tables. `megatfm config show CONFIG` prints what a config has; options "
     "of a part are in [the training config](config.md), and a plugin adds names of its own."
@@ -66,7 +80,7 @@ def page() -> str:
     """A table for each key: the names, and what the config says of them."""
     parts = ["# Parts", INTRODUCTION]
     for key, registry in PARTS.items():
-        descriptions = _describe_variants(key)
+        descriptions = {**_describe_variants(key), **(OF_ACTIVATIONS if registry is ACTIVATIONS else {})}
         rows = [
             f"| `{name}` | {descriptions.get(name) or _docstring(registry.get(name))} |" for name in registry.names()
         ]
@@ -96,4 +110,5 @@ def _is_plain_instance(part: Any) -> bool:
 
 
 def _first_line(part: Any) -> str:
-    return (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    line = (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    return line.partition(" Raises ")[0]

@@ -1,6 +1,7 @@
 """MkDocs hook: the Python reference, made from what `import megatfm` offers whenever the docs are built."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,4 +49,5 @@ def told(name: str, offer: Any, is_property: bool = False) -> str:
         return text + (" Its keys are in [the training config](config.md)." if name == "Config" else "")
     parameters = inspect.signature(offer).parameters.values()
     shown = inspect.Signature([each for each in parameters if each.name != "self"])
-    return f"```{{.python}}\n{name}{shown}\n```\n\n{text}"
+    signature = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", f"{name}{shown}")  # Path, not pathlib.Path
+    return f"```{{.python}}\n{signature}\n```\n\n{text}"

@@ -118,7 +118,7 @@ class Job:
         if isinstance(self.config, PrepConfig):
             folder = self.config.local_folder.absolute()
             return folder.with_name(f"{folder.name}.jobs")
-        return Path(self.config.run_dir or Path("runs") / self.config.name).absolute()
+        return self.config.run_folder
 
     @property
     def corpus_url(self) -> dict[str, str]:

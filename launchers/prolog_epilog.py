@@ -229,8 +229,8 @@ def _exclude_hosts(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, 
         current_list = record.get("ExcNodeList", "(null)")  # must be repeated, since an update replaces it
         excluded = {*hosts, *(scheduler.expand_nodelist(current_list) if current_list != "(null)" else ())}
         free_nodes = scheduler.list_usable_nodes(record.get("Partition", "")) - excluded
-        needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
-        if len(free_nodes) < needed:
+        n_nodes = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
+        if len(free_nodes) < n_nodes:
             log(f"{', '.join(hosts)}: failed twice, but only {len(free_nodes)} other nodes are usable: not excluded")
             return
         for job in jobs:

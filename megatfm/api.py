@@ -36,7 +36,6 @@ from megatfm.inference.text import (
 )
 from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
-from megatfm.tracking.run_directory import run_folder
 from megatfm.train.run import train
 
 
@@ -58,7 +57,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
             f"fit: a {type(config).__name__} is not a config: give a file, a preset, or "
             "megatfm.Config.model_validate({...})"
         )
-    folder = run_folder(config)
+    folder = config.run_folder
     if train(config, flops_per_token, PromptSampler()) != EXIT_OK:
         raise MegatfmError(f"{folder}: was stopped by a signal, and has saved: the same call resumes from there")
     return folder

@@ -15,7 +15,7 @@ from megatfm.terminal import list_hangup_signals, open_closed_streams, spell_une
 from megatfm.version import __version__
 
 COMMANDS = {
-    "prep": ("megatfm.commands.data", "corpora → tokenizer → shards"),
+    "prep": ("megatfm.commands.data", "prepare a corpus: text → tokens → shards"),
     "train": (
         "megatfm.commands.training",
         "train or resume; one process, or a rank under torchrun, srun or mpirun",

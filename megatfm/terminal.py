@@ -12,8 +12,9 @@ import shutil
 import signal
 import sys
 import textwrap
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +86,16 @@ def _spell_character(character: str) -> bytes:
     return SPELLINGS.get(character, "?").encode("ascii")
 
 
+def make_table(headings: Iterable[str], left: Container[str], title: str, **options: Any) -> "Table":
+    """Return a table without rows. left: headings of left-aligned columns; others are numbers. options: of `Table`."""
+    from rich.table import Table
+
+    table = Table(title=title, **options)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table
+
+
 def print_table(table: "Table", console: "Console | None" = None) -> None:
     """Print a table; if it is wider than the terminal (or COLUMNS), as a list of rows, so that no cell is truncated."""
     if console is None:
@@ -122,4 +133,4 @@ def wrap_line(line: str, indent: int) -> str:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return line
     width = max(shutil.get_terminal_size().columns, 2 * indent)
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -263,7 +263,8 @@ def _find_address(scheduler: str) -> str:
         return scheduler
     try:
         return str(json.loads(Path(scheduler).read_bytes())["address"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise UsageError(
-            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({error})"
+            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({reason})"
         ) from error

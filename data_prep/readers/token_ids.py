@@ -53,7 +53,7 @@ def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
             data[pointers[sequence] // item_bytes : pointers[sequence] // item_bytes + sizes[sequence]]
             for sequence in range(int(first), int(last))
         ]
-        ids = np.concatenate(parts) if len(parts) != 1 else np.array(parts[0])
+        ids = np.array(parts[0]) if len(parts) == 1 else np.concatenate([data[:0], *parts])  # perhaps no sequence
         yield ids[:-1] if eos_id is not None and len(ids) and ids[-1] == eos_id else ids
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from megatfm.config.prep import ReadConfig
+from megatfm.corpus.safe_tar import check_nothing_follows, is_oversized_extension
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
     BadFileError,
@@ -22,14 +23,6 @@ from megatfm.data_prep.readers.record import (
 )
 
 _TEXTS = ("txt", "text")
-_EXTENSIONS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
-_MAX_EXTENSION_BYTES = 2**20
 _MAX_MEMBERS = 10_000
 
 
@@ -70,12 +63,14 @@ def read_samples(path: Path, extensions: Container[str]) -> Iterator[tuple[str, 
     try:
         with (
             open_decompressed(path) as file,
-            tarfile.open(fileobj=cast(Any, _BoundedFile(file)), mode="r|", tarinfo=_StrictTarInfo) as tar,
+            tarfile.open(fileobj=cast(Any, bounded := _BoundedFile(file)), mode="r|", tarinfo=_StrictTarInfo) as tar,
         ):
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last_key = key
                 yield replace_surrogates(key), _read_members(tar, members, extensions)
+            bounded.is_over = True
+            check_nothing_follows(tar)
     # tarfile raises all of these on forged tars.
     except (tarfile.TarError, EOFError, ValueError, IndexError, OverflowError) as error:
         raise BadFileError(f"is no whole tar, after {last_key!r} ({error})") from None
@@ -93,10 +88,12 @@ class _BoundedFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._is_at_end = file, False
+        self.is_over = False
+        """Whether all members were read, so that the end of the file is no surprise."""
 
     def read(self, size: int) -> bytes:
         data = self._file.read(size)
-        if not data and self._is_at_end:
+        if not data and self._is_at_end and not self.is_over:
             raise tarfile.ReadError("a member's size leads past the end of the file")
         self._is_at_end = not data
         return data
@@ -117,7 +114,7 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"a damaged header: {error}") from None
         if member.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError(f"a sparse file: {member.name!r}")
-        if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
+        if is_oversized_extension(member):
             raise tarfile.ReadError(f"a header of {member.size:,} bytes")
         return member
 

@@ -10,7 +10,7 @@ complete. `Saver` does so in the background while training goes on.
 
 from megatfm.checkpoint.directory import check_all_bytes, find_latest, find_latest_intact, remove_leftovers
 from megatfm.checkpoint.locate import find_checkpoint, refuse_foreign_checkpoint
-from megatfm.checkpoint.reader import load, read_state, read_tensor_specs, read_tensors
+from megatfm.checkpoint.reader import check_tensor_names, load, read_state, read_tensor_specs, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
 from megatfm.checkpoint.writer import write_checkpoint_from_iterator
@@ -20,6 +20,7 @@ __all__ = [
     "Saver",
     "ShardedTensor",
     "check_all_bytes",
+    "check_tensor_names",
     "find_checkpoint",
     "find_latest",
     "find_latest_intact",

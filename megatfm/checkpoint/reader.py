@@ -77,6 +77,17 @@ def read_tensor_specs(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...
     return read_metadata(path).tensor_specs()
 
 
+def check_tensor_names(path: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise MegatfmError unless a checkpoint has all tensors of the model that its config describes, and no others."""
+    if differing := {*stored} ^ (model_names := {*expected}):
+        name = min(differing)
+        raise MegatfmError(
+            f"{path}: {name} is {'not ' * (name in model_names)}in the checkpoint, but "
+            f"{'not ' * (name not in model_names)}in the model that its config describes: open it with the version and "
+            "plugins that wrote it"
+        )
+
+
 def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[str, ShardedTensor]:
     """Convert plain tensors to sharded tensors with a single shard."""
     return {name: ShardedTensor.from_tensor(tensor) for name, tensor in tensors.items()}

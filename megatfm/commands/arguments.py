@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatfm.config import Config
+from megatfm.config.load import get_overridden_keys
 from megatfm.registry import import_foreign_plugins
 
 
@@ -62,6 +63,5 @@ def check_trust(config: Config, args: argparse.Namespace) -> None:
     """
     path = Path(args.config)
     is_run = path.is_dir() or (path.name == "config.toml" and (path.parent / "checkpoints").is_dir())
-    is_named = any(override.partition("=")[0].strip() == "plugins" for override in args.overrides)
-    if is_run and not is_named:
+    if is_run and "plugins" not in get_overridden_keys(args.overrides):
         import_foreign_plugins(config.plugins, args.config, trusted=args.trust_plugins)

@@ -124,11 +124,11 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 def completion_command(args: argparse.Namespace) -> int:
     """Print the script."""
-    print(completion_script(args.shell))
+    print(make_completion_script(args.shell))
     return 0
 
 
-def completion_script(shell: str) -> str:
+def make_completion_script(shell: str) -> str:
     """Return a shell's script that completes commands, flags, presets, config keys and values, and run directories."""
     import shtab
 

@@ -98,7 +98,7 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
     """Convert to or from PEFT's format, or merge our adapters; return messages, none for a source without adapters."""
     from megatfm import checkpoint
     from megatfm.checkpoint.locate import is_peft_folder
-    from megatfm.convert.convert import read_config
+    from megatfm.config.load import parse_stored_config
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.merge_adapters import merge_adapters
     from megatfm.convert.peft import to_peft
@@ -114,7 +114,7 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
         return to_peft(args.source, args.target, trust_plugins=args.trust_plugins)
     try:
         path = checkpoint.find_checkpoint(args.source)
-        is_adapted = read_config(path, checkpoint.read_state(path)).model.lora is not None
+        is_adapted = parse_stored_config(path, checkpoint.read_state(path)).model.lora is not None
     except MegatfmError:
         return []  # `convert` raises the error that explains it
     return merge_adapters(args.source, args.target, trust_plugins=args.trust_plugins) if is_adapted else []

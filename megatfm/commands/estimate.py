@@ -194,10 +194,10 @@ def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult
     if result.smallest is None:
         reasons = "; ".join(reason for reason, _ in result.refused.most_common(2))
         return f"--search: no layout of {opened_estimator.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
-    needed = result.smallest.score.n_bytes / 2**30
+    smallest_gib = result.smallest.score.n_bytes / 2**30
     return (
         f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest "
-        f"takes {needed:.0f} GiB of {cluster.device.memory_gib:.0f}: use more GPUs, or shorter rows"
+        f"takes {smallest_gib:.0f} GiB of {cluster.device.memory_gib:.0f}: use more GPUs, or shorter rows"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatfm.commands.arguments import add_trust_argument
 from megatfm.commands.generation import load_text_model
 from megatfm.errors import UsageError
-from megatfm.terminal import print_table
+from megatfm.terminal import make_table, print_table
 
 if TYPE_CHECKING:
     from megatfm.inference.evaluation_tasks import EvaluatedTask
@@ -146,11 +146,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
 
 def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for heading in ("task", "questions", "metric", "value", "95 % interval"):
-        table.add_column(heading, justify="right" if heading in ("questions", "value") else "left")
+    headings = ("task", "questions", "metric", "value", "95 % interval")
+    table = make_table(headings, ("task", "metric", "95 % interval"), title)
     for name, task in evaluated.items():
         first_cells = (name, f"{task.summary['questions']:,}")
         for metric, value in task.summary["metrics"].items():
@@ -164,8 +161,6 @@ def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
 def _evaluate_sets(args: argparse.Namespace) -> int:
     """Evaluate the newest checkpoint on validation sets; write RUN/evaluation.json, and where they apply,
     baselines.json, confusion.json and pictures.json."""
-    from rich.table import Table
-
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.inference.evaluate import evaluate_run
     from megatfm.report.evaluation_charts import LOSS_UNITS
@@ -187,15 +182,14 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     if evaluated is None:
         return 0
     results, baselines = evaluated
-    table = Table(title=f"{args.run_dir}, step {results['step']}")
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
     unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
     # Only a loss that is the text's likelihood is comparable with a compressor.
     has_likelihood = bool(baselines) or any("bits_per_byte" in result for result in results["sets"].values())
     text_columns = ["bits per byte", "bytes"] if has_likelihood else []
-    for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text_columns):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+    headings = ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text_columns)
+    table = make_table(headings, ("set",), f"{args.run_dir}, step {results['step']}")
     for name, result in results["sets"].items():
         cells = [f"{result['terms'][term]:.4f}" for term in terms]
         cells += [f"{100 * result['metrics'][metric]:.2f} %" for metric in metrics]

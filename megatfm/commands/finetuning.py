@@ -16,12 +16,12 @@ from megatfm.commands.arguments import (
 )
 from megatfm.commands.training import enable_expandable_segments, print_notes, remove_on_refusal, write_run_config
 from megatfm.config import Config, load_config
-from megatfm.config.load import read_values
+from megatfm.config.load import get_overridden_keys, read_values
 from megatfm.config.sources import ConfigFile, is_stored_by_us, read_files
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
-from megatfm.terminal import print_table
+from megatfm.terminal import make_table, print_table
 
 if TYPE_CHECKING:
     from megatfm.inference.task_evaluation import TaskResults
@@ -76,7 +76,7 @@ def finetune_command(args: argparse.Namespace) -> int:
 
 def check_seeds(args: argparse.Namespace, values: Mapping[str, Any]) -> Sequence[int]:
     """Return the seeds of `--seeds`. values: the config's. Raises UsageError for what is only for a single run."""
-    overridden_keys = {override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]}
+    overridden_keys = get_overridden_keys([args.config or "", *args.overrides])
     if args.seeds < 2:
         raise UsageError(f"--seeds {args.seeds}: choose 2 or more, or leave it out")
     for key, is_set in (("train.seed", "train.seed" in overridden_keys), ("run_dir", values.get("run_dir"))):
@@ -93,11 +93,9 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         from megatfm.convert.convert import check_is_new
 
         check_is_new(Path(args.export))  # before training, not after
-    config, notes = finetuning_config(args.source, args.config, overrides)
+    config, notes = make_finetuning_config(args.source, args.config, overrides)
     print_notes(notes)
-    from megatfm.tracking.run_directory import run_folder
-
-    folder, new_paths = run_folder(config), NewPaths()
+    folder, new_paths = config.run_folder, NewPaths()
     write_run_config(config, folder / RESOLVED_CONFIG, new_paths)
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
@@ -123,7 +121,9 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     return EXIT_OK, results
 
 
-def finetuning_config(source: str | None, path: str | None, overrides: Sequence[str]) -> tuple[Config, Sequence[str]]:
+def make_finetuning_config(
+    source: str | None, path: str | None, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
     """Tokenize the task's files; return the complete config (head, objective, steps, …) and notes for the user.
 
     source: model to start from. path: config or preset. Raises UsageError.
@@ -208,14 +208,11 @@ def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list
 
 def print_results(results: "TaskResults") -> None:
     """Print a table of metrics with their confidence intervals; nothing without a validation or test file."""
-    from rich.table import Table
-
     if not results.sets:
         return
     names = list(next(iter(results.sets.values()))["metrics"])
-    table = Table(title=f"{results.checkpoint}, step {results.step}")
-    for heading in ("set", "examples", "loss", *names):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+    title = f"{results.checkpoint}, step {results.step}"
+    table = make_table(("set", "examples", "loss", *names), ("set",), title)
     for name, result in results.sets.items():
         cells = []
         for metric, value in result["metrics"].items():
@@ -230,14 +227,11 @@ def print_results(results: "TaskResults") -> None:
 
 def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
     """Print mean and standard deviation of each metric over runs; nothing without a validation or test file."""
-    from rich.table import Table
-
     if not results_by_seed[0].sets:
         return
-    table = Table(title=f"mean ± standard deviation of {len(results_by_seed)} seeds")
     names = list(next(iter(results_by_seed[0].sets.values()))["metrics"])
-    for heading in ("set", "loss", *names):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+    title = f"mean ± standard deviation of {len(results_by_seed)} seeds"
+    table = make_table(("set", "loss", *names), ("set",), title)
     for name in results_by_seed[0].sets:
         columns = [[results.sets[name]["loss"] for results in results_by_seed]]
         columns += [[results.sets[name]["metrics"][metric] for results in results_by_seed] for metric in names]

@@ -10,12 +10,12 @@ from blake3 import blake3
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import migrate
+from megatfm.config.load import get_overridden_keys
 from megatfm.convert.convert import convert
 from megatfm.convert.electra_pair import is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
-from megatfm.tracking.run_directory import run_folder
 
 CONVERTED_DIR = "from"
 """Folder in the run directory for a converted Hugging Face model, with a marker of its path."""
@@ -41,8 +41,7 @@ def continue_from_config(
     source = Path(source)
     messages: list[str] = []
     name = f"from-{source.absolute().name}"
-    overridden_keys = {override.partition("=")[0].strip() for override in overrides}
-    if base_config is None and not any(key.startswith(DATA_KEYS) for key in overridden_keys):
+    if base_config is None and not any(key.startswith(DATA_KEYS) for key in get_overridden_keys(overrides)):
         raise UsageError("--from needs a corpus to train on: give data.train=CORPUS/train, or data.corpus=CORPUS")
     if is_hf_folder(source) or is_electra_folder(source):
         try:
@@ -79,7 +78,7 @@ def _convert_hf_once(
     if base_config is not None:
         model = open_folder(source).config.model_dump(mode="json")
         with_tokenizer = [f"data.tokenizer={source}", *overrides[1:]]  # presets need not name a tokenizer
-        run = run_folder(load_config(base_config, with_tokenizer, replaced_sections={"model": model}))
+        run = load_config(base_config, with_tokenizer, replaced_sections={"model": model}).run_folder
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
     # The name contains a hash of the source's path, so that a model converted from another folder is not used.

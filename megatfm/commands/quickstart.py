@@ -20,6 +20,7 @@ from rich.table import Table
 
 from megatfm import cli
 from megatfm.config import Config, load_config
+from megatfm.config.load import get_overridden_keys
 from megatfm.errors import EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.job import MEGATFM_COMMAND, make_python_path
 
@@ -42,11 +43,11 @@ def quickstart_command(args: argparse.Namespace) -> int:
         raise UsageError(f"--nproc {args.nproc}: choose 1 or more")
     start = time.monotonic()
     prep, overrides = _make_corpus_overrides(args.corpus)
-    overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
+    overridden_keys = get_overridden_keys(args.overrides)
     defaults = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in overridden_keys]
     overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
-    run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
+    run_dir = config.run_folder
     run_path = os.path.relpath(run_dir)
     launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
 

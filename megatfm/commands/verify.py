@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.errors import UsageError
-from megatfm.terminal import print_table
+from megatfm.terminal import make_table, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -210,14 +210,12 @@ def _make_gradient_table(comparison: "GradientComparison", n_rows: int) -> "Tabl
 
 
 def _make_traffic_table(comparison: "GradientComparison") -> "Table":
-    from rich.table import Table
-
-    table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
-    for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
-        table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
-    flow_of = {(flow.axis, flow.collective): flow for flow in comparison.flows}
-    for key in sorted(flow_of.keys() | comparison.expected.keys()):
-        flow, (_, expected_bytes) = flow_of.get(key), comparison.expected.get(key, (0, 0))
+    headings = ("axis", "collective", "calls", "bytes sent", "expected")
+    title = "Counted in this step, for the rank that sends most"
+    table = make_table(headings, ("axis", "collective"), title, title_justify="left")
+    flows = {(flow.axis, flow.collective): flow for flow in comparison.flows}
+    for key in sorted(flows.keys() | comparison.expected.keys()):
+        flow, (_, expected_bytes) = flows.get(key), comparison.expected.get(key, (0, 0))
         sent_bytes = flow.sent_bytes if flow else 0
         has_expectation = key[0] not in comparison.axes_without_closed_form
         row = (

@@ -11,8 +11,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megatfm.config.foreign_keys import FLAT_MODEL_KEYS, FOREIGN_KEYS
-from megatfm.config.key_migrations import find_renamed_keys
-from megatfm.config.marked_strings import FromCommandLine
+from megatfm.config.key_migrations import find_renamed_keys, migrate
+from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.config.section import (
@@ -31,7 +31,7 @@ from megatfm.config.sources import (
     read_files,
     set_run_dir,
 )
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
@@ -53,7 +53,7 @@ def load_config(
 ) -> Config:
     """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
     config = load_section(Config, path_or_preset, overrides, replaced_sections)
-    return config if config.reads_text else _without_corpus_tokenizer(config, overrides)
+    return config if config.reads_text else _drop_corpus_tokenizer(config, overrides)
 
 
 def read_values(config_class: type[Section], path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def load_section(
         )
     files = read_files(config_class, path_or_preset)
     values = merge_files(config_class, files)
-    values |= _with_kept_options(replaced_sections or {}, values, files[0].values)
+    values |= _keep_options(replaced_sections or {}, values, files[0].values)
     if not replaced_sections and is_vocab_size_of_preset(files):
         drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
@@ -110,7 +110,7 @@ def load_section(
     return config
 
 
-def _with_kept_options(
+def _keep_options(
     replaced_sections: Mapping[str, Any], values: Mapping[str, Any], file_values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the replaced sections; a replaced model keeps `[model.lora]`, and a task's `[model.extra_heads]`.
@@ -139,17 +139,30 @@ def _check_command(path_or_preset: str | Path, config_class: type[Section], valu
         )
 
 
+def parse_stored_config(path: Path, state: Mapping[str, Any]) -> Config:
+    """Return the config in a checkpoint's state, which unlike RUN/config.toml never changes.
+
+    path: of the checkpoint. Raises MegatfmError if this version can't read the config.
+    """
+    try:
+        return Config.model_validate(migrate(state.get("config")))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "config"
+        raise MegatfmError(
+            f"{path}: this version of megatfm can't read its config ({key}: {first['msg']}): use the one that wrote "
+            f"it, {state.get('megatfm', 'which it does not name')}"
+        ) from None
+
+
 def to_toml(config: Section) -> str:
     """Return a config as TOML with every default; keys that are None are left out."""
-    return tomli_w.dumps(_to_builtin(config.model_dump(exclude_none=True)))
+    return tomli_w.dumps(map_strings(config.model_dump(exclude_none=True), str))
 
 
-def _to_builtin(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to_builtin(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_builtin(item) for item in value]
-    return str(value) if isinstance(value, str) else value
+def get_overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of `key=value` overrides."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -159,7 +172,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
     default applies. A new `name` of a section removes the keys that only the old variant has. `data.corpus=DIR` sets
     the training and validation corpus and the tokenizer.
     """
-    overridden = {override.partition("=")[0].strip() for override in overrides}
+    overridden = get_overridden_keys(overrides)
     for override in overrides:
         key, equals, text = override.partition("=")
         key, text = key.strip(), text.strip()
@@ -191,7 +204,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
 
 def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Remove a preset's vocab_size if overrides set another tokenizer and not `model.vocab_size`."""
-    overridden = {override.partition("=")[0].strip() for override in overrides}
+    overridden = get_overridden_keys(overrides)
     model = values.get("model")
     if overridden & {CORPUS, "data.tokenizer"} and "model.vocab_size" not in overridden and isinstance(model, dict):
         model.pop("vocab_size", None)
@@ -207,9 +220,9 @@ def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data["tokenizer"] = FromCommandLine(folder)
 
 
-def _without_corpus_tokenizer(config: Config, overrides: Sequence[str]) -> Config:
+def _drop_corpus_tokenizer(config: Config, overrides: Sequence[str]) -> Config:
     """Return the config without the tokenizer that `data.corpus` sets, which a corpus of images may lack."""
-    overridden = {override.partition("=")[0].strip() for override in overrides}
+    overridden = get_overridden_keys(overrides)
     if CORPUS not in overridden or "data.tokenizer" in overridden:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
@@ -231,16 +244,7 @@ def _parse(override: str, text: str) -> Any:
         return FromCommandLine(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"override {override[:40]}…: {error}") from None
-    return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
-
-
-def _from_command_line(value: Any) -> Any:
-    """Mark the strings of a value, also inside tables and lists, as from the command line."""
-    if isinstance(value, Mapping):
-        return {key: _from_command_line(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_command_line(item) for item in value]
-    return FromCommandLine(value) if isinstance(value, str) else value
+    return FromCommandLine(text) if isinstance(value, date | time) else map_strings(value, FromCommandLine)
 
 
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:

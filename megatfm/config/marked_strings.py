@@ -1,7 +1,8 @@
 """Strings of a config with their origin, relative to which paths resolve."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 
 class FromCommandLine(str):
@@ -20,3 +21,12 @@ class FromFile(str):
 
     def __getnewargs__(self) -> tuple[str, Path]:  # type: ignore[override]
         return str(self), self.folder
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with its strings changed, also inside tables and lists."""
+    if isinstance(value, Mapping):
+        return {key: map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

@@ -43,14 +43,14 @@ from megatfm.config.section import (
     find_nearest_divisor,
     unflatten,
 )
-from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, without_layers
+from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, make_layers_optional
 from megatfm.registry import did_you_mean
 
 
 class ModelConfig(Section):
     """The architecture: sizes, and a section for each part, whose `name` chooses a registered one."""
 
-    model_config = ConfigDict(json_schema_extra=without_layers)
+    model_config = ConfigDict(json_schema_extra=make_layers_optional)
 
     family: str = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone), hierarchical (Swin),

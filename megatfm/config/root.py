@@ -1,6 +1,7 @@
 """The whole training config."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, get_args, get_origin
 
 from pydantic import Field, model_validator
@@ -19,7 +20,7 @@ from megatfm.config.optimizer import (
     WSDSchedule,
 )
 from megatfm.config.parallel import ENGINES, ParallelConfig
-from megatfm.config.section import PathStr, Section, get_value_type, list_variants
+from megatfm.config.section import PathStr, Section, check_path, get_value_type, list_variants
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -69,12 +70,26 @@ class Config(Section):
             )
         if not self.plugins:
             self._check_names()
+        self._check_weight_average()
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
                 f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages "
                 "weights in place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
             )
         return self
+
+    def _check_weight_average(self) -> None:
+        """Refuse `optimizer.ema_decay` beside what `megatfm.optim.parameters.with_weight_average` can't average."""
+        optimizer, reason = self.optimizer, ""
+        if isinstance(optimizer, ScheduleFreeConfig):
+            reason = "averages weights itself"
+        elif getattr(optimizer, "moments_dtype", "param") != "param":
+            reason = "keeps its state in another precision (moments_dtype)"
+        if optimizer.ema_decay is not None and reason:
+            raise ValueError(
+                f"optimizer.ema_decay = {optimizer.ema_decay:g}: optimizer.name = {optimizer.name!r} {reason}: choose "
+                "adamw, lion, muon, soap, adafactor or lamb, without moments_dtype, or leave ema_decay out"
+            )
 
     def _check_names(self) -> None:
         """Refuse names that only a plugin could register, before a job waits for them."""
@@ -146,6 +161,11 @@ class Config(Section):
                 f"train.global_batch = {rows} is not a multiple of "
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
+
+    @property
+    def run_folder(self) -> Path:
+        """The run directory, absolute. Raises UsageError if its path is no UTF-8."""
+        return check_path(Path(self.run_dir) if self.run_dir else Path.cwd() / "runs" / self.name)
 
     @property
     def reads_text(self) -> bool:

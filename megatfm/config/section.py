@@ -90,7 +90,7 @@ class Section(BaseModel):
         """Refuse a bool for a number, as in `checkpoint.every = true`: to Python, true is 1."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            if field and (type_name := _number_in_place_of_bool(value, field.annotation)):
+            if field and (type_name := _find_bool_as_number(value, field.annotation)):
                 raise ValueError(f"{key} = {json.dumps(value)}: {type_name}")
         return values
 
@@ -307,7 +307,7 @@ def _list_types(annotation: Any) -> list[Any]:
     return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
 
 
-def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
+def _find_bool_as_number(value: Any, annotation: Any) -> str:
     """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
     if not isinstance(value, bool | list | tuple | Mapping):
         return ""  # nearly every value; a deep model's layers validate thousands
@@ -323,9 +323,9 @@ def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
         if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
             item_types = tuple(part for part in item_types if part is not Ellipsis)
             item_types += item_types[-1:] * (len(value) - len(item_types))
-            faults: Iterable[str] = map(_number_in_place_of_bool, value, item_types)
+            faults: Iterable[str] = map(_find_bool_as_number, value, item_types)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            faults = (_number_in_place_of_bool(item, item_types[1]) for item in value.values())
+            faults = (_find_bool_as_number(item, item_types[1]) for item in value.values())
         else:
             continue
         return next(filter(None, faults), "")
@@ -341,7 +341,7 @@ def _is_list_of_words(section: type[BaseModel], key: str) -> bool:
     return str in (first, getattr(first, "__origin__", None)) or get_origin(first) is Literal
 
 
-def _resolve(value: Any, info: ValidationInfo) -> Any:
+def _resolve_path(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or "://" in value:
         return value
     if not value:
@@ -357,7 +357,7 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
     return os.path.normpath(Path(base or Path.cwd()) / path)
 
 
-PathStr = Annotated[str, BeforeValidator(_resolve)]
+PathStr = Annotated[str, BeforeValidator(_resolve_path)]
 """A path, made absolute on loading: relative to the config file, or, from the command line or a preset, to the current
 directory. URLs are unchanged."""
 

@@ -5,6 +5,7 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from megatfm.config.key_migrations import migrate
-from megatfm.config.marked_strings import FromFile
+from megatfm.config.marked_strings import FromFile, map_strings
 from megatfm.config.root import Config
 from megatfm.config.section import Section, get_value_type, get_variant_name, list_variants
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
+MAX_DEPTH = 100
+"""Largest depth of tables and lists within one another."""
 ALIASES = {
     "gpt2": "gpt2-124m",
     "gpt2-small": "gpt2-124m",
@@ -83,7 +86,8 @@ def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[st
         stored = dict(file.values)
         if is_config_of_run(file.path):
             stored.pop("run_dir", None)
-        changes = stored if file.folder == folder else _from_file(stored, file.folder)
+        is_elsewhere = file.folder != folder
+        changes = map_strings(stored, partial(FromFile, folder=file.folder)) if is_elsewhere else stored
         values = merge_section(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _get_table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values.get("model"), dict):
@@ -116,6 +120,15 @@ def _get_table(file: ConfigFile, key: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
+def _is_deeper(values: Mapping[str, Any], depth: int) -> bool:
+    """Return whether tables and lists are nested deeper than that. Not recursive: TOML's headers nest without limit."""
+    level: list[Any] = [values]
+    for _ in range(depth):
+        items = (item for table in level for item in (table.values() if isinstance(table, dict) else table))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
 def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> ConfigFile:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -124,6 +137,8 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
         raise UsageError(f"{path}: not valid TOML: {error}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    if _is_deeper(values, MAX_DEPTH):
+        raise UsageError(f"{path}: has tables within tables, more than {MAX_DEPTH}: no config has so many")
     extends = values.pop("extends", None)
     if extends is not None and (not isinstance(extends, str) or not extends):
         raise UsageError(
@@ -159,15 +174,6 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
         hint = did_you_mean(base, [*list_presets(), *ALIASES])
         missing = f"no preset is named so, and there is no file {sibling}{hint}"
         raise UsageError(f"{path}: extends = {base!r}: {error if sibling.exists() else missing}") from None
-
-
-def _from_file(value: Any, folder: Path) -> Any:
-    """Mark the strings of a value, also in tables and lists, as those of a file in `folder`."""
-    if isinstance(value, Mapping):
-        return {key: _from_file(item, folder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_file(item, folder) for item in value]
-    return FromFile(value, folder) if isinstance(value, str) else value
 
 
 def is_stored_by_us(path: Path) -> bool:

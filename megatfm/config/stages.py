@@ -78,7 +78,7 @@ def fill_in_stages(values: Any) -> Any:
     return filled
 
 
-def without_layers(schema: dict[str, Any]) -> None:
+def make_layers_optional(schema: dict[str, Any]) -> None:
     """Make n_layers optional in a model's JSON schema, since stages can set it."""
     schema["required"].remove("n_layers")
 

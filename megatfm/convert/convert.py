@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
 from megatfm.checkpoint.locate import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
-from megatfm.config.key_migrations import migrate
+from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
@@ -118,7 +118,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         for key, (dtype, shape) in checkpoint.read_tensor_specs(path).items()
         if key.startswith("model.")
     }
-    check_tensor_names(path, tensors, config.model)
+    checkpoint.check_tensor_names(path, tensors, list_tensor_shapes(config.model))
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
@@ -158,20 +158,9 @@ def open_best_checkpoint(source: str | Path, *, trust_plugins: bool) -> tuple[Pa
     """Return the best checkpoint of a run or folder, its state and its config, and import the config's plugins."""
     path = find_best_checkpoint(source)
     state = checkpoint.read_state(path)
-    config = read_config(path, state)
+    config = parse_stored_config(path, state)
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     return path, state, config
-
-
-def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
-    """Return the config of a checkpoint's state. Raises MegatfmError if this version can't read it."""
-    try:
-        return Config.model_validate(migrate(state.get("config")))
-    except ValidationError as error:
-        raise MegatfmError(
-            f"{path}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
-            f"version that wrote it, {state.get('megatfm', 'which it does not name')}"
-        ) from None
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
@@ -180,8 +169,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tokenizer_file, notes = tokenizer_files.import_tokenizer(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
-    length = hf_model.json.get(hf_model.architecture.max_length_key) or hf_model.config.position.limit
-    config = make_starting_config(target, hf_model.config, tokenizer_file, length)
+    config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
     state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
     if isinstance(hf_model, HfFolder):
@@ -254,17 +242,6 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
         return []
     more = f" and {len(names) - 1} more" * (len(names) > 1)
     return [f"NaN or infinity in {names[0]}{more}: the model's outputs may be NaN, too"]
-
-
-def check_tensor_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
-    """Raise MegatfmError unless a checkpoint has all tensors of the model that its config describes, and no others."""
-    expected = list_tensor_shapes(config)
-    if differing := set(names) ^ expected.keys():
-        name = min(differing)
-        raise MegatfmError(
-            f"{path}: {name} is {'not ' * (name in expected)}in the checkpoint, but {'not ' * (name not in expected)}"
-            "in the model that its config describes: open it with the version and plugins that wrote it"
-        )
 
 
 def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:

@@ -61,10 +61,8 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     step = folder.step()
     with new_folder(target) as partial:
         tokenizer_file, notes = tokenizer_files.import_tokenizer(Path(like), partial)
-        length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
-        config = make_branching_config(
-            make_starting_config(target, folder.config, tokenizer_file, length), target, step
-        )
+        started = make_starting_config(target, folder.config, tokenizer_file, folder.max_length)
+        config = make_branching_config(started, target, step)
         state: dict[str, JsonValue] = {
             "tokens": 0,
             "precision": "fp32",

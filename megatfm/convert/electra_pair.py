@@ -88,7 +88,8 @@ class ElectraFolder:
                 )
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
-        self.architecture, self.config = discriminator.architecture, self._make_config()
+        self.architecture, self.max_length = discriminator.architecture, discriminator.max_length
+        self.config = self._make_config()
         exported_halves = [
             _export(half, half_config, ELECTRA_CLASSES[half])
             for half, half_config in _split_config(self.config).items()

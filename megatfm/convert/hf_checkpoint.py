@@ -64,6 +64,12 @@ class HfFolder:
                 f"opened without its head: its files lack {_abbreviate_names(missing_names)} of a {names[0]}",
             )
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest text for which the model was made; None: unknown."""
+        length: int | None = self.json.get(self.architecture.max_length_key) or self.config.position.limit
+        return length
+
     def stored_names(self, name: str) -> Mapping[str, str]:
         """Return tensor name → file; name: of the architecture."""
         return _read_weight_map(self.path, name)
@@ -176,7 +182,8 @@ def read_pixel_normalization(folder: Path) -> dict[str, Any]:
         return {}
     values = read_json_object(folder / PREPROCESSOR)
     factor = values.get("rescale_factor") or 1 / 255
-    if values.get("do_rescale") is False or not math.isclose(float(factor), 1 / 255, rel_tol=1e-6):
+    is_usual = isinstance(factor, int | float) and math.isclose(factor, 1 / 255, rel_tol=1e-6)
+    if values.get("do_rescale") is False or not is_usual:
         raise UsageError(
             f"{PREPROCESSOR}: do_rescale = {values.get('do_rescale')}, rescale_factor = {factor}: megatfm divides "
             "pixels by 255: rescale image_mean and image_std, and remove both keys"

@@ -61,10 +61,9 @@ def load_generation_fields(path: str | Path) -> dict[str, Any]:
             f"{path}: the model's vocabulary has {vocab_size} entries, its tokenizer's {tokenizer.vocab_size}: one "
             "of the two was replaced"
         )
-    length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
     return {
         "tokenizer": tokenizer,
-        "config": make_starting_config(folder_path, folder.config, tokenizer_file.name, length),
+        "config": make_starting_config(folder_path, folder.config, tokenizer_file.name, folder.max_length),
         "step": 0,
         "run_dir": None,
         "prompt_prefix_ids": read_bos_prefix_ids(source, tokenizer),
@@ -113,7 +112,7 @@ def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dic
     if (file := folder_path / "modules.json").is_file():
         try:
             kinds = [str(module["type"]) for module in json.loads(file.read_text(encoding="utf-8-sig"))]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UsageError(f"{file}: not a list of modules: {error}") from None
         supported_modules = ("Transformer", "Pooling", "Normalize")
         if unknown := [kind for kind in kinds if not kind.endswith(supported_modules)]:

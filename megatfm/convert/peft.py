@@ -8,7 +8,7 @@ All experts of a block are one parameter in transformers, [experts, d_out, d_in]
 wraps the module of the experts once for each adapted parameter, so that the first one's is behind `base_layer`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     exported = exported_models[0]
     mappings = get_module_mappings(exported.architecture, base) or exported.mappings
     factors, saved, is_transposed = _convert_trained(exported.name, mappings, _read_trained(path, options), source)
+    saved |= _read_rest_of_modules(path, mappings, saved)
     adapter_config = _make_adapter_config(
         options, factors, saved, [name for mapping in mappings for name in mapping.hf]
     ) | {
@@ -98,12 +99,35 @@ def _convert_trained(
         if trained.keys() >= set(mapping.megatfm) and mapping.hf[0].endswith((".weight", ".bias")):
             tensors = mapping.to_hf([trained[key] for key in mapping.megatfm])
             saved |= dict(zip(mapping.hf, tensors, strict=True))
+            saved |= dict.fromkeys(mapping.tied_names, tensors[0])  # PEFT copies each module, and so unties them
             unused -= set(mapping.megatfm)
     if unused:
         raise UsageError(
             f"{source}: transformers' {name} has no place for {min(unused)}: use --to hf for a merged model"
         )
     return factors, saved, is_transposed
+
+
+def _read_rest_of_modules(
+    path: Path, mappings: Sequence[WeightMapping], saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the other weights of the modules that `saved` is of, by transformers' names: PEFT reads whole modules."""
+    modules, others = _list_outermost_modules(saved), dict[str, Tensor]()
+    for mapping in mappings:
+        names = [*mapping.hf, *mapping.tied_names]
+        missing = [n for n in names if n not in saved and any(n.startswith(f"{module}.") for module in modules)]
+        if missing:
+            stored = checkpoint.read_tensors(path, only=[f"model.{key}" for key in mapping.megatfm])
+            tensors = mapping.to_hf([stored[f"model.{key}"] for key in mapping.megatfm])
+            values = dict(zip(mapping.hf, tensors, strict=True)) | dict.fromkeys(mapping.tied_names, tensors[0])
+            others |= {name: values[name] for name in missing}
+    return others
+
+
+def _list_outermost_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules of weights, without those that lie in another one."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return [module for module in modules if not any(module.startswith(f"{other}.") for other in modules)]
 
 
 def _make_adapter_config(
@@ -122,7 +146,7 @@ def _make_adapter_config(
         "target_parameters": shorten_names(parameters, all_names) or None,
         "rank_pattern": ranks,
         "alpha_pattern": {name: rank * options.alpha / options.rank for name, rank in ranks.items()},
-        "modules_to_save": list(dict.fromkeys(name.rpartition(".")[0] for name in saved)) or None,
+        "modules_to_save": _list_outermost_modules(saved) or None,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

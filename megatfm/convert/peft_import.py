@@ -14,10 +14,9 @@ from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm import checkpoint, tokenizers
-from megatfm.checkpoint import file_io
+from megatfm import tokenizers
 from megatfm.checkpoint.locate import ADAPTER_CONFIG, describe_base, read_adapter_base
-from megatfm.config import ModelConfig, make_usage_error, to_toml
+from megatfm.config import ModelConfig, make_usage_error
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
     check_is_new,
@@ -25,6 +24,7 @@ from megatfm.convert.convert import (
     list_tensor_shapes,
     new_folder,
     read_converted_tensors,
+    write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json_object
 from megatfm.convert.peft import (
@@ -42,7 +42,6 @@ from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name_factors
 from megatfm.models import MODELS
-from megatfm.version import __version__
 
 NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
@@ -96,7 +95,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
         for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (weight_scale / scale), rank), strict=True)
     }
     with new_folder(target) as folder:
-        _write_model(opened, model, {**adapters, **saved}, folder, target, source)
+        _write_adapted_model(opened, model, {**adapters, **saved}, folder, target, source)
     return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
 
 
@@ -141,7 +140,11 @@ class PeftAdapter:
         self._config_path, self._weights_path = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
         self._options, self._base = options, base
         module_mappings = get_module_mappings(base.architecture, base.config) or base.mappings
-        self._mappings = {name: mapping for mapping in (*base.mappings, *module_mappings) for name in mapping.hf}
+        self._mappings = {
+            name: mapping
+            for mapping in (*base.mappings, *module_mappings)
+            for name in (*mapping.hf, *mapping.tied_names)
+        }
         targets = options.get("target_parameters") or []
         adapted_parameters = [
             name
@@ -169,6 +172,8 @@ class PeftAdapter:
                 factors |= self._convert_factors(module, tensor, tensors.get(f"{PREFIX}{module}{B_SUFFIX}"))
             elif not name.endswith(B_SUFFIX):
                 other_weights[name] = tensor
+            elif f"{full_name.removesuffix(B_SUFFIX)}{A_SUFFIX}" not in tensors:
+                raise MegatfmError(f"{self._weights_path}: {full_name} has no lora_A beside it")
         if not factors:
             raise MegatfmError(f"{self._weights_path}: holds no lora_A and lora_B")
         return factors, self._convert_other_weights(other_weights)
@@ -200,16 +205,34 @@ class PeftAdapter:
         """
         by_hf_name = {self._resolve_name(name): tensor for name, tensor in weights.items()}
         converted: dict[str, Tensor] = {}
-        for name in by_hf_name:
-            mapping = self._mappings[name]
-            if missing := [hf_name for hf_name in mapping.hf if hf_name not in by_hf_name]:
+        for mapping in dict.fromkeys(self._mappings[name] for name in by_hf_name):
+            if mapping.tied_names and not self._trains_tied(mapping, by_hf_name):
+                continue
+            if missing := [name for name in mapping.hf if name not in by_hf_name]:
+                stored_name = next(name for name in mapping.hf if name in by_hf_name)
                 raise UsageError(
-                    f"{self._weights_path}: holds {name} without {missing[0]}, which is in the same matrix of megatfm: "
-                    f"{MERGE_ADVICE}"
+                    f"{self._weights_path}: holds {stored_name} without {missing[0]}, which is in the same matrix of "
+                    f"megatfm: {MERGE_ADVICE}"
                 )
-            tensors = mapping.from_hf([by_hf_name[hf_name] for hf_name in mapping.hf])
+            tensors = mapping.from_hf([by_hf_name[name] for name in mapping.hf])
             converted |= dict(zip(mapping.megatfm, tensors, strict=True))
         return converted
+
+    def _trains_tied(self, mapping: WeightMapping, by_hf_name: Mapping[str, Tensor]) -> bool:
+        """Return whether a tensor with several names is trained; false for mere copies of the base's.
+
+        PEFT copies modules, and so unties them. Raises UsageError where names have different values.
+        """
+        names = (mapping.hf[0], *mapping.tied_names)
+        base = self._base.read_tensor(mapping.hf[0]).double()
+        values = [by_hf_name[name].double() if name in by_hf_name else base for name in names]
+        for name, value in zip(names, values, strict=True):
+            if not torch.equal(value, values[0]):
+                raise UsageError(
+                    f"{self._weights_path}: {mapping.hf[0]} and {name} differ, and are one matrix in the base: train "
+                    "them with ensure_weight_tying = True in PEFT's LoraConfig, or untie them in the base"
+                )
+        return mapping.hf[0] in by_hf_name
 
     def _find_mapping(self, name: str) -> WeightMapping:
         """Return the mapping of a weight of transformers. Raises UsageError for an unknown one."""
@@ -296,7 +319,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise MegatfmError(f"{path}: can't read it: {error}") from None
 
 
-def _write_model(
+def _write_adapted_model(
     opened: HfFolder,
     model: ModelConfig,
     changed: Mapping[str, Tensor],
@@ -308,16 +331,12 @@ def _write_model(
     tokenizer_file, notes = tokenizer_files.import_tokenizer(opened.path, folder)
     opened.notes += notes
     shapes = list_tensor_shapes(model)
-    length = opened.json.get(opened.architecture.max_length_key) or model.position.limit
-    config = make_starting_config(target, model, tokenizer_file, length)
+    config = make_starting_config(target, model, tokenizer_file, opened.max_length)
     state: dict[str, JsonValue] = {
         "origin": tokenizer_files.record_origin(
             opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)
         ),
         "base": {"checkpoint": str(opened.path.absolute())},
-        "step": 0,
-        "megatfm": __version__,
-        "config": config.model_dump(mode="json"),
         "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     for name, tensor in changed.items():
@@ -333,6 +352,5 @@ def _write_model(
         for name, tensor in changed.items():
             yield f"model.{name}", tensor
 
-    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, list_all_tensors(), state)
-    header = format_config_comment(f"{opened.name} and its adapter", family=model.family)
-    file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(config)).encode())])
+    comment = format_config_comment(f"{opened.name} and its adapter", family=model.family)
+    write_model(folder, config, list_all_tensors(), state, comment)

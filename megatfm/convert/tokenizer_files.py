@@ -19,6 +19,7 @@ from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
+from megatfm.tokenizers.base import list_token_ids
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (
@@ -191,7 +192,7 @@ def make_generation_config(
     path = tokenizers.find_tokenizer_file(folder)
     ends = find_answer_end_tokens(config.task, path, tokenizers.load(path)) if path is not None else ()
     ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
-    listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+    listed = list_token_ids(ids)
     if missing := [token for token in ends if token not in listed]:
         generation["eos_token_id"] = [*listed, *missing]
     return generation
@@ -220,8 +221,7 @@ def find_eos_token_ids(source: Path, hf_config: dict[str, Any], tokenizer: Token
     """Return the ids that end a text by the model's files; the tokenizer's EOS comes first if it is among them."""
     file = source / GENERATION
     ids = (read_json_object(file) if file.is_file() else {}).get("eos_token_id", hf_config.get("eos_token_id"))
-    stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
-    return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
+    return sorted(dict.fromkeys(list_token_ids(ids)), key=lambda id: id != tokenizer.eos)
 
 
 def find_bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:

@@ -14,12 +14,11 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, make_usage_error
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
+from megatfm.config.load import parse_stored_config
 from megatfm.convert.convert import (
     check_is_new,
-    check_tensor_names,
     list_tensor_shapes,
     new_folder,
-    read_config,
     write_model,
 )
 from megatfm.errors import MegatfmError, UsageError
@@ -166,7 +165,7 @@ def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust
     check_is_new(target)
     path = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(path)
-    config = read_config(path, state)
+    config = parse_stored_config(path, state)
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     if config.model.lora is not None:
         raise UsageError(
@@ -174,7 +173,7 @@ def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust
             f"merge them first, megatfm convert {source} MERGED --to megatfm"
         )
     dense = _LazyCheckpoint(path)
-    check_tensor_names(path, dense, config.model)
+    checkpoint.check_tensor_names(path, dense, list_tensor_shapes(config.model))
     try:
         model = mixture.model(config.model)
         upcycled = config.with_changes(

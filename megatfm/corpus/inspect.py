@@ -16,7 +16,7 @@ from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.errors import MegatfmError
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, wrap_line
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
 MAX_LISTED = 20
@@ -141,15 +141,18 @@ def _show_sample(
     spell: Callable[[Sample], str | None] | None,
 ) -> str:
     sample = corpus.read_sample(sample_index)
+    has_text = len(sample.tokens) > 0 or corpus.tokenizer_hash != NO_TOKENIZER
     facts = {
         "sample": f"{sample_index:,} of {corpus.n_samples:,}",
         "key": sample.key,
         "source": sample.source,
         **_describe_class(corpus, sample),
-        "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
-        **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
+        **({"tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text"} if has_text else {}),
+        **{f".{extension}": format_counted(len(data), "byte") for extension, data in sample.members.items()},
         **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
     }
+    if not has_text:
+        return _format_facts(facts)
     text = spell(sample) if spell else None
     if text is None:
         text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
@@ -166,7 +169,8 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+    lines = {f"{name:<{width}}  {value}": " " in value for name, value in facts.items()}
+    return "\n".join(wrap_line(line, indent=width + 2) if has_words else line for line, has_words in lines.items())
 
 
 def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:

@@ -158,10 +158,11 @@ class Manifest(_Strict):
         path = folder / MANIFEST
         if not os.path.lexists(path):
             if parts := sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}")):
-                raise UsageError(
-                    f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
-                    f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
-                )
+                advice = f"name one of them, for example {folder / parts[0]}"
+                if parts != ["train", "validation"]:
+                    advice += ", or give them weights in data.mixture.NAME.path"
+                names = ", ".join(parts[:8]) + (" …" if len(parts) > 8 else "")
+                raise UsageError(f"{folder}: holds a corpus for each of {names}: {advice}")
             if (corpora := _read_training_corpora(folder)) is not None:
                 raise UsageError(
                     f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"

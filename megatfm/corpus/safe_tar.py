@@ -29,6 +29,11 @@ _EXTENSIONS = (
 )
 
 
+def is_oversized_extension(member: tarfile.TarInfo) -> bool:
+    """Return whether a member is a header extension, such as a long name, over MAX_EXTENSION_BYTES."""
+    return member.type in _EXTENSIONS and member.size > MAX_EXTENSION_BYTES
+
+
 class TokenArray(NamedTuple):
     """One sample's tokens in a shard."""
 
@@ -110,11 +115,14 @@ class _Sample:
         )
 
 
-def iter_tar_members(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+def iter_tar_members(
+    file: IO[bytes], path: Path, require_end_marker: bool, *, allow_more: bool = False
+) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Yield every plain file of a tar with its data; skip folders.
 
     Raises a RefusedMemberError for other kinds of members, unsafe names and absurd sizes, and a MegatfmError for a
     damaged tar. require_end_marker: also raise it if the tar lacks its end marker, so that it is cut off.
+    allow_more: accept data behind that marker.
     """
     has_end_marker = False
 
@@ -129,7 +137,7 @@ def iter_tar_members(file: IO[bytes], path: Path, require_end_marker: bool) -> I
 
         def _proc_member(self, tar: Any) -> Any:
             # These would be read into memory as a whole.
-            if self.type in _EXTENSIONS and self.size > MAX_EXTENSION_BYTES:
+            if is_oversized_extension(self):
                 raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
             return super()._proc_member(tar)  # type: ignore[misc]
 
@@ -146,12 +154,27 @@ def iter_tar_members(file: IO[bytes], path: Path, require_end_marker: bool) -> I
                 if len(data) != member.size:
                     raise MegatfmError(f"{location}: is cut off")
                 yield member, data
+            if not allow_more:
+                check_nothing_follows(tar)
     except zstandard.ZstdError as error:
         raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
     except (tarfile.TarError, EOFError, OSError, ValueError, IndexError, OverflowError) as error:
         raise MegatfmError(f"{path}: not a whole tar ({error})") from error
     if require_end_marker and not has_end_marker:
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
+
+
+def check_nothing_follows(tar: tarfile.TarFile) -> None:
+    """Raise a tarfile.ReadError if anything but zeros follows the end of a tar that was read as a stream.
+
+    Most often it is another tar (`cat a.tar b.tar`), whose samples would be missing.
+    """
+    stream: Any = tar.fileobj
+    while rest := stream.read(2**18):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError(
+                f"data follows its end, before byte {stream.tell()}: if tars were joined by `cat`, write each to a file"
+            )
 
 
 def _check_member(member: tarfile.TarInfo, location: str) -> None:

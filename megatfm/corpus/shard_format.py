@@ -230,9 +230,12 @@ def decompress_frame(compressed: bytes, size: int) -> bytes:
     """Return the `size` bytes of a frame. Raises BadFrameError."""
     try:
         _check_claimed_size(compressed, size)
-        return _get_decompressor().decompress(compressed, allow_extra_data=False)
+        data = _get_decompressor().decompress(compressed, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BadFrameError(str(error)) from error
+    if len(data) != size:
+        raise BadFrameError(f"holds {len(data)} bytes, the index says {size}")
+    return data
 
 
 def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
@@ -251,14 +254,21 @@ def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list
         # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
         unpack_all: Any = _get_decompressor().multi_decompress_to_buffer
         return [memoryview(block) for block in unpack_all(compressed, decompressed_sizes=expected, threads=1)]
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, ValueError) as error:  # ValueError: an unknown size that should be 0
         raise BadFrameError(str(error)) from error
 
 
+UNKNOWN_SIZE = -1
+"""Content size that zstandard returns for a frame that doesn't have it."""
+
+
 def _check_claimed_size(compressed: bytes, size: int) -> None:
-    """Raise BadFrameError if a frame claims another size, before memory is allocated for it."""
+    """Raise BadFrameError if a frame claims another size, before memory is allocated for it.
+
+    A frame from a pipe (`tar … | zstd`) claims none: what it holds is compared once it is unpacked.
+    """
     actual = zstandard.frame_content_size(compressed)
-    if actual != size:
+    if actual not in (size, UNKNOWN_SIZE):
         raise BadFrameError(f"holds {actual} bytes, the index says {size}")
 
 

@@ -122,7 +122,7 @@ def parse_class_number(data: bytes) -> int | None:
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
     """Yield the samples of an uncompressed tar, one at a time. Raises a MegatfmError for a duplicate member."""
     sample: ImageSample | None = None
-    for member, data in iter_tar_members(file, path, require_end_marker):
+    for member, data in iter_tar_members(file, path, require_end_marker, allow_more=not require_end_marker):
         directory, _, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
         key, extension = f"{directory}/{stem}".lstrip("/"), extension.lower()

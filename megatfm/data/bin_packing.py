@@ -153,11 +153,11 @@ def measure_padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: 
     chunks = np.minimum(lengths[document_of_chunk] - chunk_indices * row, row)[:, None]
     starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
 
-    def rows_of(begin: int, end: int) -> int:
+    def count_rows(begin: int, end: int) -> int:
         return int(best_fit_decreasing(chunks[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
 
     volumes = np.concatenate([[0], np.cumsum(chunks)])[starts][:, None]
-    rows = sum(row_count for _, row_count in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
+    rows = sum(row_count for _, row_count in group_blocks(volumes, (row,), count_rows, is_bin_packed=True))
     return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
 
 

@@ -20,7 +20,7 @@ from megatfm.data.sequences import (
     Fields,
     PackingConfig,
     PackingObjective,
-    prefix_index,
+    find_side,
 )
 from megatfm.errors import MegatfmError, SampleError
 from megatfm.rng import ChunkKey, chunk_keys
@@ -197,7 +197,7 @@ def _check_lengths(packing: PackingConfig, fields: Fields, planned: Sequence[int
     lengths = {name: len(values) for name, values in fields.items() if packing.field(name).per == "tokens"}
     if len(sides) == 1 and set(lengths.values()) == set(planned):
         return
-    if any(length != planned[prefix_index(name, sides)] for name, length in lengths.items()):
+    if any(length != planned[find_side(name, sides)] for name, length in lengths.items()):
         expected = ", ".join(map(str, planned))
         raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {expected}")
 
@@ -225,7 +225,7 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
 def _make_padding(objective: PackingObjective, planned_lengths: Sequence[int]) -> Fields:
     padding = {}
     for name, field in (objective.fields or {}).items():
-        length = planned_lengths[prefix_index(name, objective.field_prefixes)]
+        length = planned_lengths[find_side(name, objective.field_prefixes)]
         padding[name] = field.filled(length) if field.per == "tokens" else field.filled()
     return padding
 

@@ -68,12 +68,16 @@ def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:
     return cells.transpose(0, 3, 1, 4, 2).reshape(height * patch_size, width * patch_size, -1)
 
 
+def get_class_name(names: Sequence[str], label: int) -> str:
+    """Return the name of a class; the number of one without a name."""
+    return names[label] if label < len(names) else str(label)
+
+
 def _format_label(rows: Fields, row: int, token: int, names: Sequence[str]) -> str:
     """Return the class of an image; of a mixed one both classes, with their shares."""
 
     def name(field: str) -> str:
-        label = int(rows[field][row, token])
-        return names[label] if label < len(names) else str(label)
+        return get_class_name(names, int(rows[field][row, token]))
 
     weight = float(rows["label_weights"][row, token]) if "label_weights" in rows else 1.0
     if weight == 1.0:

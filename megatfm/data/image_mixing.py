@@ -95,7 +95,7 @@ class MixedImages:
 
     @property
     def can_split_rows(self) -> bool:
-        """Whether rows may be split: images are not."""
+        """Whether rows may be split."""
         return self._rows.can_split_rows
 
     def epoch(self, position: int) -> int | str:

@@ -26,8 +26,7 @@ from megatfm.corpus.image_size import (
     read_orientation,
 )
 from megatfm.data.image_transforms import Key, Size, Transform, resize_image
-from megatfm.data.inner_documents import BEGINS
-from megatfm.data.sequences import Field
+from megatfm.data.sequences import BEGINS, Field
 from megatfm.errors import SampleError
 from megatfm.rng import ChunkKey
 
@@ -118,7 +117,7 @@ class ImageReader:
 
     def image_lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of tokens [n] of images that keep their shape, by their heights and widths [n, 2]."""
-        grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
+        grids = compute_native_grids(sizes, self.layout.patch_size, self.max_patches)
         return self.layout.n_special + grids.prod(axis=1)
 
     def read(self, files: Mapping[str, bytes], key: Key) -> Pixels:
@@ -157,11 +156,11 @@ class ImageReader:
         if self.size is not None:
             return self.size, self.size
         stored = np.array([[image.height, image.width]])
-        height, width = native_grid(stored, self.layout.patch_size, self.max_patches)[0].tolist()
+        height, width = compute_native_grids(stored, self.layout.patch_size, self.max_patches)[0].tolist()
         return width * self.layout.patch_size, height * self.layout.patch_size
 
 
-def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> NDArray[np.int64]:
+def compute_native_grids(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> NDArray[np.int64]:
     """Return rows and columns of patches [n, 2] of images by their heights and widths [n, 2].
 
     Incomplete patches are cut off. An image with more than `max_patches` is shrunk; one smaller than a patch is

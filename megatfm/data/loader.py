@@ -225,7 +225,7 @@ class DataLoader(Iterator[list[Fields]]):
             without_documents({name: field[start : start + size] for name, field in batch.items()})
             for start in range(0, n_rows * splits_per_row, size)
         ]
-        return step, padding_fraction(rows)
+        return step, compute_padding_fraction(rows)
 
 
 def _get_result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
@@ -235,7 +235,7 @@ def _get_result_or_error(read: Future[Fields | None]) -> Fields | Exception | No
         return error
 
 
-def padding_fraction(rows: Fields) -> float:
+def compute_padding_fraction(rows: Fields) -> float:
     """Return the share of padding in rows, over all sides."""
     document_ids = [field for name, field in rows.items() if name.endswith("documents")]
     return sum(int((documents == PAD_DOCUMENT_ID).sum()) for documents in document_ids) / sum(

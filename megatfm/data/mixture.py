@@ -230,11 +230,11 @@ class Mixture:
         if previous := len(self._phase_states):
             for stream in range(self.streams):
                 consumed[stream] = self._count_consumed(previous - 1, stream, first_turn)
-        quotas = largest_remainder(phase.weights, list(self.sources), self.block)
+        quotas = compute_quotas(phase.weights, list(self.sources), self.block)
         self._phase_states.append(_PhaseState(first_turn, quotas, consumed))
 
 
-def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
+def compute_quotas(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
     """Divide `block` slots by weight [n_sources]: round down, and give the remaining ones to the largest remainders."""
     exact_quotas = np.array([weights[name] for name in names], np.float64)
     if not exact_quotas.sum() > 0:

@@ -22,9 +22,8 @@ from megatfm.data.chunks import (
     split_documents,
 )
 from megatfm.data.documents import InMemoryDocuments
-from megatfm.data.inner_documents import split_parts, with_inner_documents
-from megatfm.data.row_store import RowStore, TypedField, as_int32, is_plain, split_plain_fields
-from megatfm.data.sequences import Fields, PackingConfig, prefix_index
+from megatfm.data.row_store import RowStore, TypedField, is_plain, split_plain_fields, to_int32
+from megatfm.data.sequences import Fields, PackingConfig, find_side, split_inner_documents, split_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +210,7 @@ def lay_out_rows(rows: Sequence[RowSequences], packing: PackingConfig) -> Packed
     firsts = np.cumsum([0, *(len(row.sequences) for row in rows)])
     is_padding = _join_padding(rows)
     for side, length in enumerate(packing.row_lengths):
-        names = [name for name in sequences[0] if prefix_index(name, prefixes) == side]
+        names = [name for name in sequences[0] if find_side(name, prefixes) == side]
         integers = {
             name: np.concatenate([sequence[name] for sequence in sequences])
             for name in names
@@ -219,8 +218,8 @@ def lay_out_rows(rows: Sequence[RowSequences], packing: PackingConfig) -> Packed
         }
         typed_fields = {name: _join_typed(rows, name, packing) for name in names if name not in integers}
         starts = np.concatenate([[0], np.cumsum(lengths[:, side])])
-        inner_starts, inner_padding = with_inner_documents(integers, starts, is_padding, prefixes[side])
-        plain = {name: as_int32(values, name) for name, values in integers.items()}
+        inner_starts, inner_padding = split_inner_documents(integers, starts, is_padding, prefixes[side])
+        plain = {name: to_int32(values, name) for name, values in integers.items()}
         document_starts, sequence_of_document = split_parts(inner_starts, plain.get("parts"))
         sides.append(
             RowStore(

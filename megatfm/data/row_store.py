@@ -149,7 +149,7 @@ def split_plain_fields(
     field_of = {name: packing.field(name) for name in fields}
     plain = {name for name, field in field_of.items() if is_plain(field)}
     return (
-        {name: as_int32(values, name) for name, values in fields.items() if name in plain},
+        {name: to_int32(values, name) for name, values in fields.items() if name in plain},
         {name: TypedField(field_of[name], values) for name, values in fields.items() if name not in plain},
     )
 
@@ -159,7 +159,7 @@ def is_plain(field: Field) -> bool:
     return (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
 
 
-def as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
+def to_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
     """Return integers in at most 32 bits. Raises a MegatfmError for those that need more."""
     if values.dtype.itemsize < 4 or values.dtype == np.int32:
         return values

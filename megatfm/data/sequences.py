@@ -15,6 +15,13 @@ IGNORE_INDEX = -100
 """Target of positions that the loss ignores (torch's default `ignore_index`)."""
 PAD_DOCUMENT_ID = -1
 """The document number of padding."""
+BEGINS = "begins"
+"""Field of a sequence [n]: nonzero at the first token of each document after the first.
+
+Packing keeps the documents of a sequence in one row, and attention keeps them apart: a pair of answers, or the images
+of one text. An objective with `max_tokens` marks them by this field, which packing removes, or by the field `parts`,
+which the model also reads.
+"""
 Fields = dict[str, NDArray[Any]]
 
 
@@ -142,7 +149,7 @@ class PackingConfig:
 
     def _get_pad_value(self, name: str) -> int:
         sides = self.objective.field_prefixes
-        bare = name.removeprefix(sides[prefix_index(name, sides)])
+        bare = name.removeprefix(sides[find_side(name, sides)])
         return self.objective.padding_values.get(name, {"tokens": self.pad_id, "targets": IGNORE_INDEX}.get(bare, 0))
 
     def get_pad_values(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
@@ -157,6 +164,41 @@ def needs_own_row(objective: PackingObjective) -> bool:
     return any(field.per == "row" for field in (objective.fields or {}).values())
 
 
-def prefix_index(field: str, sides: Sequence[str]) -> int:
+def find_side(field: str, sides: Sequence[str]) -> int:
     """Return the index of a field's side: the first side whose prefix the name starts with."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
+
+
+def split_inner_documents(
+    fields: Fields,
+    starts: NDArray[np.int64],
+    is_padding: NDArray[np.bool_] | None,
+    prefix: str = "",
+) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """Return document starts [n + 1] and a padding mask [n] for sequences at `starts` [P + 1].
+
+    fields: joined fields of all sequences; `begins`, with the side's prefix, is removed from it. is_padding [P]: True
+    for sequences that are padding.
+    """
+    begins = fields.pop(prefix + BEGINS, None)
+    if begins is None:
+        return starts, is_padding
+    document_starts = np.union1d(starts, np.flatnonzero(begins))
+    if is_padding is not None:
+        is_padding = is_padding[starts.searchsorted(document_starts[:-1], side="right") - 1]
+    return document_starts, is_padding
+
+
+def split_parts(
+    starts: NDArray[np.int64], parts: NDArray[np.integer] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split sequences that hold several documents: return document starts [n + 1] and the sequence of each [n].
+
+    starts [P + 1]: starts of the sequences. parts [total]: the objective's field with the index of the document in its
+    sequence; None: each sequence is one document.
+    """
+    if parts is None:
+        return starts, np.arange(len(starts) - 1)
+    inner = np.flatnonzero(np.diff(parts)) + 1
+    document_starts = np.union1d(starts, inner)
+    return document_starts, np.searchsorted(starts, document_starts[:-1], side="right") - 1

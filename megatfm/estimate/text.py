@@ -1,7 +1,7 @@
 """An estimate as text: verdict, memory by rank, time by cause, traffic; beside a traced rank or a recorded run."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatfm.estimate.devices import GIB
@@ -88,17 +88,27 @@ def describe_speed(estimate: Estimate) -> list[str]:
     ]
 
 
-def make_memory_table(estimate: Estimate) -> "Table":
-    """Return a table of memory by pipeline rank; with more than eight, of the first, the worst and the last."""
+def _make_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
+) -> "Table":
+    """Return a table. left: columns of words; numbers are aligned to the right."""
     from rich.table import Table
 
-    table = Table(title="Memory of a rank, GiB", title_justify="left")
-    for name in ("pipeline rank", *estimate.worst.parts, "sum"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def make_memory_table(estimate: Estimate) -> "Table":
+    """Return a table of memory by pipeline rank; with more than eight, of the first, the worst and the last."""
+    rows = []
     for rank in _select_ranks(estimate.memory):
         mark = " (worst)" if rank is estimate.worst and len(estimate.memory) > 1 else ""
-        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_format_gib, (*rank.parts.values(), rank.total)))
-    return table
+        rows.append([f"{rank.pipeline_rank}{mark}", *map(_format_gib, (*rank.parts.values(), rank.total))])
+    return _make_table("Memory of a rank, GiB", ("pipeline rank", *estimate.worst.parts, "sum"), rows)
 
 
 def _select_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
@@ -110,15 +120,11 @@ def _select_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 def make_time_table(estimate: Estimate) -> "Table":
     """Return a table of a step's time by cause."""
-    from rich.table import Table
-
-    table = Table(title="Time of a step", title_justify="left")
-    table.add_column("cause")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    for cause, seconds in list_causes(estimate.time):
-        table.add_row(cause, f"{seconds:.3g}", f"{100 * seconds / estimate.time.step:.1f} %")
-    return table
+    rows = (
+        (cause, f"{seconds:.3g}", f"{100 * seconds / estimate.time.step:.1f} %")
+        for cause, seconds in list_causes(estimate.time)
+    )
+    return _make_table("Time of a step", ("cause", "seconds", "share"), rows, left=["cause"])
 
 
 def list_causes(time: StepTime) -> list[tuple[str, float]]:
@@ -129,23 +135,14 @@ def list_causes(time: StepTime) -> list[tuple[str, float]]:
 
 def make_traffic_table(estimate: Estimate) -> "Table":
     """Return a table of the busiest pipeline rank's traffic in a step."""
-    from rich.table import Table
-
-    node, axes = estimate.cluster.node, make_axes(estimate.config.parallel)
-    table = Table(title="Sent in a step by the busiest rank", title_justify="left")
-    for name in ("axis", "collective", "calls", "GB", "link"):
-        table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
+    node, axes, rows = estimate.cluster.node, make_axes(estimate.config.parallel), []
     for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
         joined = join_axes(axes[part] for part in name.split(" × "))
         link = node.between if leaves_node(joined, node) else node.within
-        table.add_row(
-            name,
-            collective,
-            f"{estimate.flows.calls[name, collective]:,}",
-            f"{n_bytes / 1e9:,.2f}",
-            link.name,
-        )
-    return table
+        calls = estimate.flows.calls[name, collective]
+        rows.append((name, collective, f"{calls:,}", f"{n_bytes / 1e9:,.2f}", link.name))
+    columns = ("axis", "collective", "calls", "GB", "link")
+    return _make_table("Sent in a step by the busiest rank", columns, rows, left=["axis", "collective", "link"])
 
 
 def as_dict(estimate: Estimate) -> dict[str, object]:
@@ -179,21 +176,18 @@ def _format_gib(n_bytes: float) -> str:
 
 def make_search_table(result: SearchResult, shown: int) -> "Table":
     """Return a table of a search's best layouts, and why the others are slower than the first. shown: most rows."""
-    from rich.table import Table
-
-    table = Table(title="Best layouts", title_justify="left")
-    for name in ("step, s", "GiB", "MFU", "layout", "why not"):
-        table.add_column(name, justify="left" if name in ("layout", "why not") else "right")
-    first = result.best[0]
-    for estimate in result.best[:shown]:
-        table.add_row(
+    rows = (
+        (
             f"{estimate.time.step:.3f}",
             f"{estimate.worst.total / GIB:.1f}",
             f"{100 * estimate.mfu[0]:.1f} %",
             describe_layout(estimate),
-            explain_loss(estimate, first),
+            explain_loss(estimate, result.best[0]),
         )
-    return table
+        for estimate in result.best[:shown]
+    )
+    columns = ("step, s", "GiB", "MFU", "layout", "why not")
+    return _make_table("Best layouts", columns, rows, left=["layout", "why not"])
 
 
 def explain_loss(estimate: Estimate, best: Estimate) -> str:
@@ -221,18 +215,14 @@ def describe_search(result: SearchResult) -> list[str]:
 
 def make_traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
     """Return a table of modelled figures beside those of the traced rank. pairs: (name, modelled, traced) bytes."""
-    from rich.table import Table
-
     facts = traced.facts
     rank = f"Rank {facts['rank']} of {facts['world']:,} on an imaginary GPU"
     title = f"{rank}, {facts['microbatches']} micro-batches" + (", compiled" if facts["is_compiled"] else "")
-    table = Table(title=title, title_justify="left")
-    for name in ("", "modelled, GB", "traced, GB", "difference"):
-        table.add_column(name, justify="right" if name else "left")
+    rows = []
     for name, modelled, measured in pairs:
         difference = f"{100 * (modelled / measured - 1):+.2f} %" if measured else "not sent"
-        table.add_row(name, f"{modelled / 1e9:,.3f}", f"{measured / 1e9:,.3f}", difference)
-    return table
+        rows.append((name, f"{modelled / 1e9:,.3f}", f"{measured / 1e9:,.3f}", difference))
+    return _make_table(title, ("", "modelled, GB", "traced, GB", "difference"), rows, left=[""])
 
 
 def describe_compiled_blocks(traced: Traced) -> list[str]:
@@ -304,15 +294,9 @@ def describe_recorded(estimate: Estimate, recorded: Recorded) -> list[str]:
 
 def make_phases_table(estimate: Estimate) -> "Table":
     """Return a table of the fullest moment of each phase, on the fullest rank."""
-    from rich.table import Table
-
-    worst = estimate.worst
+    worst, memory = estimate.worst, estimate.cluster.device.memory_bytes
+    rows = (
+        (phase, _format_gib(n_bytes), f"{100 * n_bytes / memory:.0f} %") for phase, n_bytes in worst.by_phase.items()
+    )
     title = f"Fullest moment by phase, pipeline rank {worst.pipeline_rank}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("phase")
-    table.add_column("GiB", justify="right")
-    table.add_column("of the device", justify="right")
-    for phase, n_bytes in worst.by_phase.items():
-        share = 100 * n_bytes / estimate.cluster.device.memory_bytes
-        table.add_row(phase, f"{n_bytes / GIB:,.2f}", f"{share:.0f} %")
-    return table
+    return _make_table(title, ("phase", "GiB", "of the device"), rows, left=["phase"])

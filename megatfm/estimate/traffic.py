@@ -70,10 +70,6 @@ class Flows:
         """Return the flows with these keys."""
         return Flows({k: self.sent[k] for k in keys}, {k: self.calls[k] for k in keys})
 
-    def total(self, axis: str) -> int:
-        """Return the bytes that a rank sends over an axis."""
-        return sum(n_bytes for (name, _), n_bytes in self.sent.items() if name == axis)
-
 
 def make_axes(parallel: ParallelConfig) -> dict[str, Axis]:
     """Return the axes of a layout, whose `dp_shard` is known, with their strides (see `parallel.mesh.AXES`)."""

@@ -16,6 +16,7 @@ from megatfm.config.ffn import DenseFFNConfig, MoEConfig
 from megatfm.config.section import unflatten
 from megatfm.describe import describe
 from megatfm.errors import UsageError
+from megatfm.train.build import fit_frozen_patterns
 
 MAX_FLOPS: Mapping[str, float] = {"cpu": 4e10, "cuda": 1e14}
 """FLOPs of the largest trial step, which takes about half a second."""
@@ -79,7 +80,7 @@ def _make_trial(
     changes = {"train.device": kind, "train.precision": precision}
     changes |= _make_changes(config, share, n_layers, rows, MAX_VOCABULARY[kind])
     try:
-        trial = config.with_changes(changes)
+        trial = fit_frozen_patterns(config.with_changes(changes), config)
     except ValidationError as error:
         raise UsageError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     description = describe(trial)

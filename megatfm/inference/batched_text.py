@@ -5,11 +5,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, check_room, stream
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.detokenizer import GrowingText
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, round_up_length
 from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import TextModel
@@ -107,7 +106,10 @@ def _cut_start(prompts: Prompts, room: int) -> Prompts:
 def _generate_block(loaded: TextModel, block: Sequence[NumberedRequest]) -> list[str]:
     """Continue prompts together until all are done."""
     request, first = block[0].request, block[0].prompts
-    rows = [TextRow(loaded, item.prompts.tokens[0], request.stop) for item in block]
+    rows = [
+        GrowingText(loaded.tokenizer, item.prompts.tokens[0].tolist(), loaded.eos_token_id, request.stop)
+        for item in block
+    ]
     encoder = None if first.encoder is None else [(item.prompts.encoder or ())[0] for item in block]
     steps = stream(
         loaded.model,
@@ -126,25 +128,3 @@ def _generate_block(loaded: TextModel, block: Sequence[NumberedRequest]) -> list
         if all(row.is_done for row in rows):
             break
     return [row.end() for row in rows]
-
-
-class TextRow:
-    """A text that grows by tokens until its model, or a stop text, ends it."""
-
-    def __init__(self, loaded: TextModel, prompt_tokens: Tensor, stop: Sequence[str]) -> None:
-        self._decoder = IncrementalDetokenizer(loaded.tokenizer, prompt_ids=prompt_tokens.tolist())
-        self._end_tokens, self._stop = frozenset(loaded.eos_token_id), stop
-        self.text, self.is_done = "", False
-
-    def add(self, token: int) -> None:
-        """Append a token's text, unless the text is done."""
-        if self.is_done:
-            return
-        self.text += self._decoder.add([token])
-        self.is_done = token in self._end_tokens or any(stop_text in self.text for stop_text in self._stop)
-
-    def end(self) -> str:
-        """Return the text up to the first stop text."""
-        text = self.text if any(stop_text in self.text for stop_text in self._stop) else self.text + self._decoder.end()
-        positions = [position for stop_text in self._stop if (position := text.find(stop_text)) >= 0]
-        return text[: min(positions, default=len(text))]

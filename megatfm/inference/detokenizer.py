@@ -1,7 +1,7 @@
-"""Incremental detokenization: text from ids that arrive one by one."""
+"""Incremental detokenization: text from ids that arrive one by one, up to an end token or a stop text."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatfm.tokenizers import Tokenizer
 
@@ -29,6 +29,36 @@ class IncrementalDetokenizer:
     def end(self) -> str:
         """Return the rest: U+FFFD for an incomplete character, else nothing."""
         return self._stream.end()
+
+
+class GrowingText:
+    """A text that grows by tokens until one of `end_tokens`, or a stop text, ends it.
+
+    prompt_ids: ids of the prompt, which precede the text and are not part of it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Iterable[int], end_tokens: Iterable[int], stop: Sequence[str] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._end_tokens, self._stop = frozenset(end_tokens), stop
+        self.text, self.is_done = "", False
+
+    def add(self, token: int) -> str:
+        """Append and return a token's text; nothing if the text is done."""
+        if self.is_done:
+            return ""
+        new_text = self._detokenizer.add([token])
+        self.text += new_text
+        self.is_done = token in self._end_tokens or any(stop_text in self.text for stop_text in self._stop)
+        return new_text
+
+    def end(self) -> str:
+        """Return the text up to the first stop text."""
+        has_stop = any(stop_text in self.text for stop_text in self._stop)
+        text = self.text if has_stop else self.text + self._detokenizer.end()
+        positions = [position for stop_text in self._stop if (position := text.find(stop_text)) >= 0]
+        return text[: min(positions, default=len(text))]
 
 
 class ByteDetokenizer:

@@ -83,6 +83,11 @@ class ImageEvaluation:
 
 def make_image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEvaluation | None:
     """Return the collector of a run on images; None for others. Raises UsageError if one of those asks for images."""
+    if n_images and config.objective.name in ("contrastive", "image_to_text"):
+        raise UsageError(
+            f"--images: objective.name = {config.objective.name!r} has no pictures, which classifiers and models of "
+            "masked images have: leave it out"
+        )
     if isinstance(config.objective, ImageObjective):
         return ImageEvaluation(config, engine, n_images)
     if n_images:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megatfm.config import Config
+from megatfm.data.contact_sheet import get_class_name
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.files import atomic_write, name_write_errors
@@ -77,12 +78,12 @@ def make_rollout_gallery(
             is_patch = batch["grid"][0, token_indices, 0].numpy() >= 0
             attention_TT = reached_TT[token_indices][:, token_indices[is_patch]]
             weights = (attention_TT[0] if by_class_token else attention_TT[torch.from_numpy(is_patch)].mean(0)).numpy()
-            image = get_image_pixels(batch, 0, token, _patch_size(config))
+            image = get_image_pixels(batch, 0, token, _get_patch_size(config))
             label = int(batch["labels"][0, token])
-            caption = "" if label == IGNORE_INDEX else f"label {_name(names, label)}"
+            caption = "" if label == IGNORE_INDEX else f"label {get_class_name(names, label)}"
             if logits is not None:
                 probability, predicted = logits[index].double().softmax(-1).max(-1)
-                caption += f", predicted {_name(names, int(predicted))} ({float(probability):.2f})"
+                caption += f", predicted {get_class_name(names, int(predicted))} ({float(probability):.2f})"
             grid = tuple(batch["grid"][0, token, 2:].tolist())
             pictures.append(Picture([image, shade(image, weights.reshape(grid))], caption))
     note = "Each image, and the image times the attention that reaches its patches (Abnar & Zuidema 2020)."
@@ -115,7 +116,7 @@ def make_reconstruction_gallery(
         filled_TK = torch.where(is_masked_T1, denormalize_pixels(predicted_TK, image_TK, config), image_TK)
         for token in _find_first_tokens(batch):
             panels = [
-                get_image_pixels({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
+                get_image_pixels({**batch, "patches": patches_TK[None]}, 0, token, _get_patch_size(config))
                 for patches_TK in (visible_TK, filled_TK, image_TK)
             ]
             pictures.append(Picture(panels, ""))
@@ -142,7 +143,7 @@ def make_mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], nam
     pictures = [
         Picture(
             [mistake.pixels],
-            f"label {_name(names, mistake.label)}, predicted {_name(names, mistake.predicted)} "
+            f"label {get_class_name(names, mistake.label)}, predicted {get_class_name(names, mistake.predicted)} "
             f"({mistake.probability:.2f})",
         )
         for mistake in mistakes
@@ -218,9 +219,5 @@ def _find_first_tokens(batch: Batch) -> list[int]:
     return [int(token) for token in is_first.nonzero()[:, 0]]
 
 
-def _patch_size(config: Config) -> int:
+def _get_patch_size(config: Config) -> int:
     return int(config.model.embedding.patch_size)  # type: ignore[union-attr]
-
-
-def _name(names: Sequence[str], label: int) -> str:
-    return names[label] if label < len(names) else str(label)

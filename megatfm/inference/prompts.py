@@ -31,7 +31,7 @@ SENTINEL = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a prompt is put into the form of the model's training texts.
+    """Options that put a prompt into the form of the model's training texts.
 
     begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none"; "chat": the prompt is a
     user's message, in the chat template, which begins the answer. sentinel: whether `<extra_0>` is appended to a text

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
-from megatfm.config.key_migrations import migrate
+from megatfm.config.load import parse_stored_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Sampling, stream
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.detokenizer import GrowingText, IncrementalDetokenizer
 from megatfm.inference.prompts import DEFAULT_OPTIONS, PromptOptions, prepare_prompts
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
@@ -25,6 +25,7 @@ from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tokenizers import Tokenizer
+from megatfm.tokenizers.base import list_token_ids
 
 log = logging.getLogger("megatfm")
 
@@ -68,7 +69,8 @@ def open_text_model(
 
 def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
     """Return a checkpoint's model with its tokenizer and config. Raises as `load` does."""
-    state, config = _read_state(source)
+    state = checkpoint.read_state(source)
+    config = parse_stored_config(source, state)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
     tokenizer_file = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
@@ -95,13 +97,13 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         step,
         folder,
         tuple(int(str(token)) for token in prefix_ids) if isinstance(prefix_ids, list) else None,
-        _stop_ids(state, config, tokenizer, tokenizer_file),
+        _find_stop_ids(state, config, tokenizer, tokenizer_file),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
         tokenizer_file=Path(tokenizer_file),
     )
 
 
-def _stop_ids(
+def _find_stop_ids(
     state: Mapping[str, JsonValue], config: Config, tokenizer: Tokenizer, tokenizer_file: str | Path
 ) -> tuple[int, ...]:
     """Return the ids that end a text: those of a converted model, or EOS, what the model at the start of the run had in
@@ -114,7 +116,7 @@ def _stop_ids(
     origin = state.get("origin")
     generation = origin.get("generation") if isinstance(origin, dict) else None
     ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+    listed = list_token_ids(ids)
     answer_ends = find_answer_end_tokens(config.task, tokenizer_file, tokenizer)
     for token in answer_ends:
         log.warning("an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token))
@@ -133,7 +135,7 @@ def load_model(
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
     source = checkpoint.find_checkpoint(path)
-    _, config = _read_state(source)
+    config = parse_stored_config(source, checkpoint.read_state(source))
     import_foreign_plugins(config.plugins, source, trusted=trust_plugins)
     model = build(config.model)
     initialise_buffers(model)
@@ -143,12 +145,7 @@ def load_model(
         sizes[tensor.dtype] += tensor.numel()
     working = choose_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
     tensors = {f"model.{name}": tensor for name, tensor in list_checkpoint_tensors(model).items()}
-    if stored.keys() != tensors.keys():
-        name = min(stored.keys() ^ tensors.keys())
-        raise MegatfmError(
-            f"{source}: {name} is {'not ' * (name not in stored)}in the checkpoint, but {'not ' * (name in stored)}"
-            "in the model that its config describes: open it with the version and plugins that wrote it"
-        )
+    checkpoint.check_tensor_names(source, stored, tensors)
     for name, tensor in tensors.items():
         if stored[name].shape != tensor.shape:
             raise MegatfmError(
@@ -158,20 +155,6 @@ def load_model(
         # In place, so that tied modules keep sharing it.
         tensor.data = align(convert_loaded(tensor, stored.pop(name), working))
     return model.eval().to(device)
-
-
-def _read_state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
-    """Return a checkpoint's state and the config it was saved under, which unlike RUN/config.toml never changes."""
-    state = checkpoint.read_state(source)
-    try:
-        return state, Config.model_validate(migrate(state.get("config")))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "config"
-        raise MegatfmError(
-            f"{source}: this version of megatfm can't read its config ({key}: {first['msg']}): open it with the one "
-            f"that wrote it, {state.get('megatfm', 'which it does not name')}"
-        ) from None
 
 
 def generate_text(
@@ -187,22 +170,15 @@ def generate_text(
 
     on_text: receives the prompt, then the first continuation as it grows.
     """
-    tokenizer = loaded.tokenizer
     prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, options, samples=samples)
-    decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
-    texts = [""] * samples
-    ended = [False] * samples
+    rows = [GrowingText(loaded.tokenizer, row.tolist(), loaded.eos_token_id) for row in prompts.tokens]
     on_text(f"{prompt}\n" if options.begin == "chat" else prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id):
-        for row, token in enumerate(tokens.tolist()):
-            new_text = "" if ended[row] else decoders[row].add([token])
-            ended[row] = ended[row] or token in loaded.eos_token_id
-            texts[row] += new_text
-            if row == 0:
-                on_text(new_text)
-    ends = [decoder.end() for decoder in decoders]
-    on_text(ends[0])
-    return [text + end for text, end in zip(texts, ends, strict=True)]
+        new_texts = [row.add(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        on_text(new_texts[0])
+    texts = [row.end() for row in rows]
+    on_text(texts[0].removeprefix(rows[0].text))
+    return texts
 
 
 def generate_text_beam(

@@ -149,7 +149,7 @@ class TextClassifier(TaskHead):
         else:
             assert examples is not None
             assert parts is not None
-            scores_MC = F.linear(pooled_MD, self.classifier.weight)
+            scores_MC = F.linear(pooled_MD, self.classifier.compute_matrix())
             scores_BTC = scores_MC.new_zeros(*examples.shape, scores_MC.shape[-1])
             scores_BTC = scores_BTC.index_put((rows_M, columns_M), scores_MC)
             rows_M, columns_M = (labelled_BT & (parts == 0)).nonzero(as_tuple=True)

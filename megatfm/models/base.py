@@ -71,6 +71,10 @@ class Model(nn.Module):
             self.add_module(name, HEADS.get(section.name)(config or self.config, section, table))
         self.extra_heads = list(self.config.extra_heads)
 
+    def list_head_points(self, reads: str = "hidden") -> list[SplitPoint]:
+        """Return the split points of the additional heads. reads: name of the carried vectors that heads read."""
+        return [SplitPoint(name, (name,), (reads,)) for name in self.extra_heads]
+
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
         """Declare the batch fields that `forward` reads, besides those of additional heads and random keys.
 

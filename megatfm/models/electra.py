@@ -171,7 +171,7 @@ class Discriminator(Model):
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("verdict", ("dense", "verdict"), ("hidden",))] if self.runs_head else []),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(

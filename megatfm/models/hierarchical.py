@@ -166,7 +166,7 @@ class Hierarchical(Model):
         self.accept(self.input_field, *list_sequence_fields(config), targets=())
         self.split_points = [
             *self.encoder.split_points("encoder"),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(

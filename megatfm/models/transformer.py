@@ -48,7 +48,7 @@ class Decoder(Model):
             *self.decoder.split_points("decoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
             *(SplitPoint(f"future.{n}", (f"future.{n}", "head"), ("hidden",)) for n in self.future_offsets),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(
@@ -121,7 +121,7 @@ class Encoder(Model):
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(
@@ -186,7 +186,7 @@ class EncoderDecoder(Model):
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(

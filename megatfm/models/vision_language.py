@@ -85,7 +85,7 @@ class VisionLanguage(Model):
             SplitPoint("connector", ("connector",), ("encoder_hidden",), vectors, "encoder_tokens"),
             *_with_image_vectors(self.decoder.split_points("decoder", reads=("image_vectors",))),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
-            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+            *self.list_head_points(),
         ]
 
     def forward(

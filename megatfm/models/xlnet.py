@@ -64,7 +64,7 @@ class XLNet(Model):
         self.split_points = [
             *self.encoder.split_points("encoder", has_queries=not config.extra_heads),
             *([SplitPoint("head", ("head",), ("query",))] if self.runs_head else []),
-            *(SplitPoint(name, (name,), ("content",)) for name in self.extra_heads),
+            *self.list_head_points("content"),
         ]
 
     def forward(

@@ -147,11 +147,11 @@ class Objective:
 
         keys [n]: `rng.chunk_keys`, for draws that decide lengths; the same in every epoch.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks sequence_lengths(n_tokens, keys)")
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         """Return the fields of a chunk's sequence, as long as `sequence_lengths` returned. A pure function."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks build_example(chunk, key)")
 
     def for_evaluation(self) -> "Objective":
         """Return the objective of validation sets, for example without random changes of images."""

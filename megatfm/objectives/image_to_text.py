@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.config.image_text import make_image_tower
 from megatfm.corpus.image_columns import ImageIndex
-from megatfm.data.inner_documents import BEGINS
-from megatfm.data.sequences import DocumentChunk, Field
+from megatfm.data.sequences import BEGINS, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives.base import (
     ENCODER_DECODER,

@@ -7,8 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from megatfm.config import ModelConfig, PreferenceObjective
-from megatfm.data.inner_documents import BEGINS
-from megatfm.data.sequences import DocumentChunk, Field
+from megatfm.data.sequences import BEGINS, DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
 from megatfm.objectives.base import (

@@ -61,7 +61,8 @@ def kernel(
         if CAPPED:
             x = tl.where(columns < vocabulary, softcap * _tanh(x / softcap), -float("inf"))
         new_max = tl.maximum(max_logit, tl.max(x, axis=0))
-        sum_exp = sum_exp * tl.exp(max_logit - new_max) + tl.sum(tl.exp(x - new_max), axis=0)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # while all logits so far are −∞
+        sum_exp = sum_exp * tl.exp(max_logit - shift) + tl.sum(tl.exp(x - shift), axis=0)
         max_logit = new_max
         target_logit += tl.sum(tl.where(columns == target, x, 0.0), axis=0)
         if SMOOTHED:

@@ -10,7 +10,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -80,6 +80,7 @@ def init_distributed(
         _set_default_timeouts(default_timeout, default_timeout)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         process_device = _choose_device(env, device)
+        _list_world_ranks()
         if process_device.type == "cuda":
             process_device = c10d._get_default_group().bound_device_id or process_device
             torch.cuda.set_device(process_device)
@@ -115,6 +116,7 @@ def init_distributed(
                 since = start if env.rank == 0 else time.monotonic()
                 _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
+            _list_world_ranks()
             _set_default_timeouts(default_timeout, default_timeout)
     except (dist.DistError, RuntimeError) as error:
         address = f" at {env.address}:{env.port}" if env.address else ""
@@ -123,6 +125,21 @@ def init_distributed(
             f"that all ranks run, that the host is reachable and the port free ({_take_first_line(error)})"
         ) from error
     return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, process_device, env.address)
+
+
+def _list_world_ranks() -> None:
+    """Tell the default group's backends their ranks, as those of other groups know them.
+
+    A DeviceMesh on GPUs splits the default group, and a backend that isn't the process's first of its kind would then
+    read beyond an empty list: a second session of a process died of a segmentation fault (torch 2.13;
+    pytorch/pytorch#192106).
+    """
+    group = c10d._get_default_group()
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # a backend without options, or of a torch without splits
+            options: Any = group._get_backend(device).options
+            if hasattr(options, "global_ranks_in_group"):
+                options.global_ranks_in_group = list(range(group.size()))
 
 
 def check_resolves(address: str, rank: int) -> None:

@@ -95,13 +95,11 @@ class RunComparison:
         return len({str(run.environment.get("peak")) for run in self.runs if run.get_curve("mfu").finite}) > 1
 
     def _make_row(self, run: Run, evaluations: Sequence[Evaluation]) -> list[str]:
-        losses = run.get_curve("loss").finite
         speeds, seconds = run.get_curve("tokens_per_second").finite, run.get_curve("step_seconds").finite
-        last = losses[-max(1, len(losses) // 50) :]
         cells = [
             f"{run.last_step:,}",
             format_number(max(run.get_curve("tokens").finite, default=0)),
-            f"{statistics.fmean(last):.4f}" if last else MISSING,
+            f"{statistics.fmean(run.last_losses):.4f}" if run.last_losses else MISSING,
         ]
         for name, key in evaluations:
             values = run.get_curve("evaluation", name, *key).finite

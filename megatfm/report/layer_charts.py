@@ -116,10 +116,10 @@ def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
     first, last = min(min(curve.steps) for curve in curves), max(max(curve.steps) for curve in curves)
     columns = min(COLUMNS, len(curves[0].steps))
 
-    def column_of(step: float) -> float:
+    def get_column(step: float) -> float:
         return (columns - 1) * (step - first) / max(last - first, 1)
 
-    rows = [_compute_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves]
+    rows = [_compute_means(curve, columns, [round(get_column(step)) for step in curve.steps]) for curve in curves]
     height = len(rows)
     labelled_experts = range(0, height, max(1, math.ceil(height / 8)))
     ticks = choose_ticks(first, max(last, first + 1), 6)
@@ -128,7 +128,7 @@ def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
         title=f"Load of experts, {shorten_layer_name(layer)}",
         unit=f"choices, as a multiple of the mean{selection}",
         picture=encode_png([[choose_colour(value) for value in row] for row in rows]),
-        x_ticks=[Tick(100 * (column_of(step) + 0.5) / columns, format_number(step)) for step in labelled_steps],
+        x_ticks=[Tick(100 * (get_column(step) + 0.5) / columns, format_number(step)) for step in labelled_steps],
         y_ticks=[Tick(100 * (expert + 0.5) / height, str(expert)) for expert in labelled_experts],
         summary=_summarize_loads(curves),
     )

@@ -174,16 +174,9 @@ def list_headlines(run: Run) -> list[Headline]:
             for metric in ("top1", "accuracy")
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
-    losses = run.get_curve("loss").finite
-    if losses:
-        last = losses[-max(1, len(losses) // 50) :]
-        headlines.append(
-            Headline(
-                "Training loss",
-                f"{statistics.fmean(last):.3f}",
-                f"mean of the last {len(last)}" if len(last) > 1 else "last step",
-            )
-        )
+    if losses := run.last_losses:
+        note = f"mean of the last {len(losses)}" if len(losses) > 1 else "last step"
+        headlines.append(Headline("Training loss", f"{statistics.fmean(losses):.3f}", note))
     tokens = run.get_curve("tokens").finite
     if tokens:
         headlines.append(Headline("Tokens seen", format_number(tokens[-1]), format_counted(run.last_step, "step")))

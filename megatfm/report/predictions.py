@@ -194,19 +194,19 @@ def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence
     )
 
 
-def _make_cells(counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]) -> list[tuple[str, list[Cell]]]:
+def _make_cells(counts: Counts, labels: Sequence[str], totals: Mapping[int, int]) -> list[tuple[str, list[Cell]]]:
     indices = range(len(labels))
     return [
-        (labels[row], [_make_cell(counts.get((row, column), 0), of_label[row], row == column) for column in indices])
+        (labels[row], [_make_cell(counts.get((row, column), 0), totals[row], row == column) for column in indices])
         for row in indices
     ]  # fmt: skip
 
 
-def _make_cell(count: int, of_label: int, is_right: bool) -> Cell:
-    return Cell(count, math.sqrt(count / of_label) if count else 0.0, is_right)
+def _make_cell(count: int, total: int, is_right: bool) -> Cell:
+    return Cell(count, math.sqrt(count / total) if count else 0.0, is_right)
 
 
-def _draw_matrix(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
+def _draw_matrix(counts: Counts, n_classes: int, label_totals: Mapping[int, int]) -> str:
     """Draw the confusion matrix with one pixel per pair of classes, or the strongest of several pairs.
 
     The opacity is the square root of the pair's share of the label's examples, so that rare errors are visible.
@@ -215,7 +215,7 @@ def _draw_matrix(counts: Counts, n_classes: int, of_label: Mapping[int, int]) ->
     side, transparent = -(-n_classes // stride), (0, 0, 0, 0)
     pixels = [[transparent] * side for _ in range(side)]
     for (label, predicted), count in counts.items():
-        opacity = max(24, round(255 * math.sqrt(count / of_label[label])))
+        opacity = max(24, round(255 * math.sqrt(count / label_totals[label])))
         row, column = pixels[label // stride], predicted // stride
         if opacity > row[column][3]:
             row[column] = (*(CORRECT_COLOUR if label == predicted else WRONG_COLOUR), opacity)

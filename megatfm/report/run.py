@@ -90,6 +90,12 @@ class Run:
         return self.curves.get(path, Curve())
 
     @property
+    def last_losses(self) -> list[float]:
+        """Finite training losses of the last 2 % of the steps, at least one; empty if none is recorded."""
+        losses = self.get_curve("loss").finite
+        return losses[-max(1, len(losses) // 50) :]
+
+    @property
     def validation_sets(self) -> list[str]:
         """Names of the validation sets that have results, in order of appearance."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation"))

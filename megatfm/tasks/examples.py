@@ -86,7 +86,10 @@ def build_frame(tokenizer: Tokenizer, example_format: ExampleFormat) -> Frame:
 
 
 def truncate_longest(first: Tokens, second: Tokens | None, room: int) -> tuple[Tokens, Tokens | None]:
-    """Cut the ends of texts to `room` tokens together, the longer one first (transformers' longest_first)."""
+    """Cut the ends of texts to `room` tokens together, the longer one first (transformers' longest_first).
+
+    Of two equally long ones, the second may keep a token more.
+    """
     if second is None:
         return first[:room], None
     excess = len(first) + len(second) - room
@@ -98,7 +101,7 @@ def truncate_longest(first: Tokens, second: Tokens | None, room: int) -> tuple[T
     else:
         keep_shorter = room // 2
         keep_longer = room - keep_shorter
-    if len(first) >= len(second):
+    if len(first) > len(second):
         return first[:keep_longer], second[:keep_shorter]
     return first[:keep_shorter], second[:keep_longer]
 

@@ -47,6 +47,8 @@ class PreferenceEncoder:
         """Return pairs and notes for the log. Raises UsageError that names the row."""
         task = self.task
         require_columns(self.path, rows, {"task.chosen": task.chosen, "task.rejected": task.rejected})
+        if any(isinstance(row.get(getattr(task, side)), list) for row in rows for side in SIDES):
+            self._check_prompts(rows)
         encoded = {side: self._encode_side(rows, side) for side in SIDES}
         examples = []
         for row_number, pair in enumerate(zip(encoded["chosen"], encoded["rejected"], strict=True), start=1):
@@ -95,6 +97,24 @@ class PreferenceEncoder:
             encoded = replace(encoder, task=task).encode_prompts(rows)
         return [(tokens, _get_last_span(spans, len(tokens)), n_bytes) for tokens, spans, n_bytes in encoded]
 
+    def _check_prompts(self, rows: Sequence[Row]) -> None:
+        """Raise UsageError for a row whose answers, as messages, are to different conversations."""
+        for row_number, row in enumerate(rows, start=1):
+            chosen, rejected = (
+                [
+                    (message.get("role"), message.get("content")) if isinstance(message, dict) else message
+                    for message in self._make_conversation(row_number, row, getattr(self.task, side))[:-1]
+                ]
+                for side in SIDES
+            )
+            if chosen != rejected:
+                refuse_row(
+                    self.path,
+                    row_number,
+                    f"columns {self.task.chosen!r} and {self.task.rejected!r} differ before their last messages, and "
+                    "only answers to one prompt are compared: mend the row, or take it out",
+                )
+
     def _make_conversation(self, row_number: int, row: Row, column: str) -> list[Any]:
         """Return the conversation of a row that ends in the answer of a column."""
         prompt, answer = row.get(self.task.prompt), row.get(column)
@@ -106,6 +126,13 @@ class PreferenceEncoder:
                 row_number,
                 f"column {self.task.prompt!r} is a text, and column {column!r} a list with the answer alone, so that "
                 "the prompt would be left out: give the prompt as a list of messages, or both answers as texts",
+            )
+        if isinstance(prompt, list) and prompt and answer[: len(prompt)] == prompt:
+            refuse_row(
+                self.path,
+                row_number,
+                f"column {column!r} begins with the messages of column {self.task.prompt!r}, which would be read "
+                "twice: take them out of one of the two",
             )
         messages = [*(prompt if isinstance(prompt, list) else []), *answer]
         if not isinstance(messages[-1], dict) or messages[-1].get("role") != ASSISTANT:

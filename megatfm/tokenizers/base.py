@@ -276,6 +276,11 @@ def check_unicode(texts: Iterable[str]) -> None:
             ) from None
 
 
+def list_token_ids(ids: object) -> list[int]:
+    """Return the ids in a value of a model's JSON, such as eos_token_id: one id, a list, or none."""
+    return [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+
+
 class ReservedTokenEscaper:
     """Replaces reserved ids, which a library finds in texts that spell their names, by the ids of the characters.
 

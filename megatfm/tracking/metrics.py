@@ -4,6 +4,7 @@
 same values, and may lag behind.
 """
 
+import contextlib
 import importlib
 import json
 import logging
@@ -80,9 +81,11 @@ SINKS = Registry[Callable[[RunInfo], Sink]]("log sink")
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
-    """Raise UsageError for an unknown sink."""
+    """Raise UsageError for an unknown sink, and for one that is named twice, which would get each step twice."""
     for name in sinks:
         SINKS.get(name)
+        if sinks.count(name) > 1:
+            raise UsageError(f"log.sinks = {list(sinks)} names {name!r} twice: name it once")
 
 
 class MetricsLog:
@@ -225,42 +228,71 @@ def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield (prefix or "train/") + key, value
 
 
+class FailureGuard:
+    """Calls a sink until it fails once, and turns that error into a warning: training needs no sink."""
+
+    def __init__(self, sink: str) -> None:
+        self._sink = sink
+        self.has_failed = False
+
+    def attempt(self, call: Callable[[], object], part: str) -> None:
+        """Call the sink, unless it has failed before. part: of the metrics that it lacks if this fails."""
+        if self.has_failed:
+            return
+        try:
+            call()
+        except Exception as error:  # of a disk, another process or a connection
+            self.has_failed = True
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            _log.warning("%s has stopped (%s): it lacks the metrics %s; %s has all", self._sink, reason, part, METRICS)
+
+
 @SINKS.register("tensorboard")
 class TensorBoard:
     """Writes TensorBoard event files under RUN/tensorboard; a resume purges the steps after the checkpoint.
 
     Writes in the caller's thread. tensorboardX's SummaryWriter has a writer thread; if a full disk kills it, its queue
-    fills up and blocks training.
+    fills up and blocks training. If the files can't be written, the run goes on without them.
     """
 
     def __init__(self, run: RunInfo) -> None:
+        self._guard = FailureGuard("TensorBoard")
+        self._guard.attempt(lambda: self._open(run), f"from step {run.first_step + 1} on")
+
+    def _open(self, run: RunInfo) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
         folder = run.folder / "tensorboard"
         self._event = event_pb2.Event
-        with name_disk_errors("write", folder, RESUME_AFTER_REPAIR):
-            folder.mkdir(exist_ok=True)
-            self._folder = folder
-            self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            purge = run.first_step + 1 if run.first_step else 0
-            self._writer.write_event(self._event(wall_time=time.time(), step=purge, session_log=start))
+        folder.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        purge = run.first_step + 1 if run.first_step else 0
+        self._writer.write_event(self._event(wall_time=time.time(), step=purge, session_log=start))
 
     def write(self, record: Mapping[str, Any]) -> None:
+        self._attempt(lambda: self._write(record), f"from step {record['step']} on")
+
+    def _write(self, record: Mapping[str, Any]) -> None:
         event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
         for name, value in _flatten_scalars(record):
             event.summary.value.add(tag=name, simple_value=value)
-        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
-            self._writer.write_event(event)
+        self._writer.write_event(event)
 
     def sync(self) -> None:
-        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
-            self._writer.flush()
+        self._attempt(lambda: self._writer.flush(), "that were not on disk yet, and later ones")
 
     def close(self) -> None:
-        with name_disk_errors("write", self._folder, RESUME_AFTER_REPAIR):
-            self._writer.close()
+        self._attempt(lambda: self._writer.close(), "that were not on disk yet")
+
+    def _attempt(self, call: Callable[[], object], part: str) -> None:
+        """Call `call`; close the file if it fails, since Python would write the rest again at its end."""
+        had_failed = self._guard.has_failed
+        self._guard.attempt(call, part)
+        if self._guard.has_failed and not had_failed:
+            with contextlib.suppress(OSError):
+                self._writer._py_recordio_writer.close()
 
 
 @SINKS.register("wandb")
@@ -271,11 +303,13 @@ class WeightsAndBiases:
     twice. If W&B can't be reached, logs offline. If its process ends, the run goes on without it.
     """
 
+    FINISH_SECONDS = 30.0
+    """Time for sending the rest at the end. W&B would wait for its server without end, and the job for the run."""
     is_unreachable = False
     """Set for the whole process once W&B could not be reached, so that a rollback doesn't wait for it again."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._has_failed = False
+        self._guard = FailureGuard("W&B")
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -289,7 +323,7 @@ class WeightsAndBiases:
             "resume": "allow",
             "dir": str(run.folder),
             "config": dict(run.config),
-            "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
+            "settings": self._make_settings(wandb.Settings),
         }
         try:
             self._run = wandb.init(**options, **({"mode": "offline"} if self.is_unreachable else {}))
@@ -308,26 +342,23 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    def _make_settings(self, settings_class: Any) -> Any:
+        settings: dict[str, Any] = {"console": "off"}  # the terminal belongs to the progress bar
+        if "WANDB_FINISH_TIMEOUT" not in os.environ and hasattr(settings_class(), "finish_timeout"):
+            settings |= {"finish_timeout": self.FINISH_SECONDS, "finish_timeout_raises": True}
+        return settings_class(**settings)
+
     def write(self, record: Mapping[str, Any]) -> None:
         values = {"step": record["step"], **dict(_flatten_scalars(record))}
-        self._attempt(lambda: self._run.log(values), f"from step {record['step']} on")
+        self._guard.attempt(lambda: self._run.log(values), f"from step {record['step']} on")
 
     def sync(self) -> None:
         """Do nothing: W&B writes in its own process."""
 
     def close(self) -> None:
-        self._attempt(self._run.finish, "that it had not sent")
-
-    def _attempt(self, call: Callable[[], None], part: str) -> None:
-        """Call W&B until it fails once, and turn that error into a warning. part: of the metrics that it then lacks."""
-        if self._has_failed:
-            return
-        try:
-            call()
-        except Exception as error:  # of W&B's process or its connection, without which training goes on
-            self._has_failed = True
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            _log.warning("W&B has stopped (%s): it lacks the metrics %s; %s has all", reason, part, METRICS)
+        folder = getattr(self._run, "dir", None)  # RUN/wandb/run-…/files
+        remedy = f" (`wandb sync {Path(folder).parent}` sends them)" if folder else ""
+        self._guard.attempt(self._run.finish, f"that it had not sent{remedy}")
 
 
 _WANDB_ID = re.compile(rb"[^\s/\\#?%:]{1,128}")

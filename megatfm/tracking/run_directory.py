@@ -11,7 +11,6 @@ import torch
 
 from megatfm import tokenizers
 from megatfm.config import Config, to_toml
-from megatfm.config.section import check_path
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
 from megatfm.object_collectives import run_on_rank_0_raising
@@ -22,9 +21,7 @@ from megatfm.tracking.run_lock import RunLock
 _log = logging.getLogger("megatfm")
 
 
-def run_folder(config: Config) -> Path:
-    """Return the run directory of a config."""
-    return check_path(Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name)
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass
@@ -49,7 +46,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints. It doesn't exist before the first save."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def log_path(self) -> Path:

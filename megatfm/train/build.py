@@ -104,6 +104,24 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UsageError(f"train.freeze = {list(patterns)} leaves no weight to train: freeze less of the model")
 
 
+def fit_frozen_patterns(small: Config, full: Config) -> Config:
+    """Return a small copy of a config without the patterns of `train.freeze` that match none of its weights.
+
+    If the others would freeze all of its weights, none is frozen. Raises what `freeze` raises for the full model.
+    """
+    if not full.train.freeze:
+        return small
+    with torch.device("meta"):
+        names = [name for name, _ in build(small.model).named_parameters()]
+        patterns = [pattern for pattern in full.train.freeze if any(fnmatchcase(name, pattern) for name in names)]
+        if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+            patterns = []
+        if len(patterns) < len(full.train.freeze):
+            model = full.model.model_copy(update={"vocab_size": small.model.vocab_size})  # which may be unknown yet
+            build_model(full.model_copy(update={"model": model}))
+    return small.model_copy(update={"train": small.train.model_copy(update={"freeze": patterns})})
+
+
 def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
     """Plan the split of a model, not yet parallelized, into pipeline stages. Does not modify the model."""
     parallel, data = config.parallel, config.data

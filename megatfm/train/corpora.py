@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm import tokenizers
+from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import Config
 from megatfm.config.objective import ImageClassificationObjective, ImageObjective
 from megatfm.corpus.corpus import Corpus
@@ -27,6 +28,7 @@ from megatfm.objectives.image_classification import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
+from megatfm.tracking.run_directory import CHECKPOINTS
 from megatfm.version import __version__
 
 MIN_STREAMS = 16
@@ -151,9 +153,10 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 
 
 def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
-    """Return a note for the log if images have fewer classes than the model; else "".
+    """Return a note for the log if images have other numbers of classes than the model; else "".
 
-    Raises UsageError if a corpus names more classes than the model has, or two corpora give one number to two names.
+    Raises UsageError if a corpus names more classes than the model of a new run has, or two corpora give one number to
+    two names. A run with checkpoints has read such a corpus: it goes on, and stops at an image of a further class.
     """
     if not isinstance(config.objective, ImageClassificationObjective):
         return ""
@@ -162,21 +165,22 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
     for corpus in (rows.corpus for rows in datasets if isinstance(rows, PackedDataset)):
         if names := corpus.manifest.class_names:
             names_by_folder[str(corpus.folder)] = names
+    has_begun = bool(list_checkpoints(config.run_folder / CHECKPOINTS))
     longest = max(names_by_folder, key=lambda folder: len(names_by_folder[folder]), default="")
     for folder, names in names_by_folder.items():
-        if len(names) > n_classes:
-            raise UsageError(
-                f"{folder}: has {len(names):,} classes ({_join_first(names)}), and {key} = {n_classes:,}: choose "
-                f"{key}={len(names)}"
-            )
+        excess = f"{folder}: has {len(names):,} classes ({_join_first(names)}), and {key} = {n_classes:,}"
+        if len(names) > n_classes and not has_begun:
+            raise UsageError(f"{excess}: choose {key}={len(names)}")
         for number, (name, other_name) in enumerate(zip(names, names_by_folder[longest], strict=False)):
             if name != other_name:
                 raise UsageError(
                     f"{folder}: class {number} is {name!r}, and in {longest} it is {other_name!r}: prepare both with "
                     "one file of names (read.labels.classes, or data index --classes)"
                 )
-    if longest and len(names_by_folder[longest]) < n_classes:
-        count = len(names_by_folder[longest])
+    count = len(names_by_folder.get(longest, ()))
+    if count > n_classes:
+        return f"{longest}: names {count:,} classes, and {key} = {n_classes:,}: an image of a further one is an error"
+    if longest and count < n_classes:
         classes = format_counted(count, "class", "classes")
         return f"{key} = {n_classes:,}, and {longest} has {classes}: the other outputs only learn to be small"
     return ""

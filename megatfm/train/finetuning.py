@@ -23,7 +23,6 @@ from megatfm.tasks.corpus import TaskCorpus, check_files_exist, compute_class_we
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
-from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.reference import ReferenceModel
 
@@ -111,7 +110,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
 def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> TaskCorpus:
     """Tokenize a file of a run's task into the run directory, unless this has been done."""
     assert config.task is not None
-    folder = run_folder(config) / TASK_CORPORA
+    folder = config.run_folder / TASK_CORPORA
     family = config.model.family
     example_format = ExampleFormat(
         config.data.sequence_length,
@@ -191,7 +190,7 @@ def _default_head_options(model: ModelConfig, form: str) -> dict[str, Any]:
 
 def _read_earlier_heads(config: Config) -> Mapping[str, Any]:
     """Return the heads of the run's newest checkpoint, if the run has one: it goes on with the same head."""
-    path = checkpoint.find_latest(run_folder(config) / "checkpoints")
+    path = checkpoint.find_latest(config.run_folder / "checkpoints")
     saved = migrate(checkpoint.read_state(path).get("config")) if path is not None else None
     heads = saved.get("model", {}).get("extra_heads") if isinstance(saved, Mapping) else None
     return heads or {}

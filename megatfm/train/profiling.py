@@ -87,6 +87,12 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
         ) from error
 
 
+OUTSIDE_OF_TORCH = re.compile(
+    r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'|(CUBLAS|HIPBLAS)_STATUS_ALLOC_FAILED"
+)
+"""Errors of allocations beside torch's allocator: of CUDA itself, of NCCL and of cuBLAS."""
+
+
 def _parse_requested_memory(error: BaseException) -> str | None:
     """Describe the allocation that failed; None for an error of another kind."""
     if isinstance(error, MemoryError):
@@ -97,6 +103,8 @@ def _parse_requested_memory(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         match = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
         return f" and asked for {match[1]} more" if match else ""
+    if OUTSIDE_OF_TORCH.search(text):
+        return " in tensors, and CUDA or one of its libraries found no memory beside them"
     return None
 
 

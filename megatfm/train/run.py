@@ -12,7 +12,7 @@ from megatfm.registry import import_plugins
 from megatfm.tracking import utilization
 from megatfm.tracking.console import RunLog
 from megatfm.tracking.metrics import check_sinks
-from megatfm.tracking.run_directory import RunDirectory, run_folder
+from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
@@ -46,7 +46,7 @@ def train(
     import_plugins(config.plugins)
     check_sinks(config.log.sinks)  # before anything is written to disk
     config, tokenizer = open_tokenizer(config)
-    folder, new_paths = run_folder(config), new_paths or NewPaths()
+    folder, new_paths = config.run_folder, new_paths or NewPaths()
     start_flight_recorder(folder, config.train.device)
     hang = config.train.hang_seconds
     with (

@@ -161,7 +161,8 @@ def compute_block_input_bytes(config: Config, itemsize: int) -> int:
 def get_free_memory(device: torch.device) -> int:
     """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     own_groups = ""
     with contextlib.suppress(OSError):  # not on Linux
         own_groups = Path("/proc/self/cgroup").read_text()

@@ -1,12 +1,10 @@
 """Shrinks a config so that verifying it takes seconds, keeping all that a layout could get wrong, and draws a batch."""
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -33,9 +31,9 @@ from megatfm.config.section import Section, unflatten
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig, needs_own_row
 from megatfm.errors import UsageError
-from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, compute_axis_sizes
+from megatfm.train.build import fit_frozen_patterns
 from megatfm.verify.shrink_images import (
     shrink_features,
     shrink_image_section,
@@ -106,8 +104,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             "train": _shrink_train(config.train, parallel, data_ranks),
         }
     )
-    freeze = [pattern for pattern in config.train.freeze if _matches_weights(small, pattern)]
-    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": freeze})})
+    small = fit_frozen_patterns(small, config)
     return small, _list_changes(config, small)
 
 
@@ -140,12 +137,6 @@ def _resolve_layout(parallel: ParallelConfig) -> ParallelConfig:
             f"{MAX_RANKS}: use smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
     return parallel.model_copy(update={"pp_split_points": []})
-
-
-def _matches_weights(config: Config, pattern: str) -> bool:
-    """Return whether the small model, which may have fewer layers, has weights that match a pattern."""
-    with torch.device("meta"):
-        return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
 def _shrink_model(model: ModelConfig, *, head_ranks: int, shards: int, stages: int, rows: RowLengths) -> ModelConfig:

@@ -3,7 +3,9 @@
 import inspect
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,24 @@ def test_the_log_sink_of_the_questions_works(tmp_path: Path, monkeypatch: pytest
         metrics.write({"step": 1, "tokens": 8, "loss": 2.5})
         metrics.sync()
         assert (tmp_path / "mine.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
+
+
+def test_a_part_without_a_required_method_names_it() -> None:
+    class Lacking(Objective):
+        pass
+
+    @dataclass(frozen=True)
+    class LackingPattern(AttentionPattern):
+        pass
+
+    none: Any = None
+    for call, missing in (
+        (lambda: Lacking().build_example(none, none), r"^Lacking lacks build_example\(chunk, key\)$"),
+        (lambda: Lacking().sequence_lengths(none, none), r"^Lacking lacks sequence_lengths\(n_tokens, keys\)$"),
+        (lambda: LackingPattern().mask_mod(none, none, none), r"^LackingPattern lacks mask_mod\(q, k, heads\)$"),
+    ):
+        with pytest.raises(NotImplementedError, match=missing):
+            call()
 
 
 MEMBER_OF_LIST = re.compile(r"^(?:- |\| )(?:\*\*[^*]+\*\*:? )?((?:`[^`]+`(?:, | and | or | )?)+)", re.M)

@@ -62,7 +62,10 @@ def draw_documents(n: int = 40) -> list[np.ndarray]:
 
 
 def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
-    """Write two shards by the webdataset library: as tar, as tar.zst of several frames, or of one."""
+    """Write two shards by the webdataset library: as tar, as tar.zst of several frames, or of one.
+
+    Frames "of a pipe" don't say how many bytes they hold.
+    """
     folder.mkdir()
     for number, part in enumerate((texts[:25], texts[25:])):
         path = folder / f"some-{number}.tar"
@@ -74,8 +77,9 @@ def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
         data, cuts = path.read_bytes(), [0]
         with tarfile.open(path) as archive:
             starts = [m.offset for m in archive.getmembers() if m.name.endswith("json")]
-        cuts = [0, *starts[5::5], len(data)] if kind == "frames" else [0, len(data)]
-        frames = [zstandard.compress(data[a:b]) for a, b in pairwise(cuts)]
+        cuts = [0, *starts[5::5], len(data)] if kind.startswith("frames") else [0, len(data)]
+        compressor = zstandard.ZstdCompressor(write_content_size=kind != "frames of a pipe")
+        frames = [compressor.compress(data[a:b]) for a, b in pairwise(cuts)]
         Path(f"{path}.zst").write_bytes(b"".join(frames))
         path.unlink()
     return folder

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatfm.cli import COMMANDS, build_parser
-from megatfm.commands.config import COMPLETION_FILES, completion_script
+from megatfm.commands.config import COMPLETION_FILES, make_completion_script
 from megatfm.config import load_config, to_toml
 from megatfm.terminal import print_table, spell_unencodable
 from tests.support.command_line import run_command
@@ -60,7 +60,7 @@ def test_models_and_runs_are_imported_without_the_compiler_and_training_without_
 
 @pytest.fixture(scope="module")
 def bash_script() -> str:
-    return completion_script("bash")
+    return make_completion_script("bash")
 
 
 @pytest.mark.parametrize(("line", "completions"), [
@@ -102,7 +102,7 @@ def test_bash_completes_a_line_with_words(bash_script: str, tmp_path: Path, line
 
 @pytest.mark.parametrize("shell", COMPLETION_FILES)
 def test_completion_of_every_shell_has_every_command(shell: str, bash_script: str) -> None:
-    text = bash_script if shell == "bash" else completion_script(shell)
+    text = bash_script if shell == "bash" else make_completion_script(shell)
     for word in (*COMMANDS, "quickstart-data", "train.global_batch="):
         assert word in text
     for flag in ("max-tokens", "gpus-per-node"):
@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
-    (["--help"], 0, "corpora -> tokenizer"),
+    (["--help"], 0, "-> tokens -> shards"),
     (["verify", "--help"], 0, "NAME,..."),
     (["compare", "runs/a-name-longer-than-half-a-terminal", "runs/数据"], 2, "must be UTF-8"),
     (["compare", *["runs/a-name-longer-than-half-a-terminal"] * 2], 0, "MFU\n  a-name"),

@@ -10,16 +10,18 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tomli_w
 
-from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load_section
+from megatfm.config import Config, EvaluationTaskConfig, ParallelConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import find_keys
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
+from megatfm.config.sources import list_model_presets
+from megatfm.layers.moe import ROUTERS
 from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 
 OFF_SITE = {"LOG.md"}
@@ -166,7 +168,7 @@ def test_every_command_and_flag_is_explained() -> None:
     headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
-    assert "\n\nwith --slurm:\n\n| Argument" in text, "options have their group's title"
+    assert "\n\nWith `--slurm`:\n\n| Argument" in text, "options have their group's title"
     for row in (
         "| `--nproc N` | processes here",
         "| `--to {hf,megatfm,peft,moe}` |",
@@ -185,7 +187,7 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
         assert name == "__version__" or f"## `megatfm.{name}`\n\n" in text
     for line in (
         "### `Model.generate`",
-        "fit(config: megatfm.config.root.Config | str | pathlib.Path, *overrides: str)",
+        "fit(config: Config | str | Path, *overrides: str)",
         "Train or resume a run in this process, as `megatfm train` does; return its run directory.",
     ):
         assert line in text
@@ -197,12 +199,27 @@ def test_every_registered_part_is_in_the_reference() -> None:
     for key, registry in module.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
-            assert f"| `{name}` |" in rows, (key, name)
+            assert re.search(rf"\| `{name}` \| \S.*\S \|", rows), (key, name)
         sections: list[Any] = [Config]
         for part in key.removesuffix(".NAME").split("."):
             sections = [section for section in sections if part in section.model_fields]
             assert sections, key
             sections = [variant for section in sections for variant in list_sections(section, part)]
+
+
+def test_the_readme_counts_what_there_is() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    formats = importlib.import_module("megatfm.data_prep.readers")
+    steps = importlib.import_module("megatfm.data_prep.filters.base")
+    counts = {
+        "presets": len(list_model_presets()),
+        "input formats": len({*formats._TEXT_FORMATS, *formats._IMPORT_FORMATS} - set(formats.READERS.names())),
+        "cleaning steps": sum(map(len, steps._MODULES.values())),
+        "routers": len(ROUTERS.names()),
+    }
+    assert {name: int(re.findall(rf"(\d+) {name}", text)[0]) for name in counts} == counts
+    schedules = get_args(ParallelConfig.model_fields["pp_schedule"].annotation)
+    assert ("(six schedules)" in text, len(schedules)) == (True, 6)
 
 
 def test_the_page_on_mixtures_lists_their_presets() -> None:

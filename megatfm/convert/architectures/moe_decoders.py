@@ -79,7 +79,7 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 }
 
 
-def read_mixtral(hf_config: Json) -> ModelConfig:
+def _read_mixtral(hf_config: Json) -> ModelConfig:
     dense = read_mistral(set_default_theta(hf_config, MIXTRAL_THETA))
     experts = make_top_k_moe_section(
         hf_config, hf_config["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
@@ -87,7 +87,7 @@ def read_mixtral(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts})
 
 
-def write_mixtral(config: ModelConfig) -> Json:
+def _write_mixtral(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     if not router.norm_topk_prob:
         raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
@@ -98,7 +98,7 @@ def write_mixtral(config: ModelConfig) -> Json:
     }
 
 
-def map_mixtral(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _map_mixtral(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = map_attention(bias=bias)
     return map_llama_style(config, attention, map_experts(config, MIXTRAL_NAMES, fused=fused))
@@ -108,9 +108,9 @@ _register(
     "Mixtral",
     "mixtral",
     MIXTRAL_KEYS,
-    read_mixtral,
-    write_mixtral,
-    map_mixtral,
+    _read_mixtral,
+    _write_mixtral,
+    _map_mixtral,
     ignored_tensors=ROTARY_BUFFERS,
 )
 
@@ -139,7 +139,7 @@ OLMOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_olmoe(hf_config: Json) -> ModelConfig:
+def _read_olmoe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     if hf_config["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
         raise UsageError(
@@ -156,7 +156,7 @@ def read_olmoe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
-def write_olmoe(config: ModelConfig) -> Json:
+def _write_olmoe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     return {
         **omit_keys(write_llama(config), "mlp_bias", "head_dim"),
@@ -167,7 +167,7 @@ def write_olmoe(config: ModelConfig) -> Json:
     }
 
 
-def map_olmoe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _map_olmoe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = bool(getattr(config.attention, "bias", False))
     attention = [
         *map_attention(bias=bias),
@@ -180,9 +180,9 @@ _register(
     "Olmoe",
     "olmoe",
     OLMOE_KEYS,
-    read_olmoe,
-    write_olmoe,
-    map_olmoe,
+    _read_olmoe,
+    _write_olmoe,
+    _map_olmoe,
     ignored_tensors=ROTARY_BUFFERS,
     fingerprint={"attention.qk_norm": "all_heads"},
 )
@@ -219,7 +219,7 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_qwen3_moe(hf_config: Json) -> ModelConfig:
+def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     experts = make_top_k_moe_section(
         hf_config,
@@ -231,7 +231,7 @@ def read_qwen3_moe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
 
 
-def write_qwen3_moe(config: ModelConfig) -> Json:
+def _write_qwen3_moe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     return {
         **omit_keys(write_llama(config), "mlp_bias"),
@@ -244,7 +244,7 @@ def write_qwen3_moe(config: ModelConfig) -> Json:
     }
 
 
-def map_qwen3_moe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _map_qwen3_moe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     attention = [*map_attention(), *map_qk_norms()]
     return map_llama_style(config, attention, map_experts(config, ExpertNames(), fused=fused))
 
@@ -253,8 +253,8 @@ _register(
     "Qwen3Moe",
     "qwen3_moe",
     QWEN3_MOE_KEYS,
-    read_qwen3_moe,
-    write_qwen3_moe,
-    map_qwen3_moe,
+    _read_qwen3_moe,
+    _write_qwen3_moe,
+    _map_qwen3_moe,
     fingerprint={"attention.qk_norm": True},
 )

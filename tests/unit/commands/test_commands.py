@@ -52,7 +52,7 @@ def test_the_config_of_a_running_task_is_not_replaced(
 ) -> None:
     """`launch RUN/finetune.toml` reads it at each restart. A folder that can't be made is one line, too."""
     config = load_config("quickstart", [f"run_dir={tmp_path}"])
-    monkeypatch.setattr(finetuning, "finetuning_config", lambda *_: (config, []))
+    monkeypatch.setattr(finetuning, "make_finetuning_config", lambda *_: (config, []))
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     (tmp_path / "launch.json").write_text(json.dumps(note))
     (tmp_path / "finetune.toml").write_text("of the run\n")

@@ -125,6 +125,10 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ('model={layer_types=["local"], layer_type={local={attention={pattern={name="windw"}}}}, d_model=8, n_layers=1, '
      'attention={n_heads=2}, ffn={d_ff=16}}',
      "model.layer_type.local.attention.pattern.name = 'windw': unknown (did you mean 'window'?); there are: full, "),
+    ('optimizer={name="adamw", lr=1e-3, moments_dtype="bf16", ema_decay=0.9}',
+     "optimizer.ema_decay = 0.9: optimizer.name = 'adamw' keeps its state in another precision (moments_dtype): "),
+    ('optimizer={name="schedule_free_adamw", lr=1e-3, ema_decay=0.9}',
+     "optimizer.ema_decay = 0.9: optimizer.name = 'schedule_free_adamw' averages weights itself: choose adamw, lion, "),
     ("optimizer.layer_decay=0", "optimizer.layer_decay = 0: input should be greater than 0; the default is 1.0"),
     # the schedule's name
     ("lr_schedule.name=cosin", "lr_schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
@@ -272,6 +276,12 @@ def test_invalid_toml_is_named_with_its_file(load: Callable[..., Config], file: 
     output = mistake(load)
     assert output.startswith(f"{file}: not valid TOML: ")
     assert reason in output
+
+
+@pytest.mark.parametrize("header", ["[{}]", "[[{}]]", "{} = 1"])
+def test_tables_that_are_nested_too_deep(load: Callable[..., Config], file: Path, header: str) -> None:
+    file.write_text(header.format(".".join("a" * 3000)) + "\n")
+    assert mistake(load) == f"{file}: has tables within tables, more than 100: no config has so many"
 
 
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:

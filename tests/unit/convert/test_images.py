@@ -94,7 +94,7 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"do_rescale": False}, {"rescale_factor": 0.5}])
+@pytest.mark.parametrize("change", [{"do_rescale": False}, {"rescale_factor": 0.5}, {"rescale_factor": "half"}])
 def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     save_hf_image_model("ViTForImageClassification", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS | change))

@@ -1,9 +1,12 @@
 """Adapters to PEFT's format and back, against PEFT itself: logits, gradients, files, and what is refused."""
 
+import copy
 import functools
 import itertools
 import json
 import math
+import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
+from megatfm import checkpoint
 from megatfm.checkpoint.locate import ADAPTER_CONFIG
 from megatfm.convert.convert import convert
 from megatfm.convert.load import load_hf_model
@@ -216,6 +220,57 @@ def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
     assert_close(logits(export_adapter(peft_model, tmp_path)), logits(peft_model))
 
 
+TRAINED = {
+    "a table that is the head's, too": ("gpt2, three matrices in one", ["decoder.embedding.tokens.weight"]),
+    "a table of both sides": ("t5", ["*.embedding.tokens.weight"]),
+    "one bias of a module": ("bert", ["head.bias"]),
+    "a module with a copy of the table in it": ("bert", ["head.*"]),
+    "the module and the table": ("bert", ["head.*", "encoder.embedding.tokens.weight"]),
+    "a table whose copy has a bias beside it": ("modernbert", ["encoder.embedding.tokens.weight"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning")
+@pytest.mark.parametrize("case", TRAINED)
+def test_parts_of_modules_and_tied_tables_are_whole_modules_in_peft(case: str, tmp_path: Path) -> None:
+    """PEFT opens a file only if it holds all weights of its modules, and copies a module without what it is tied to."""
+    name, trained = TRAINED[case]
+    build, targets = MODELS[name]
+    peft_model = save_adapter(build(), tmp_path, targets)
+    from_peft(tmp_path / "adapter", tmp_path / "before")
+    source = checkpoint.find_checkpoint(tmp_path / "before")
+    state, tensors = copy.deepcopy(dict(checkpoint.read_state(source))), checkpoint.read_tensors(source)
+    config: Any = state["config"]
+    config["model"]["lora"]["trained"] = trained
+    changed = [key for key in tensors if any(fnmatchcase(key, f"model.{pattern}") for pattern in trained)]
+    for place, key in enumerate(changed):
+        noise = torch.randn(tensors[key].shape, generator=torch.Generator().manual_seed(place))
+        tensors[key] = tensors[key] + 0.3 * noise
+    shutil.copytree(tmp_path / "before", tmp_path / "megatfm", ignore=shutil.ignore_patterns("checkpoints"))
+    checkpoint.save(tmp_path / "megatfm" / "checkpoints", 0, tensors, state)
+    expected = logits(load_model(tmp_path / "megatfm"), is_megatfm=True)
+    assert (expected - logits(peft_model)).abs().max() > 0.01, "something was trained"
+    assert_close(logits(export_adapter(peft_model, tmp_path)), expected)
+    from_peft(tmp_path / "back", tmp_path / "again", tmp_path / "base")
+    again = load_model(tmp_path / "again")
+    assert_close(logits(again, is_megatfm=True), expected)
+    assert all(again.get_parameter(key.removeprefix("model.")).requires_grad for key in changed)
+
+
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning")
+@pytest.mark.parametrize(("modules", "tied"), [
+    (["embed_tokens"], False), (["lm_head"], False), (["embed_tokens", "lm_head"], False), (["embed_tokens"], True),
+])  # fmt: skip
+def test_tables_that_peft_untied_are_not_read(modules: list[str], tied: bool, tmp_path: Path) -> None:
+    build, targets = MODELS["gemma3"]
+    peft_model = save_adapter(build(), tmp_path, targets, modules_to_save=modules, ensure_weight_tying=tied)
+    if tied:
+        assert_close(logits(import_adapter(tmp_path), is_megatfm=True), logits(peft_model))
+        return
+    with pytest.raises(UsageError, match=r"embed_tokens\.weight and lm_head\.weight differ, .*ensure_weight_tying"):
+        import_adapter(tmp_path)
+
+
 def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
     """An adapter of a base model without its head has names without the prefix of the complete model."""
     mappings = [map_name("encoder.pool", "bert.pooler.weight"), WeightMapping(("encoder.w",), ("bert.a", "bert.b"))]
@@ -274,9 +329,10 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
         save_file({**tensors, a_name: a.contiguous(), name: b.contiguous()}, path)
         with pytest.raises(UsageError, match=r"A \[.* and B \[.* of .*q_proj are not those of a linear layer"):
             import_adapter(tmp_path)
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
-    with pytest.raises(MegatfmError, match="has no lora_B beside it"):
-        import_adapter(tmp_path)
+    for missing, half in ((name, "lora_B"), (a_name, "lora_A")):
+        save_file({key: tensor for key, tensor in tensors.items() if key != missing}, path)
+        with pytest.raises(MegatfmError, match=f"has no {half} beside it"):
+            import_adapter(tmp_path)
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(MegatfmError, match="can't read it"):
         import_adapter(tmp_path)

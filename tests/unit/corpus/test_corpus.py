@@ -1,8 +1,11 @@
 """A corpus gives back what was written, and is refused in one line when it is damaged."""
 
 import contextlib
+import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -102,18 +105,39 @@ def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
     assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)
 
 
+def test_the_folder_above_a_training_corpus_is_answered_with_that_corpus(folder: Path) -> None:
+    for name in ("train", "validation"):
+        shutil.copytree(folder, folder.parent / "both" / name)
+    with pytest.raises(UsageError, match=r"each of train, validation: name one of them, for example .*both/train$"):
+        Corpus.open(folder.parent / "both")
+
+
 def test_check_counts_what_it_has_read(folder: Path) -> None:
     corpus, checked = Corpus.open(folder), check_corpus(folder)
     assert (checked.shards, checked.blocks) == (len(corpus.indexes), corpus.n_blocks)
     assert (checked.samples, checked.tokens) == (100, int(corpus.lengths().sum()))
     assert checked.bytes == sum(path.stat().st_size for path in folder.glob("*.tar.zst"))
     assert "100 samples" in str(checked)
+    assert str(replace(checked, shards=1, blocks=2)).startswith("whole: 1 shard, 2 blocks, 100 samples, ")
 
 
 def test_show_gives_the_overview(folder: Path) -> None:
     text = describe_corpus(folder)
     for fact in ("100", "(3.000 a token)", "a" * 64, '{"made by": "a test"}', Corpus.open(folder).fingerprint):
         assert fact in text
+
+
+def test_show_wraps_long_lines_at_the_terminal_s_width(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["provenance"] = {"config": ["a word"] * 40}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert len(describe_corpus(folder).splitlines()[-1]) > 300, "lines of a file are whole"
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = describe_corpus(folder).splitlines()
+    assert all(len(line) <= 80 for line in lines if len(line.split()) > 2), "a path or a hash stays whole"
+    assert f"tokenizer    {'a' * 64}" in lines
+    assert lines[-1].startswith(" " * len("fingerprint  "))
 
 
 def test_show_gives_a_sample(folder: Path) -> None:
@@ -187,6 +211,21 @@ def test_a_size_is_compared_before_memory_is_taken() -> None:
             decompress_frame(bomb, size)
         with pytest.raises(BadFrameError, match=f"holds 1048576 bytes, the index says {size}"):
             decompress_frames([bomb], [size])
+
+
+@pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
+def test_a_frame_that_does_not_claim_its_size(content: str) -> None:
+    """As `tar … | zstd` writes it."""
+    data = CONTENTS[content]
+    piped = zstandard.ZstdCompressor(write_content_size=False).compress(data)
+    assert decompress_frame(piped, len(data)) == data
+    assert [bytes(unpacked) for unpacked in decompress_frames([piped, frame(data)], [len(data)] * 2)] == [data] * 2
+    for size in (len(data) - 1, len(data) + 1):
+        for unpack in (decompress_frame, lambda piped, size: decompress_frames([piped], [size])):
+            with pytest.raises(BadFrameError):
+                unpack(piped, size)
+    with pytest.raises(BadFrameError):
+        decompress_frame(piped[:-1], len(data))
 
 
 @pytest.mark.parametrize("seed", range(3))

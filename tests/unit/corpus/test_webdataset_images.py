@@ -133,7 +133,10 @@ def test_classes_from_json_or_text(rule: str, tmp_path: Path) -> None:
     facts = dict(line.split(maxsplit=1) for line in describe_corpus(tmp_path / "theirs").splitlines())
     assert facts["classes"] == f"3 ({', '.join(sorted(NAMES))})"
     assert not {"tokens", "text", "tokenizer"} & facts.keys(), "images alone have none"
-    assert f"\nclass   {numbers[NAMES[1]]} ({NAMES[1]})\n" in describe_corpus(tmp_path / "theirs", 4)
+    displayed = describe_corpus(tmp_path / "theirs", 4)
+    assert f"\nclass   {numbers[NAMES[1]]} ({NAMES[1]})\n" in displayed
+    assert ".cls    1 byte" in displayed.splitlines()
+    assert "of text" not in displayed
     (tmp_path / "classes").write_text("\n".join(NAMES))
     img2dataset(tmp_path / "others")
     other = index_images(tmp_path / "others", LabelRule.parse(rule), tmp_path / "classes").manifest
@@ -167,6 +170,7 @@ ENEMIES: dict[str, tuple[bytes, str]] = {
     "a pickle": (make_tar(*GOOD, make_member("a.pkl", b"x")), "is a pickle"),
     "cut off": (make_tar(*GOOD)[:700], "not a whole tar|is cut off"),
     "no end": (make_tar(*GOOD)[:-1024], "no mark of a tar's end"),
+    "two tars": (make_tar(*GOOD) + make_tar(make_member("b.png", IMAGE)), "data follows its end"),
     "nothing": (make_tar(), "holds no samples"),
     "words as classes": (make_tar(GOOD[0], make_member("a.cls", b"cat")), "its .cls says 'cat', no number"),
 }  # fmt: skip

@@ -45,7 +45,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRAME_BYTES", 4000)
 
 
-@pytest.mark.parametrize("kind", ["tar", "frames"])
+@pytest.mark.parametrize("kind", ["tar", "frames", "frames of a pipe"])
 def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
     texts = draw_documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
@@ -60,7 +60,7 @@ def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, sm
     for actual, expected in zip(all_tokens, texts, strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert check_corpus(folder).samples == 40
-    assert corpus.read_sample(30).source.startswith(f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005.")
+    assert corpus.read_sample(30).source.startswith(f"some-1.tar{'' if kind == 'tar' else '.zst'}/sub/005.")
     assert "40" in describe_corpus(folder)
     rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
     with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
@@ -198,6 +198,7 @@ HOSTILE = {
     "long header": (make_tar(make_member("0.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535)),
                     "no array of token ids"),
     "cut off": (make_tar(GOOD)[:600], "unexpected end of data"),
+    "two tars": (make_tar(GOOD) + make_tar(make_member("1.npy", IDS)), "data follows its end"),
     "cut between": (make_tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
     "header cut": (make_tar(GOOD, GOOD)[:1200], "a.tar"),
     "no tar": (b"x" * 4000, "not a whole tar"),

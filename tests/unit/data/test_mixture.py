@@ -9,7 +9,7 @@ import pytest
 
 from megatfm.data.dataset import PackedDataset, join_rows
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, largest_remainder, make_source_seed
+from megatfm.data.mixture import Mixture, Phase, compute_quotas, make_source_seed
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -131,12 +131,12 @@ def test_identities_are_json_and_distinguish_mixtures(make_mixture: Any) -> None
 
 
 def test_quotas_are_of_largest_remainders() -> None:
-    assert largest_remainder({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
-    assert largest_remainder({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
+    assert compute_quotas({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
+    assert compute_quotas({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
     with pytest.raises(UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block_rows = 1001"):
-        largest_remainder({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
+        compute_quotas({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
     with pytest.raises(UsageError, match="all weights are 0"):
-        largest_remainder({"a": 0.0}, ["a"], 10)
+        compute_quotas({"a": 0.0}, ["a"], 10)
 
 
 class FixedRows:

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -48,6 +49,24 @@ def test_files_that_fuzzing_found_are_refused(tmp_path: Path, name: str) -> None
         read_documents(path)
 
 
+DELETED = re.sub(rb"(?s)<text.*?</text>", b'<text deleted="deleted" />', FILES["a.xml"]())
+REFUSED = {
+    "a.json": (b'"a text"', "is no array of records"),
+    "a.warc": (b"WARC/1.0\r\n" + b"a: b\r\n" * 2000, "record 1 has a header without an end"),
+    "b.warc": (b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n", "record 1 is longer than 268,435,456 bytes"),
+    "c.warc": (warc_record("resource", b"x", "http://a", "image/png"), "is no text but image/png"),
+    "d.xml": (DELETED, "has no text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_without_a_text_are_refused(tmp_path: Path, name: str) -> None:
+    data, reason = REFUSED[name]
+    settings = {"format": "json"} if name == "a.json" else {}
+    with pytest.raises(MegatfmError, match=reason):
+        read_documents(write_file(tmp_path / "in" / name, data), **settings)
+
+
 def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     kinds = {"../out.txt": tarfile.SYMTYPE, "dev.txt": tarfile.CHRTYPE, "dir": tarfile.DIRTYPE}
     special_members = [make_member(name, type=kind, linkname="/etc/passwd") for name, kind in kinds.items()]
@@ -74,6 +93,12 @@ def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
     path = write_file(tmp_path / "in" / "a.tar", without_end + bytes(-len(without_end) % 512))
     with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
         read_documents(path)
+    for behind in (tar(), b"junk", bytes(20_000) + b"x"):
+        path.write_bytes(tar() + behind)
+        with pytest.raises(MegatfmError, match=r"data follows its end, before byte [0-9]+: if tars were joined"):
+            read_documents(path)
+    path.write_bytes(tar() + bytes(20_000))
+    assert len(read_documents(path)) > 0
     path.write_bytes(make_tar(make_member("x" * 10, type=tarfile.XHDTYPE, size=2**40)) + bytes(1024))
     with pytest.raises(MegatfmError, match="a header of 1,099,511,627,776 bytes"):
         read_documents(path)

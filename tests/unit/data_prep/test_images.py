@@ -197,6 +197,7 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(item in page for item in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
     assert ".png" in displayed or ".jp" in displayed
+    assert "bytes of text" in displayed
     assert run_command("data", "show", str(tmp_path / "out" / "train"), "--sample", "1") == 0
     assert " bytes" in capsys.readouterr().out
 

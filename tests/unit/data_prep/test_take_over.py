@@ -15,7 +15,7 @@ from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import file_hashes
+from tests.support.prep_files import file_hashes, write_file
 
 END = 2
 WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
@@ -54,6 +54,14 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2",
             file.write(np.array(values, kind).tobytes())
 
 
+def with_empty_document(path: Path, documents: Sequence[Sequence[int]]) -> None:
+    """Write a corpus whose last document has no sequence, as of an empty text whose sentences the builder counts."""
+    megatron(path, documents)
+    index = path.with_suffix(".idx")
+    data = index.read_bytes()
+    index.write_bytes(data[:26] + struct.pack("<Q", len(documents) + 2) + data[34:] + data[-8:])
+
+
 def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> None:
     """Write a corpus as datatrove's writer does."""
     file = MegatronTokenizedFile(str(path.parent), path.stem, token_size=size)
@@ -82,6 +90,7 @@ def taken(out: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("format_", "write"), [
     ("megatron", megatron),
     ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
+    ("megatron", with_empty_document),
     ("megatron", lambda path, documents: by_datatrove(path, documents, 2)),
     ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
     ("tokens", lambda path, documents: path.write_bytes(np.array([i for d in documents for i in (*d, END)], "<u2"))),
@@ -118,6 +127,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "cut data": ("a.bin", lambda data: data[:-3], "a sequence lies outside"),
     "huge count": ("a.idx", lambda data: data[:18] + b"\xff" * 8 + data[26:], "is cut off or damaged"),
     "a place past all numbers": ("a.idx", lambda data: with_pointer(data, 2**63 - 2), "a sequence lies outside"),
+    "order": ("a.idx", lambda data: data[:-16] + data[-8:] + data[-16:-8], "its documents are not all of"),
     "type": ("a.idx", lambda data: data[:17] + b"\x06" + bytes(90), "of type 6"),
 }
 
@@ -134,6 +144,17 @@ def test_damage_is_named(
     (tmp_path / "in" / "a.idx").unlink()
     with pytest.raises(MegatfmError, match=r"in/a\.bin: .*has no a\.idx beside it"):
         data_prep.run(config(tmp_path, model, "megatron"))
+
+
+def test_a_damaged_file_may_be_skipped_and_the_last_document_may_lack_its_end(tmp_path: Path, model: Path) -> None:
+    documents = [[60 + number, 61, 62] for number in range(40)]
+    ids = np.array([i for ids in documents for i in (*ids, END)][:-1], "<u2")
+    write_file(tmp_path / "in" / "a.bin", b"xyz")
+    write_file(tmp_path / "in" / "b.bin", ids.tobytes())
+    summary = data_prep.run(config(tmp_path, model, "tokens", on_error="skip"))
+    assert taken(summary.out) == {f"b.bin#{number}": ids for number, ids in enumerate(documents)}
+    (skipped,) = summary.result["skipped_files"]
+    assert skipped == f"{tmp_path}/in/a.bin: has 3 bytes, which is no whole number of uint16 ids"
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:

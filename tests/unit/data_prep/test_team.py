@@ -243,10 +243,12 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
 
 def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://node7:8786"}')
+    (tmp_path / "list.json").write_text("[]")
     for where, message in (
         ("tcp://10.1.2.3:8786", "is open to whoever reaches it: start scheduler and workers with TLS"),
         (str(tmp_path / "scheduler.json"), "tcp://node7:8786 is open"),
         (str(tmp_path / "nothing.json"), "neither an address"),
+        (str(tmp_path / "list.json"), "neither an address"),
     ):
         assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", where]) == 2
         assert message in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_an_engine_without_a_member_is_refused() -> None:
     """When it is built, not at the step that needs the member."""
     engines = EngineRegistry()
     members = dict.fromkeys(set(vars(Engine)) - {"layer_statistics", "evaluate"})
-    engines.register("half")(lambda setup: SimpleNamespace(**members))  # type: ignore[arg-type, return-value]
+    engines.register("half")(lambda setup: SimpleNamespace(**members))
     with pytest.raises(
         UsageError, match=r"^parallel.engine = 'half': SimpleNamespace lacks evaluate, layer_statistics "
     ):

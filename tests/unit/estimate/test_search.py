@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -11,8 +12,9 @@ from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, load_cluster
 from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.estimate.profile import LocalModel
-from megatfm.estimate.quick import QuickScores
+from megatfm.estimate.quick import QuickScores, RankSums
 from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, find_refusal, iter_layouts, search
+from megatfm.estimate.traffic import make_axes
 from megatfm.verify.shrink import shrink
 
 
@@ -49,6 +51,16 @@ def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
     assert 0.97 < min(memory) <= max(memory) < 1.03
     ordered = sorted(seconds)
     assert 0.9 < ordered[len(ordered) // 10] <= ordered[-len(ordered) // 10] < 1.1
+
+
+def test_traffic_in_float64_has_twice_the_bytes_of_float32(opened: Estimator) -> None:
+    scores, sums = QuickScores(opened), RankSums(*([np.array([1e9])] * 8))
+    gather_and_reduce = {}
+    for precision in ("fp32", "fp64"):
+        config = opened.base.with_changes({"train.precision": precision, "parallel.dp_shard": 4})
+        seconds = scores._estimate_data_seconds(config, make_axes(config.parallel), sums)
+        gather_and_reduce[precision] = np.array(seconds)
+    assert gather_and_reduce["fp64"] == pytest.approx(2 * gather_and_reduce["fp32"], rel=1e-3)
 
 
 def test_a_layout_is_legal_if_and_only_if_its_config_is_valid(opened: Estimator) -> None:

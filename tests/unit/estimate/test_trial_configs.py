@@ -1,5 +1,6 @@
 """Small copies of models for a calibration: their sizes, and the operators that they run."""
 
+import re
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -52,6 +53,33 @@ def test_trials_are_small_copies_on_one_rank() -> None:
     configs = list_on_cpu("vit-b16")
     check_sizes(configs, min_widths=3)
     assert {config.data.sequence_length for config in configs} == {197}, "an image is a row"
+
+
+DEEPER = [
+    "model.n_layers=4", "model.d_model=64", "model.attention.n_heads=2", "model.ffn.d_ff=64", "model.vocab_size=300",
+]  # fmt: skip
+FIRST_HALF = ["decoder.embedding.*", "decoder.layers.[01].*", "decoder.norm.*", "head.*"]
+
+
+@pytest.mark.parametrize(("frozen", "expected"), [
+    (["decoder.layers.0.*", "decoder.layers.3.*"], ["decoder.layers.0.*"]),
+    (["decoder.layers.3.*"], []),
+    (FIRST_HALF, []),
+], ids=["a block less", "no block", "all that is there"])  # fmt: skip
+def test_trials_freeze_what_they_have(frozen: list[str], expected: list[str]) -> None:
+    """Copies have two of four blocks."""
+    for trial in list_on_cpu("quickstart", *DEEPER, f"train.freeze={frozen}"):
+        assert list(trial.train.freeze) == expected
+        describe(trial)
+
+
+@pytest.mark.parametrize(("frozen", "reason"), [
+    (["decoder.layers.3.*", "decoder.layer.0.*"], "'decoder.layer.0.*' matches no weight"),
+    (["*"], "leaves no weight to train"),
+])  # fmt: skip
+def test_trials_refuse_to_freeze_what_the_model_lacks(frozen: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        list_on_cpu("quickstart", *DEEPER, f"train.freeze={frozen}")
 
 
 @pytest.mark.extended

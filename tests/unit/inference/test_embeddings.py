@@ -81,6 +81,15 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(UsageError, match="pooling_mode_max_tokens: megatfm has pooling_mode_mean_tokens"):
         megatfm.load(folder).encode(SENTENCES)
+    (folder / "1_Pooling/config.json").unlink()
+    for text, message in (
+        ("[" * 100_000, "not a list of modules"),
+        ("7", "not a list of modules"),
+        ('[{"type": "models.Dense"}]', "megatfm has no module models.Dense, only Transformer, Pooling, Normalize"),
+    ):
+        (folder / "modules.json").write_text(text)
+        with pytest.raises(UsageError, match=message):
+            megatfm.load(folder).encode(SENTENCES)
 
 
 def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:

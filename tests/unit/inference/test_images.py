@@ -16,10 +16,11 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.vit import modeling_vit
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import ClassCollector, collect_classes
+from megatfm.inference.image_evaluation import make_image_evaluation
 from megatfm.inference.pictures import (
     Gallery,
     Picture,
@@ -292,3 +293,14 @@ def test_layers_that_see_parts_are_refused() -> None:
     message = r"'hierarchical' with model\.attention\.name = 'windowed'"
     with pytest.raises(UsageError, match=message), record_attention(build(config)):
         pytest.fail("should have refused")
+
+
+@pytest.mark.parametrize(("preset", "reason"), [
+    ("clip-b32", "'contrastive' has no pictures"),
+    ("llava-1.5-7b", "'image_to_text' has no pictures"),
+    ("quickstart", "'causal' reads no images"),
+])  # fmt: skip
+def test_pictures_of_a_run_that_has_none_are_refused(preset: str, reason: str) -> None:
+    engine: Any = SimpleNamespace(model=None)
+    with pytest.raises(UsageError, match=f"--images: objective.name = {reason}.*: leave it out"):
+        make_image_evaluation(load_config(preset, ["data.tokenizer=t"]), engine, 3)

@@ -125,6 +125,8 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     answer("evaluate.sbatch")
     assert run_megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
     assert run_megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
+    fake_slurm.answer("squeue", "COMPLETED|None|\n")
+    assert run_megatfm("cancel", "12", capsys=capsys) == (2, f"error: job 12 of {run} is over\n")
     answer("../mine.sh")
     code, output = run_megatfm("cancel", "5", capsys=capsys)
     assert (code, output.startswith("error: 5: not a job of `megatfm launch`: ")) == (2, True)
@@ -159,6 +161,9 @@ def test_a_local_run_is_signalled_to_save_and_stop(make: MakeRun, capsys: pytest
     assert process.wait(10) == -signal.SIGTERM
     code, output = run_megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, output.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
+    make("far", launcher="local", host="elsewhere", pid=process.pid, started=started)
+    code, output = run_megatfm("cancel", "runs/far", capsys=capsys)
+    assert (code, output.partition("/far")[2]) == (2, ": was started on elsewhere: cancel it there\n")
 
 
 def test_the_process_of_another_user_is_named_with_its_owner(

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, TextClassifierHeadConfig
+from megatfm.config.model_parts import LoRAConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
-from megatfm.layers.lora import InputDropout, is_factor, merge_lora, name_factors
+from megatfm.layers.lora import InputDropout, LoRA, is_factor, merge_lora, name_factors
 from megatfm.layers.moe.experts import Experts
+from megatfm.layers.task_heads import TextClassifier
 from megatfm.models import build
+from megatfm.ops.cross_entropy import IGNORE
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.frozen_parity import LORA, build_adapted
 from tests.support.models import FAMILY_MODELS, UNTIED_MODEL, build_moe, moe_inputs, moe_sequence
@@ -65,6 +68,30 @@ def test_dropout_of_adapters_changes_the_loss_or_is_refused(name: str) -> None:
             if isinstance(module, InputDropout):
                 module.rate = 0.0
         assert losses(adapted, plain) != losses_with_dropout, target
+
+
+@pytest.mark.parametrize("both_orders", [False, True])
+def test_an_adapter_of_a_task_s_last_layer_counts(both_orders: bool) -> None:
+    """Also where the scores of both orders of a pair are added before the bias, for which the matrix is used itself."""
+    section = TextClassifierHeadConfig(classes=3, both_orders=both_orders, pooler="none")
+    config = FAMILY_MODELS["bert"]
+    adapted, merged = (TextClassifier(config, section).double().eval() for _ in range(2))
+    for place, parameter in enumerate(adapted.parameters()):
+        parameter.data = draw(*parameter.shape, seed=place)
+    adapted.classifier.lora = LoRA(adapted.classifier, LoRAConfig(rank=2, alpha=3.0), "classifier").double()
+    for parameter in adapted.classifier.lora.parameters():
+        parameter.data = draw(*parameter.shape, seed=parameter.shape[0])
+    merged.load_state_dict(merge_lora(adapted.state_dict(), 3.0 / 2))
+    examples = torch.tensor([[4, -1, 4, 5, 5, -1]])
+    fields = {
+        "examples": examples, "targets": torch.tensor([[2, IGNORE, 1, 0, 1, IGNORE]]),
+        "parts": torch.tensor([[0, 0, 1, 0, 1, 0]]),
+    }  # fmt: skip
+    hidden_BTD = draw(1, 6, config.d_model, seed=9)
+    loss = adapted(hidden_BTD, **fields)
+    torch.testing.assert_close(loss, merged(hidden_BTD, **fields), rtol=1e-12, atol=1e-12)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapted.classifier.lora.parameters())
 
 
 def test_a_model_starts_as_it_was() -> None:

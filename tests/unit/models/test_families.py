@@ -21,6 +21,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS, SentenceHead
 from megatfm.models import build
+from megatfm.models.batch_fields import make_sequence
 from megatfm.parallel.pipeline_stages import compute_activation_shape
 from megatfm.split_points import find_live_fields
 from megatfm.train.resilience import forward_backward_with_replay
@@ -104,6 +105,17 @@ def test_a_missing_input_is_named() -> None:
         model_of("encoder_decoder")(TOKENS)
     with pytest.raises(TypeError, match="the model needs tokens"):
         model_of("decoder")(targets=TOKENS)
+
+
+def test_the_sides_of_a_batch_draw_from_different_random_keys() -> None:
+    """The stacks of both sides count layers and sites alike, so equal keys would drop the same elements in both."""
+    batch, keys = {"tokens": TOKENS, "encoder_tokens": TOKENS}, torch.tensor([5, -7])
+    encoder, decoder = (make_sequence(batch, "tokens", side, keys=keys).rng_keys for side in ("encoder_", ""))
+    assert encoder is not None
+    assert decoder is not None
+    assert torch.equal(decoder, keys)
+    assert not torch.isin(encoder, decoder).any()
+    assert make_sequence(batch, "tokens", "encoder_").rng_keys is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

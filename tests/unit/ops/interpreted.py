@@ -57,9 +57,23 @@ def check_no_number() -> None:
     assert torch.equal(logits[2], torch.zeros(V))
 
 
+def check_hidden_tokens() -> None:
+    """Tokens that a bias of −∞ hides have no gradient, also where they fill the first blocks of a row."""
+    generator = torch.Generator().manual_seed(2)
+    logits, targets = torch.randn(3, V, generator=generator), torch.tensor([V - 1, 40, 36])
+    logits[:, : 2 * cross_entropy_triton.BLOCK + 3] = -torch.inf
+    exact = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    losses = cross_entropy_triton.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.double(), gradient, rtol=1e-6, atol=1e-6)
+
+
 if __name__ == "__main__":
     cross_entropy_triton.BLOCK = 16  # several blocks a row
     for dtype, variant in itertools.product(CLOSE, VARIANTS):
         check(dtype, variant)
     check_no_number()
+    check_hidden_tokens()
     print("all alike")

@@ -286,6 +286,27 @@ def test_many_ranks_are_connected_when_they_first_talk(tmp_path: Path) -> None:
     assert sockets[4][1] < sockets[5][0] / 2
 
 
+SPLITTING_PROGRAM = """
+import os, torch
+from datetime import timedelta
+from torch.distributed import distributed_c10d as c10d
+from megatfm.parallel.distributed import distributed_session
+for session in ("first", "second"):
+    with distributed_session(60, "cpu"):
+        world = c10d._get_default_group()
+        part = world.split_group([0], timeout=timedelta(seconds=60), group_name=session, group_desc=session)
+        os.write(1, f"{session}: {part.size()} ".encode())
+"""
+
+
+def test_a_process_splits_the_group_of_its_second_session(tmp_path: Path) -> None:
+    """As a DeviceMesh on GPUs does, in C++, where the process would die."""
+    program = tmp_path / "splits.py"
+    program.write_text(SPLITTING_PROGRAM)
+    process = ForkedCommand([], tmp_path / "out", tmp_path, dict(os.environ), program=str(program))
+    assert (process.wait(120), process.output) == (0, "first: 1 second: 1 ")
+
+
 @pytest.mark.parametrize(("hosts", "known", "address"), [
     ([("a", "n1"), ("a", "n1")], {}, "127.0.0.1"),
     ([("a", "n1"), ("b", "n2")], {"n2": "127.0.0.1"}, "127.0.0.1"),

@@ -14,8 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatfm import tokenizers
 from megatfm.config import PreferenceObjective, TaskConfig
-from megatfm.data.inner_documents import with_inner_documents
-from megatfm.data.sequences import DocumentChunk
+from megatfm.data.sequences import DocumentChunk, split_inner_documents
 from megatfm.errors import UsageError
 from megatfm.layers.preference import FIRST_TARGET
 from megatfm.objectives.base import SpecialTokens
@@ -314,7 +313,7 @@ def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
         FIRST_TARGET if at == first else 1 if at < second - 1 else -1 for at in range(n - 2)
     ]
     assert fields["reference"].nonzero()[0].tolist() == [first]
-    starts, blank = with_inner_documents(fields, np.array([0, n - 2]), np.array([True]))
+    starts, blank = split_inner_documents(fields, np.array([0, n - 2]), np.array([True]))
     assert starts.tolist() == [0, second - 1, n - 2]
     assert blank is not None
     assert blank.tolist() == [True, True]
@@ -344,6 +343,11 @@ def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: Token
     conversations = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
     (first,), _ = pairs.encode([{**row, **conversations}])
     (second,), _ = pairs.encode([{**row, "prompt": user}])
+    with pytest.raises(UsageError, match=r"row 1: column 'chosen' begins with the messages of column 'prompt', which"):
+        pairs.encode([{**row, "prompt": user, **conversations}])
+    other = [*messages(("user", "A")), *row["rejected"]]
+    with pytest.raises(UsageError, match=r"row 1: columns 'chosen' and 'rejected' differ before their last messages"):
+        pairs.encode([{**row, **conversations, "rejected": other}])
     assert first.tokens.tolist() == second.tokens.tolist()
 
 

@@ -1,4 +1,4 @@
-"""What chat templates of published models read beside roles and contents, as transformers gives it to them."""
+"""Chat templates of published models read more than roles and contents: all that transformers gives them."""
 
 from datetime import datetime
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Rows are framed as transformers' tokenizers frame them, with their labels; what is wrong is named by its row."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool,
         segments = (np.arange(len(example.tokens)) >= example.annotation.get("second", 99)).tolist()
         if kind != "roberta":  # whose model has no segments
             assert segments == [bool(value) for value in expected["token_type_ids"]]
+
+
+def test_pairs_are_cut_as_the_tokenizers_library_cuts_them() -> None:
+    """The second of two equally long texts keeps one more of an odd number of tokens."""
+    words = library.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
+    for n_first, n_second, room in itertools.product(range(1, 9), range(1, 9), range(2, 14)):
+        texts = " ".join("a" * n_first), " ".join("b" * n_second)
+        expected = fast(*texts, truncation="longest_first", max_length=room)["input_ids"]
+        first, second = truncate_longest(np.zeros(n_first, np.int64), np.ones(n_second, np.int64), room)
+        assert second is not None
+        assert [*first.tolist(), *second.tolist()] == expected, (n_first, n_second, room)
 
 
 def test_the_longer_text_is_cut_first() -> None:

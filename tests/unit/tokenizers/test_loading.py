@@ -163,6 +163,9 @@ def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
         load(tmp_path)
+    (tmp_path / "vocab.txt").write_bytes("a\nb\n".encode("utf-16"))
+    with pytest.raises(UsageError, match=r"vocab\.txt: not a vocabulary, a piece a line in UTF-8"):
+        load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UsageError, match=r"vocab\.txt: the tokenizer_config\.json beside it is not valid"):
         load(tmp_path)
@@ -190,7 +193,10 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
         assert actual.special.pad == reference.pad_token_id
     assert load_files(tmp_path, tmp_path / "copy").hash == actual.hash
     (tmp_path / "vocab.json").write_text(json.dumps({"a</w>": 0, "<|endoftext|>": 1}))
-    with pytest.raises(UsageError, match=r"vocab\.json: (neither|not the vocabulary)"):
+    with pytest.raises(UsageError, match=r"vocab\.json: not the vocabulary and merges of a BPE"):
+        load(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(UsageError, match=r"vocab\.json: neither GPT-2's nor RoBERTa's byte-level BPE: .*AutoTokenizer"):
         load(tmp_path)
 
 

@@ -2,9 +2,8 @@
 
 import json
 import os
+import re
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,9 +18,8 @@ from megatfm.commands import generation
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.supervisor import Child, supervise
 from megatfm.parallel.distributed import ProcessInfo
-from megatfm.tracking import metrics
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.metrics import MetricsLog, RunInfo, log_event
+from megatfm.tracking.metrics import MetricsLog, RunInfo, TensorBoard, check_sinks, log_event
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog
@@ -154,135 +152,47 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
     assert starts == [0, 2]  # TensorBoard forgets what came before from that step on
 
 
+def test_training_goes_on_without_tensorboard_s_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("no folder")
+    write_steps(RunInfo(tmp_path), 1, 3, ("tensorboard",))
+    assert read_steps(tmp_path) == [1, 2, 3]
+    (message,) = caplog.messages
+    assert message.startswith(f"TensorBoard has stopped (FileExistsError: [Errno 17] File exists: '{tmp_path}")
+    assert message.endswith("it lacks the metrics from step 1 on; metrics.jsonl has all")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_training_goes_on_when_tensorboard_s_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_synced: bool
+) -> None:
+    """It fails at a checkpoint, or at the end; a resume gives TensorBoard another file."""
+    log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
+    log.write(training_record(1))
+    log.sync()
+    (sink,) = log._sinks
+    assert isinstance(sink, TensorBoard)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, sink._writer._py_recordio_writer._writer.fileno())
+    os.close(full)
+    for step in (2, 3):
+        log.write(training_record(step))
+        if is_synced:
+            log.sync()
+    log.close()
+    (message,) = caplog.messages
+    assert re.fullmatch(r"TensorBoard has stopped \(OSError: .*No space left .*; metrics.jsonl has all", message)
+    write_steps(RunInfo(tmp_path, first_step=3), 4, 4, ("tensorboard",))
+    assert read_steps(tmp_path) == [1, 2, 3, 4]
+    assert [event.step for event in tensorboard_events(tmp_path) if event.summary.value] == [1, 4]
+
+
 def test_an_unknown_sink_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"unknown log sink 'tensorbord' \(did you mean 'tensorboard'\?\)"):
         MetricsLog(RunInfo(tmp_path / "run"), ["tensorbord"])
     assert not (tmp_path / "run").exists()
-
-
-def test_wandb_missing_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match=r"not installed: pip install 'megatfm\[wandb\]'"):
-        MetricsLog(RunInfo(tmp_path), ["wandb"])
-
-
-WANDB_RUN = """
-import sys
-from pathlib import Path
-from megatfm.tracking.metrics import MetricsLog, RunInfo
-
-first_step, last = int(sys.argv[2]), int(sys.argv[3])
-run = RunInfo(Path(sys.argv[1]), first_step, config={"train": {"seed": 7}}, wandb_project="proof")
-log = MetricsLog(run, ["wandb"])
-for step in range(first_step + 1, last + 1):
-    log.write({"step": step, "loss": float(step), "evaluation": {"code": {"loss": 0.5}}})
-log.close()
-"""
-
-
-def wandb_records(file: Path) -> tuple[str, list[dict[str, str]]]:
-    """The run's id and its history, read back from the file that `wandb sync` would send.
-
-    It is LevelDB's log format: a header of 7 bytes, then records of checksum, length, type and payload; files
-    as small as these are one block of whole records.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    content, offset, run_id, history = file.read_bytes(), 7, "", []
-    while offset < len(content):
-        size, kind = struct.unpack_from("<HB", content, offset + 4)
-        assert kind == 1
-        record = wandb_internal_pb2.Record.FromString(content[offset + 7 : offset + 7 + size])
-        offset += 7 + size
-        if record.HasField("run"):
-            run_id = record.run.run_id
-        if record.HasField("history"):
-            history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-    return run_id, history
-
-
-def test_wandb_resumes_the_same_offline_run(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-    run = tmp_path / "run"
-    for first, last in ((0, 3), (2, 5)):
-        completed = subprocess.run(
-            [sys.executable, "-W", "error", "-c", WANDB_RUN, str(run), str(first), str(last)],
-            env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert completed.returncode == 0, completed.stderr
-        assert "WARNING" not in completed.stderr
-    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
-    (first_id, first_half), (second_id, second_half) = (wandb_records(file) for file in files)
-    assert first_id == second_id == (run / "wandb-id").read_text()
-    assert [row["step"] for row in first_half] == ["1", "2", "3"]
-    assert [(row["step"], row["train/loss"]) for row in second_half] == [("3", "3"), ("4", "4"), ("5", "5")]
-    assert second_half[0]["evaluation/code/loss"] == "0.5"
-
-
-def test_a_wandb_usage_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(UsageError) as caught:
-        MetricsLog(RunInfo(tmp_path), ["wandb"])
-    assert str(caught.value) == ("W&B: No API key configured. Use `wandb login` to log in, or set WANDB_MODE=offline")
-
-
-def test_unreachable_wandb_is_tried_once_then_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-    requested: list[str | None] = []
-
-    class Offline:
-        def define_metric(self, *_: object, **__: object) -> None: ...
-        def finish(self) -> None: ...
-
-    def away(mode: str | None = None, **_: object) -> Offline:
-        requested.append(mode)
-        if mode != "offline":
-            raise wandb.errors.CommError("Run initialization has timed out\nafter 90 s")
-        return Offline()
-
-    monkeypatch.setattr(wandb, "init", away)
-    monkeypatch.setattr(metrics.WeightsAndBiases, "is_unreachable", False)
-    for _ in range(2):
-        MetricsLog(RunInfo(tmp_path), ["wandb"]).close()
-    assert requested == [None, "offline", "offline"]
-    (message,) = caplog.messages
-    assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"two words", b"a/b", "café".encode(), b"a" * 129])
-def test_a_file_that_holds_no_wandb_id_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
-    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("began another run"))
-    (tmp_path / "wandb-id").write_bytes(content)
-    with pytest.raises(MegatfmError, match=rf"^{tmp_path}/wandb-id: not the id of a W&B run: .* delete the file"):
-        MetricsLog(RunInfo(tmp_path), ["wandb"])
-
-
-KILL_WANDB = """
-import psutil
-for child in psutil.Process().children(recursive=True):
-    child.kill()
-for step"""
-
-
-def test_training_goes_on_when_wandb_s_process_is_killed(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-    completed = subprocess.run(
-        [sys.executable, "-c", WANDB_RUN.replace("\nfor step", KILL_WANDB), str(tmp_path), "0", "40"],
-        env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stderr.count("W&B has stopped (ConnectionResetError") == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 40
+    with pytest.raises(UsageError, match=r"log.sinks = \['tensorboard', 'tensorboard'\] names 'tensorboard' twice"):
+        check_sinks(["tensorboard", "tensorboard"])
 
 
 def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:

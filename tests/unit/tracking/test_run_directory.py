@@ -19,7 +19,7 @@ from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.files import temporary_path
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.run_directory import RunDirectory, run_folder
+from megatfm.tracking.run_directory import RunDirectory
 from tests.support.workers import Workers
 
 CPU = torch.device("cpu")
@@ -161,13 +161,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def test_the_run_directory_is_named_by_the_config(tmp_path: Path, config: Config) -> None:
-    assert run_folder(config) == tmp_path / "runs" / "quickstart"
-    assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
+    assert config.run_folder == tmp_path / "runs" / "quickstart"
+    assert config.model_copy(update={"run_dir": "/x/y"}).run_folder == Path("/x/y")
 
 
 def test_a_path_that_is_not_unicode_is_refused(config: Config) -> None:
     with pytest.raises(UsageError, match=r"udcff': a run directory's path must be UTF-8"):
-        run_folder(config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}))
+        _ = config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}).run_folder
 
 
 def test_a_run_writes_its_config_plan_and_environment(tmp_path: Path, config: Config) -> None:

@@ -321,6 +321,7 @@ def test_the_classes_of_corpora_agree_with_one_another_and_with_the_model(tmp_pa
         classes = f"model.extra_heads.classifier.n_classes={n_classes}"
         train = [] if "data.train=" in settings else [f"data.train={pets}"]
         loaded = load_config("quickstart-vision", [*words, *train, "data.validation={}", classes, *settings])
+        loaded = loaded.model_copy(update={"run_dir": str(tmp_path / "run")})
         return [note for note in open_corpora(loaded, None).warnings if "n_classes" in note]
 
     assert open_notes(3, f"data.validation.same={same}") == []
@@ -333,3 +334,8 @@ def test_the_classes_of_corpora_agree_with_one_another_and_with_the_model(tmp_pa
     mixture = [f"data.mixture.{name}={{path='{path}', weight=1}}" for name, path in (("a", pets), ("b", fewer))]
     with pytest.raises(UsageError, match="fewer: class 1 is 'emu'"):
         open_notes(3, "data.train=", *mixture)
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    note = f"{pets}: names 3 classes, and model.extra_heads.classifier.n_classes = 2: an image of a further one"
+    assert open_notes(2) == [f"{note} is an error"], "a run that has trained goes on"
+    with pytest.raises(UsageError, match="fewer: class 1 is 'emu'"):
+        open_notes(3, f"data.validation.fewer={fewer}")

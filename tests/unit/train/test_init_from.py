@@ -78,7 +78,7 @@ def test_weights_that_do_not_fit_are_named_with_a_way_out(expected: dict, only: 
     ({"lora": None}, 4, "decoder.attn.wq.lora.a.weight", False),
 ])  # fmt: skip
 def test_adapters_keep_their_scale(stored: dict, alpha: float, loaded: str, is_refused: bool, tmp_path: Path) -> None:
-    """With another alpha the same A and B are another model, of which nothing but the loss would speak."""
+    """A and B with another alpha are another model, of which nothing but the loss would speak."""
     source = checkpoint.save(tmp_path, 1, {"model.w": torch.ones(1)}, {"config": {"model": stored}})
     report = LoadReport(source, {loaded: (2, 2)}, {}, {})
     refusal = pytest.raises(UsageError, match=r"alpha = 8, and with 4 .*: set model\.lora\.alpha=8, or merge them")

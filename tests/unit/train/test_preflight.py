@@ -112,6 +112,14 @@ def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
     assert find_slow([("n0", slow)] * 4) == [], "alike: nobody stands out"
 
 
+def test_memory_that_torch_holds_unused_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it as used, but the allocator gives it to the next tensor."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 33)
+    assert get_free_memory(torch.device("cuda")) == 10 + 40 - 33
+
+
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = get_free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -168,14 +176,23 @@ def fail(error: BaseException) -> None:
 
 CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 79 GiB.")
 
+OUTSIDE_OF_TORCH = (
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+)
+
 
 @pytest.mark.parametrize(("act", "message"), [
     (allocate_an_exabyte, r"^rank 3 is out of memory: it held .* GiB and asked for 9\.31e\+08 GiB more\. Lower "),
     (partial(fail, MemoryError()), "rank 3 is out of memory: it held"),
     (partial(fail, CUDA_ERROR), r"and asked for 2\.50 GiB more"),
+    *[(partial(fail, RuntimeError(text)), "GiB in tensors, and CUDA or one of its libraries found no memory")
+      for text in OUTSIDE_OF_TORCH],
 ])  # fmt: skip
 def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path, act: Callable[[], None], message: str) -> None:
-    """The allocator's own error, Python's and CUDA's; others pass."""
+    """The allocator's own error, Python's and CUDA's, also where a library asks CUDA for memory; others pass."""
     with pytest.raises(MegatfmError, match=message), explain_out_of_memory(tmp_path, 3, CPU):
         act()
     with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 3, CPU):

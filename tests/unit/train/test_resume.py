@@ -17,6 +17,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import to_strict_json
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
+from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.train.resilience import DecisionLog, LossGuard
 from megatfm.version import __version__
 from tests.support.workers import Workers
@@ -289,6 +290,19 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*({'|'.join(key.split('.'))})"
     ):
         resume.ResumePoint(PATH, change(state(), key, value))
+
+
+def test_the_best_checkpoint_is_the_recorded_one_if_it_is_intact_else_the_newest(tmp_path: Path) -> None:
+    first, second = (save(tmp_path / "checkpoints", step) for step in (1, 2))
+    assert find_best_checkpoint(tmp_path) == second
+    for step, best in ((3, 1), (4, 9)):
+        facts = {**state(), "step": step, "best": {"step": best, "metric": "loss", "value": 1.0}}
+        newest = checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.ones(2)}, facts)
+        assert find_best_checkpoint(tmp_path) == (first if best == 1 else newest)
+    assert find_best_checkpoint(first) == first
+    checkpoint.save(tmp_path / "checkpoints", 5, {"w": torch.ones(2)}, {**state(), "best": {"step": "../1"}})
+    with pytest.raises(MegatfmError, match=r"step-00000005: damaged: the step of the best checkpoint is '\.\./1'"):
+        find_best_checkpoint(tmp_path)
 
 
 def test_losses_that_are_not_finite_are_read_back(tmp_path: Path) -> None:

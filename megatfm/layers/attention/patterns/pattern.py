@@ -125,7 +125,7 @@ class AttentionPattern:
 
         q, k: int64, broadcastable to that shape, from 0. heads: int64 [1, n, 1, 1], head indices.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks mask_mod(q, k, heads)")
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         """Compute `mask_mod` in documents of these lengths (int64, broadcastable)."""
