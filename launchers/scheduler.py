@@ -29,6 +29,8 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
         )
     except FileNotFoundError:
         raise UsageError(f"{argv[0]} is not on PATH: run this on a login node of the cluster") from None
+    except OSError as error:  # no right to execute it, or no program
+        raise UsageError(f"{argv[0]} on PATH can't be run ({error.strerror}): ask for access to SLURM") from None
     except subprocess.TimeoutExpired:
         raise MegatfmError(f"{argv[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?") from None
     if result.returncode:

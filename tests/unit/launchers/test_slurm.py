@@ -9,7 +9,7 @@ import pytest
 from megatfm.config import load_config, load_section, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.launchers import RunHandle, snapshot, submit
+from megatfm.launchers import RunHandle, scheduler, snapshot, submit
 from megatfm.launchers.run_jobs import cancel_run
 from megatfm.launchers.status import get_run_status
 from tests.support.documentation import ROOT
@@ -230,6 +230,17 @@ def test_a_missing_sbatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
         run_launch("--slurm")
+
+
+@pytest.mark.parametrize(("mode", "reason"), [(0o755, "Exec format error"), (0o644, "Permission denied")])
+def test_a_command_of_slurm_that_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, reason: str
+) -> None:
+    (tmp_path / "squeue").write_text("")
+    (tmp_path / "squeue").chmod(mode)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=rf"squeue on PATH can't be run \({reason}\): ask for access to SLURM"):
+        scheduler.run_slurm_command("squeue", "--me")
 
 
 def test_flags_of_sbatch_are_in_the_script_once(capsys: pytest.CaptureFixture[str]) -> None:
