@@ -4,7 +4,7 @@ A copy has what the original's operators depend on: ties, biases, patterns, and 
 Heads are as wide as the original's, and fewer; a single head becomes narrower. There are a few experts for each choice.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,10 @@ MAX_PARAMETERS: Mapping[str, float] = {"cpu": 1e8, "cuda": 3e8}
 """Parameters of the largest trial: all trials are in memory at once."""
 MAX_VOCABULARY: Mapping[str, int] = {"cpu": 4096, "cuda": 32768}
 """Tokens of the largest vocabulary of a trial."""
-WIDTH_SHARES = tuple(map(Fraction, "1 3/4 2/3 1/2 5/12 1/3 1/4 1/6 1/8 1/12 1/16 1/24 1/32 1/48 1/64".split()))
+WIDTH_SHARES = tuple(Fraction(*ratio) for ratio in (
+    (1,), (3, 4), (2, 3), (1, 2), (5, 12), (1, 3), (1, 4), (1, 6), (1, 8), (1, 12), (1, 16), (1, 24), (1, 32),
+    (1, 48), (1, 64),
+))  # fmt: skip
 """Shares of a model's width in trials; the largest `N_WIDTHS` widths that are small enough take part."""
 N_WIDTHS: Mapping[str, int] = {"cpu": 8, "cuda": 4}
 WIDTH_MULTIPLE = 8

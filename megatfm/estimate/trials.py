@@ -149,7 +149,7 @@ def time_step(clock: Clock, step: Callable[[], object]) -> list[float]:
 
 
 def time_step_and_operators(clock: Clock, step: Callable[[], object], n_operators: int) -> list[float]:
-    """Return the seconds of a step, and of each operator of the next. Raises MegatfmError for another number of them."""
+    """Return the seconds of a step, and of each operator of the next. Raises MegatfmError if that one differs."""
     (step_seconds,), operator_seconds = time_step(clock, step), time_operators(clock, step)
     if len(operator_seconds) != n_operators:
         raise MegatfmError(

@@ -1,6 +1,7 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
 import math
+import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -235,3 +236,15 @@ def test_the_link_between_two_processes_is_measured() -> None:
     link = calibrate.measure_link("cpu")
     assert 1e7 < link["bandwidth"] < 1e12
     assert 0 < link["latency"] < 1
+
+
+def test_onednn_keeps_the_kernels_of_a_calibration_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, expected in ((None, "65536"), ("12", "12")):
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+        if value:
+            monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", value)
+        calibrate.keep_kernels()
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == expected
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")

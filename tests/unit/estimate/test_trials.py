@@ -104,7 +104,7 @@ def test_steps_of_other_operators_are_not_compared() -> None:
         for _ in range(1 + next(runs)):
             torch.ones(2).add_(1)
 
-    with pytest.raises(MegatfmError, match=r"^--calibrate: two equal steps ran 2 and 6 operators, so they can't be "):
+    with pytest.raises(MegatfmError, match=r"^--calibrate: two equal steps ran 2 and 8 operators, so they can't be "):
         time_step_and_operators(Clock(torch.device("cpu")), step, len(record_calls(step)))
 
 
