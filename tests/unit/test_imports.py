@@ -193,7 +193,7 @@ def test_no_public_name_is_used_twice(trees: Mapping[str, ast.Module]) -> None:
 
 NAMES_OF_LIBRARIES = {
     "EAI_NODATA", "__origin__", "_dump_nccl_trace_json", "_schema", "body", "isoformat", "posix_fadvise",
-    "sched_getaffinity", "set_gradient_accumulation_boundary", "status", "variable",
+    "dir", "finish_timeout", "sched_getaffinity", "set_gradient_accumulation_boundary", "status", "variable",
 }  # fmt: skip
 """Names that `getattr` and `hasattr` look for in objects of libraries."""
 

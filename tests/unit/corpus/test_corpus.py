@@ -215,7 +215,7 @@ def test_a_size_is_compared_before_memory_is_taken() -> None:
 
 @pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
 def test_a_frame_that_does_not_claim_its_size(content: str) -> None:
-    """As `tar … | zstd` writes it."""
+    """Shards as `tar … | zstd` writes them."""
     data = CONTENTS[content]
     piped = zstandard.ZstdCompressor(write_content_size=False).compress(data)
     assert decompress_frame(piped, len(data)) == data

@@ -49,7 +49,7 @@ def test_the_config_knows_the_engines() -> None:
 
 
 def test_an_engine_without_a_member_is_refused() -> None:
-    """When it is built, not at the step that needs the member."""
+    """Engines are refused when they are built, not at the step that needs the member."""
     engines = EngineRegistry()
     members = dict.fromkeys(set(vars(Engine)) - {"layer_statistics", "evaluate"})
     engines.register("half")(lambda setup: SimpleNamespace(**members))

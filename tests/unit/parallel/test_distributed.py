@@ -300,7 +300,7 @@ for session in ("first", "second"):
 
 
 def test_a_process_splits_the_group_of_its_second_session(tmp_path: Path) -> None:
-    """As a DeviceMesh on GPUs does, in C++, where the process would die."""
+    """A DeviceMesh on GPUs splits groups in C++, where the process would die."""
     program = tmp_path / "splits.py"
     program.write_text(SPLITTING_PROGRAM)
     process = ForkedCommand([], tmp_path / "out", tmp_path, dict(os.environ), program=str(program))

@@ -166,7 +166,7 @@ def test_training_goes_on_without_tensorboard_s_folder(tmp_path: Path, caplog: p
 def test_training_goes_on_when_tensorboard_s_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_synced: bool
 ) -> None:
-    """It fails at a checkpoint, or at the end; a resume gives TensorBoard another file."""
+    """A sink fails at a checkpoint, or at the end; a resume gives TensorBoard another file."""
     log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
     log.write(training_record(1))
     log.sync()
