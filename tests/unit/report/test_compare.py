@@ -187,7 +187,7 @@ def test_points_ticks_and_reference_lines_share_their_axes(run: Path, tmp_path: 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_an_axis_ends_at_the_largest_possible_value(run: Path, tmp_path: Path) -> None:
-    """Axes end at the bound where all examples are right, or none. Without a bound, or beyond it, values keep their room."""
+    """Axes end at the bound where all are right, or none. Without a bound, or beyond it, values keep their room."""
     metrics = {"accuracy": 1.0, "f1_macro": 0.0, "r2": 1.0, "matthews": -1.0, "perplexity": 1.0}
     line = {"evaluation": {"v": {"loss": 1.0, "metrics": metrics}}, "mfu": 1.25}
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
