@@ -33,8 +33,6 @@ from megatfm.errors import UsageError
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DropProbability = Annotated[float, Field(ge=0, le=1 - 2**-16)]
 """A drop probability, in steps of 1/65,536 (`megatfm.ops.keyed_random`), below 1."""
-
-
 MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
 MAX_NAME_BYTES = 255
@@ -228,9 +226,9 @@ def get_value_type(annotation: Any) -> Any:
 
 def get_item_type(annotation: Any) -> Any:
     """Return the type of a table's values or a list's items, from the type of the table or list; None for others."""
-    if get_origin(annotation) is Annotated:
-        return get_item_type(get_args(annotation)[0])
     arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return get_item_type(arguments[0])
     is_list = get_origin(annotation) is list or (get_origin(annotation) is tuple and arguments[1:] == (...,))
     return arguments[0] if is_list else get_value_type(annotation)
 
@@ -239,7 +237,7 @@ def get_variant_name(section: type[BaseModel]) -> object:
     """Return the value of `name` that chooses a section class."""
     if (field := section.model_fields.get("name")) is None:
         return None
-    return next(iter(get_args(field.annotation)), field.default) if field.is_required() else field.default
+    return next(iter(get_args(field.annotation)), None) if field.is_required() else field.default
 
 
 def make_usage_error(subject: str, error: ValidationError) -> UsageError:

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.util
-import pkgutil
 import re
 import shlex
 import tomllib
@@ -349,22 +348,6 @@ def test_every_page_is_in_the_navigation() -> None:
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert {f"reference/{name}" for name in MADE} <= written
     assert listed == written - OFF_SITE
-
-
-def plan_rows() -> str:
-    """The rows that the parts of megatfm bring, as docs/internals/parallelism.md shows them."""
-    lines = []
-    for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
-        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for name, part in vars(importlib.import_module(module_info.name)).items():
-                if getattr(part, "__module__", "") == module_info.name and "tp_plan" in vars(part):
-                    lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
-    return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
-
-
-def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
-    page = ROOT / "docs" / "internals" / "parallelism.md"
-    assert f"```text\n{plan_rows()}\n```" in page.read_text(encoding="utf-8")
 
 
 def test_the_stations_of_a_batch_are_where_the_page_says() -> None:

@@ -331,20 +331,6 @@ def test_a_config_of_another_command_is_sent_there(file: Path, tmp_path: Path) -
         load_config("quickstart-data")
 
 
-@pytest.mark.parametrize(("override", "line"), [
-    ("steps=[{name='url_filter', fil='x'}]", "steps[0].fil: unknown key (did you mean 'file'?); known here: name, "),
-    ("steps=[{file='x'}]", "steps[0]: a step needs a name: c4, "),
-    ("read.builtin=digits", "read: builtin = 'digits' are images: set read.format to 'images'"),
-    ("read.labels.by=table", "read.labels: by = 'table' without a table: set both by = 'table' and the table, or nei"),
-    ("read.labels.table=x.csv", "read.labels: by = 'cls' with table = '"),
-    ("read.labels={by='table', table='x.csv'}", "read.labels are those of images: set read.format = 'images', or"),
-    ("read.format=tokens", "read.format = 'tokens': set tokenizer.file to the tokenizer of these ids"),
-])  # fmt: skip
-def test_a_wrong_value_of_a_preparation(override: str, line: str) -> None:
-    with pytest.raises(UsageError, match=f"^quickstart-data: {re.escape(line)}"):
-        load_section(PrepConfig, "quickstart-data", [override])
-
-
 @pytest.mark.parametrize("section", ["model", "data", "optimizer", "train"])
 def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str) -> None:
     values = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Changing a preset from the command line: what is set, taken out, and follows another name."""
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from megatfm.config import Config, load_config, to_toml
+from megatfm.config.load import load_section
+from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config
 from megatfm.errors import UsageError
 from tests.support.command_line import run_command
@@ -210,3 +213,17 @@ def test_a_corpus_stands_in_place_of_a_mixture_and_its_schedule(file: Path) -> N
     file.write_text(mixture)
     data = load_config(file, ["data.corpus=/c"]).data
     assert (data.train, data.mixture, data.mixture_schedule) == ("/c/train", {}, [])
+
+
+@pytest.mark.parametrize(("override", "line"), [
+    ("steps=[{name='url_filter', fil='x'}]", "steps[0].fil: unknown key (did you mean 'file'?); known here: name, "),
+    ("steps=[{file='x'}]", "steps[0]: a step needs a name: c4, "),
+    ("read.builtin=digits", "read: builtin = 'digits' are images: set read.format to 'images'"),
+    ("read.labels.by=table", "read.labels: by = 'table' without a table: set both by = 'table' and the table, or nei"),
+    ("read.labels.table=x.csv", "read.labels: by = 'cls' with table = '"),
+    ("read.labels={by='table', table='x.csv'}", "read.labels are those of images: set read.format = 'images', or"),
+    ("read.format=tokens", "read.format = 'tokens': set tokenizer.file to the tokenizer of these ids"),
+])  # fmt: skip
+def test_a_wrong_value_of_a_preparation(override: str, line: str) -> None:
+    with pytest.raises(UsageError, match=f"^quickstart-data: {re.escape(line)}"):
+        load_section(PrepConfig, "quickstart-data", [override])

@@ -1,4 +1,4 @@
-"""Real process groups through torchrun, mpirun and plain variables; axes of a mesh."""
+"""Real process groups through torchrun, mpirun and plain variables."""
 
 import os
 import shutil
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatfm.config import ParallelConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.local import find_free_port
 from megatfm.parallel import distributed
@@ -30,7 +29,6 @@ from megatfm.parallel.distributed import (
     init_distributed,
     shutdown,
 )
-from megatfm.parallel.mesh import build_mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment
 from tests.support.forked_commands import ForkedCommand
 from tests.support.workers import Workers
@@ -369,53 +367,3 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch: pytest.Mo
     monkeypatch.undo()
     with pytest.raises(MegatfmError, match="not a valid host name"):
         check_resolves("x" * 300 + ".", 0)
-
-
-# --------------------------------------------------------------------------------------------------------- mesh
-
-
-@pytest.mark.parametrize(("config", "world", "sizes"), [
-    (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
-    (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
-    (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
-    (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
-    (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
-    (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
-    (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
-])  # fmt: skip
-def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
-    assert tuple(compute_axis_sizes(config, world).values()) == sizes
-
-
-@pytest.mark.parametrize(("config", "world", "message"), [
-    (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
-    (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
-    (ParallelConfig(dp_shard=2, tp=2), 8, "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
-    (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
-    (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
-    (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
-])  # fmt: skip
-def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compute_axis_sizes(config, world)
-    assert str(caught.value).startswith(f"the layout {message}")
-
-
-def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
-    mesh = build_mesh(ParallelConfig(dp_replicate=2, tp=2), 4, "cpu")
-    rank = dist.get_rank()
-    neighbours = mesh.gather_objects(rank, ("dp_shard", "tp"))
-    total = torch.tensor([rank])
-    mesh.all_reduce_(total, ("dp_replicate",))
-    return (
-        mesh.rank("dp_replicate"), mesh.rank("tp"), mesh.data_rank, mesh.data_ranks, neighbours, total.tolist(),
-    )  # fmt: skip
-
-
-def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:
-    assert workers.run(coordinates, 4) == [
-        (0, 0, 0, 2, [0, 1], [2]),
-        (0, 1, 0, 2, [0, 1], [4]),
-        (1, 0, 1, 2, [2, 3], [2]),
-        (1, 1, 1, 2, [2, 3], [4]),
-    ]

@@ -1,5 +1,7 @@
-"""Boxes of cut parameters, plans, and mistakes in plans."""
+"""Boxes of cut parameters, plans, mistakes in plans, and axes of a mesh."""
 
+import importlib
+import pkgutil
 import re
 
 import pytest
@@ -12,11 +14,12 @@ from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Region, Shard, TensorLayout
-from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh
+from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh, compute_axis_sizes
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.parallel.tp_plans import UNPLANNED, match_styles
 from megatfm.verify.module_cuts import find_module_cuts
+from tests.support.documentation import ROOT
 from tests.support.workers import Workers
 
 # --------------------------------------------------------------------------------------------------- placements
@@ -321,3 +324,69 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
     boxes = [layout["decoder.embedding.tokens.weight"].region for layout, *_ in workers.run(lay_decoder, 2, 31, True)]
     assert boxes == [((0, 0), (16, 8)), ((16, 0), (15, 8))]
+
+
+def plan_rows() -> str:
+    """The rows that the parts of megatfm bring, as docs/internals/parallelism.md shows them."""
+    lines = []
+    for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
+        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, part in vars(importlib.import_module(module_info.name)).items():
+                if getattr(part, "__module__", "") == module_info.name and "tp_plan" in vars(part):
+                    lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
+    return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
+
+
+def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
+    page = ROOT / "docs" / "internals" / "parallelism.md"
+    assert f"```text\n{plan_rows()}\n```" in page.read_text(encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------------- mesh
+
+
+@pytest.mark.parametrize(("config", "world", "sizes"), [
+    (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
+    (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
+    (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
+    (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
+    (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
+    (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
+    (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
+])  # fmt: skip
+def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
+    assert tuple(compute_axis_sizes(config, world).values()) == sizes
+
+
+@pytest.mark.parametrize(("config", "world", "message"), [
+    (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
+    (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
+    (ParallelConfig(dp_shard=2, tp=2), 8, "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
+    (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
+    (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
+    (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
+])  # fmt: skip
+def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compute_axis_sizes(config, world)
+    assert str(caught.value).startswith(f"the layout {message}")
+
+
+def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
+    mesh = build_mesh(ParallelConfig(dp_replicate=2, tp=2), 4, "cpu")
+    rank = dist.get_rank()
+    neighbours = mesh.gather_objects(rank, ("dp_shard", "tp"))
+    total = torch.tensor([rank])
+    mesh.all_reduce_(total, ("dp_replicate",))
+    return (
+        mesh.rank("dp_replicate"), mesh.rank("tp"), mesh.data_rank, mesh.data_ranks, neighbours, total.tolist(),
+    )  # fmt: skip
+
+
+def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:
+    assert workers.run(coordinates, 4) == [
+        (0, 0, 0, 2, [0, 1], [2]),
+        (0, 1, 0, 2, [0, 1], [4]),
+        (1, 0, 1, 2, [2, 3], [2]),
+        (1, 1, 1, 2, [2, 3], [4]),
+    ]
