@@ -188,7 +188,7 @@ def test_a_task_file_that_moved_or_changed_is_noted(run: Path) -> None:
     read = Run(run)
     (result,) = compute_class_results(read)
     assert not result.errors
-    assert "has 1 rows, and 4 were predicted" in read.notes[-1]
+    assert "has 1 row, and 4 were predicted" in read.notes[-1]
     file.unlink()
     read = Run(run)
     compute_class_results(read)

@@ -87,9 +87,7 @@ def test_symmetric_memory_that_cannot_be_opened_is_named(opened: list[object], m
 def plan() -> str:
     """The config of a run whose engine is never made."""
     with pytest.MonkeyPatch.context() as patch:
-        engine = SimpleNamespace(
-            get=lambda name: lambda setup: setup.layout.table, check=lambda config, precision: None
-        )
+        engine = SimpleNamespace(build=lambda name, setup: setup.layout.table, check=lambda config, precision: None)
         patch.setattr(build, "ENGINES", engine)
         result: Any = build.build_engine(CONFIG, build_mesh(CONFIG.parallel, 2, "cpu"), CPU, "fp32")
     return str(result)
