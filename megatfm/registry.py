@@ -22,6 +22,7 @@ MIN_PREFIX = 3
 _places_of_used_parts: dict[str, str] = {}
 """Kind and name of each part of a plugin that was looked up → file and line of its registration."""
 _imported_plugins: set[str] = set()
+"""Top-level packages of the plugins that were imported."""
 
 
 class Registry(Generic[Part]):

@@ -34,7 +34,6 @@ WIDTH_MULTIPLE = 8
 """Widths that are no whole heads are multiples of it."""
 N_LAYERS = (2, 4)
 """Blocks of trials, and of each stage, in turns: the first of equal operators in a step takes longer than the next.
-
 Two at least: stochastic depth drops none of the first, and windows shift in every second."""
 MIN_EXPERTS, EXPERTS_PER_CHOICE = 8, 4
 """Experts of a trial: at least so many, and so many for each that a token chooses."""
@@ -59,16 +58,14 @@ def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
         if len(widths) == N_WIDTHS[kind]:
             break
         for index, rows in enumerate(ROWS[kind][len(widths) % len(ROWS[kind])]):
-            layers = N_LAYERS[(len(widths) + index) % len(N_LAYERS)]
-            for n_layers in dict.fromkeys((layers, min(N_LAYERS))):  # with many it may be too large
-                try:
-                    trial = _make_trial(config, kind, precision, share, n_layers, rows)
-                except UsageError as error:
-                    reason = error
-                    continue
-                if trial not in trials:
-                    trials.append(trial)
-                break
+            n_layers = N_LAYERS[(len(widths) + index) % len(N_LAYERS)]
+            try:
+                trial = _make_trial(config, kind, precision, share, n_layers, rows)
+            except UsageError as error:
+                reason = error
+                continue
+            if trial not in trials:
+                trials.append(trial)
         widths = {trial.model.d_model for trial in trials}
     if not trials:
         raise UsageError(f"no small copy of {config.name} can be made: {reason}")
@@ -78,8 +75,11 @@ def list_trials(config: Config, kind: str, precision: str) -> list[Config]:
 def _make_trial(
     config: Config, kind: str, precision: str, share: Fraction, n_layers: int, rows: tuple[int, int]
 ) -> Config:
-    """Return a small copy of a config. share: of its width; rows: their number and tokens. Raises UsageError for one
-    that is too large, or whose sizes do not fit together."""
+    """Return a small copy of a config, with fewer layers if it would be too large with `n_layers`.
+
+    share: of its width; rows: their number and tokens. Raises UsageError for one that is too large with the fewest
+    layers, or whose sizes do not fit together.
+    """
     changes = {"train.device": kind, "train.precision": precision}
     changes |= _make_changes(config, share, n_layers, rows, MAX_VOCABULARY[kind])
     try:
@@ -89,6 +89,8 @@ def _make_trial(
     description = describe(trial)
     flops, weights = description.flops_full * description.tokens_per_step, description.parameters
     if flops > MAX_FLOPS[kind] or weights > MAX_PARAMETERS[kind]:
+        if n_layers > min(N_LAYERS):
+            return _make_trial(config, kind, precision, share, min(N_LAYERS), rows)
         width = trial.model.d_model
         raise UsageError(f"of width {width}, it has {weights:,} parameters, and a step takes {flops:.0e} FLOPs")
     return trial

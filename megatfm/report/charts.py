@@ -74,7 +74,7 @@ class Chart:
     is_log: bool
     from_zero: bool = False
     bounds: Bounds | None = None
-    """Where a linear axis ends, unless a value lies outside."""
+    """End of a linear axis, unless a value lies outside."""
     events: Sequence[EventLine] = ()
 
     @property

@@ -81,13 +81,10 @@ def f1_micro(targets: Values, predicted: Values) -> float:
 
 
 def matthews(targets: Values, predicted: Values) -> float:
-    """Return Matthews' correlation coefficient (CoLA's metric; Gorodkin 2004, equation 8); 0 where one side has one
-    class."""
-    classes, indices = np.unique(np.concatenate([targets, predicted]), return_inverse=True)
-    expected, actual = (np.bincount(side, minlength=len(classes)) for side in np.split(indices, 2))
-    n, hits = len(targets), int((targets == predicted).sum())
-    spread = (n * n - int(expected @ expected)) * (n * n - int(actual @ actual))
-    return (n * hits - int(expected @ actual)) / math.sqrt(spread) if spread else 0.0
+    """Return Matthews' correlation coefficient (CoLA's metric); 0 where one side has one class."""
+    if len(np.union1d(targets, predicted)) < 2:
+        return 0.0  # scikit-learn says so with a warning
+    return float(_import_sklearn_metrics().matthews_corrcoef(targets, predicted))
 
 
 def subset_accuracy(targets: Values, predicted: Values) -> float:

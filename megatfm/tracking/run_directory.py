@@ -20,8 +20,8 @@ from megatfm.tracking.run_lock import RunLock
 
 _log = logging.getLogger("megatfm")
 
-
 CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints."""
 
 
 @dataclass

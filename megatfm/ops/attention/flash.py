@@ -20,7 +20,6 @@ FLASH_DTYPES = {
 FLASH_MAX_WIDTH = 256
 """Largest head width of FlashAttention on a GPU; widths must be multiples of 8."""
 
-
 FLASH_CAPABILITY = (8, 0)
 """Lowest compute capability with FlashAttention, and with bfloat16 in any fused kernel (Ampere)."""
 
