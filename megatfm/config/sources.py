@@ -183,8 +183,8 @@ def is_stored_by_us(path: Path) -> bool:
 
 
 def is_config_of_run(path: Path) -> bool:
-    """Return whether a config is the one in a run directory."""
-    return path.name == "config.toml" and (path.parent / "lock").is_file()
+    """Return whether a config is the one in a run directory; a copy may lack the lock."""
+    return path.name == "config.toml" and any((path.parent / name).is_file() for name in ("lock", "environment.json"))
 
 
 def set_run_dir(values: dict[str, Any], file: ConfigFile) -> None:

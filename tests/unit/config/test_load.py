@@ -136,13 +136,13 @@ def test_the_resolved_config_gives_itself_again(
     assert spelled["checkpoint"]["every"] == 500
 
 
-@pytest.fixture
-def run(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that has been moved since it stored its config."""
+@pytest.fixture(params=["lock", "environment.json"])
+def run(request: pytest.FixtureRequest, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that has been moved since it stored its config, and one copied without its lock."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "moved"
     folder.mkdir()
-    (folder / "lock").touch()
+    (folder / request.param).touch()
     (folder / "config.toml").write_text(to_toml(load(f"run_dir={tmp_path / 'runs/a'}")), encoding="utf-8")
     return folder
 
