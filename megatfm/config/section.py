@@ -237,7 +237,7 @@ def get_variant_name(section: type[BaseModel]) -> object:
     """Return the value of `name` that chooses a section class."""
     if (field := section.model_fields.get("name")) is None:
         return None
-    return next(iter(get_args(field.annotation)), None) if field.is_required() else field.default
+    return next(iter(get_args(field.annotation)), field.default) if field.is_required() else field.default
 
 
 def make_usage_error(subject: str, error: ValidationError) -> UsageError:
