@@ -304,7 +304,8 @@ class WeightsAndBiases:
     """
 
     FINISH_SECONDS = 30.0
-    """Time for sending the rest at the end. W&B would wait for its server without end, and the job for the run."""
+    """Time for sending the rest at the end. W&B would wait for its server without end, and the job for the run.
+    W&B's own process then takes some 30 seconds to give up (0.31)."""
     is_unreachable = False
     """Set for the whole process once W&B could not be reached, so that a rollback doesn't wait for it again."""
 
