@@ -197,7 +197,7 @@ def test_every_registered_part_is_in_the_reference() -> None:
     text = module.page()
     for key, registry in module.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
-        for name in registry.names():
+        for name in registry._parts.keys() - registry._places.keys():  # plugins of other tests may be loaded, too
             assert re.search(rf"\| `{name}` \| \S.*\S \|", rows), (key, name)
         sections: list[Any] = [Config]
         for part in key.removesuffix(".NAME").split("."):

@@ -200,10 +200,11 @@ def test_worker_errors_come_with_their_traceback(memory_corpus: Any, causal_type
 
 
 class Unsendable(Exception):
-    """An error that can't be pickled."""
+    """An error that can't be pickled, not even where a library (tblib) has taught pickle the classes of errors."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
 
 
 class Refusing(Stuck):
