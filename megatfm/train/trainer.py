@@ -323,9 +323,10 @@ class Trainer:
 
     def _save(self, loader: DataLoader, local: bool = False) -> None:
         """Start saving a checkpoint. Tensors must not change before `saver.wait_for_staging`. A collective."""
-        start, self.saver.pinned = time.perf_counter(), self.best.path
+        start = time.perf_counter()
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
-        self.saver.save(self.step, tensors, self._make_run_state(loader), wait_for_staging=False, local=local)
+        state, best = self._make_run_state(loader), self.best.path
+        self.saver.save(self.step, tensors, state, wait_for_staging=False, local=local, pinned=best)
         self._save_seconds = time.perf_counter() - start
 
     def _make_run_state(self, loader: DataLoader) -> dict[str, Any]:
