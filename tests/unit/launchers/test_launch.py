@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.errors import EXIT_FAILED, EXIT_USAGE, LockedError, UsageError
+from megatfm.errors import EXIT_FAILED, EXIT_USAGE, LOCKED, LockedError, UsageError
 from megatfm.files import NewPaths
+from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json_if_valid, tail_jsonl
@@ -134,6 +135,30 @@ def test_exit_codes_that_a_restart_can_not_help_end_the_job(folder: Path) -> Non
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
         assert run_launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
+
+
+RUNS_ELSEWHERE = """
+import json, sys
+event = open("runs/quickstart/events.jsonl", "a").write('{"event": "resumed", "detail": "of the other run"}\\n')
+BEGUN = False
+if BEGUN:
+    open("runs/quickstart/launch.json", "w").write('{"launcher": "local", "pid": 1, "host": "elsewhere"}')
+sys.exit(77)
+"""
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before", "since"])
+def test_a_launch_beside_another_one_leaves_its_records(folder: Path, has_begun: bool) -> None:
+    """On another machine, or by hand; it may begin while this one does."""
+    run = folder / "runs" / "quickstart"
+    run.mkdir(parents=True)
+    (run / "launch.json").write_text('{"launcher": "local", "pid": 7, "host": "elsewhere"}')
+    earlier = dump_attempts([Attempt(1.0, "of another")])
+    (run / "restarts.json").write_text(earlier)
+    (folder / "fake_rank.py").write_text(RUNS_ELSEWHERE.replace("BEGUN = False", f"BEGUN = {has_begun}"))
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == LOCKED
+    assert json.loads((run / "launch.json").read_text())["pid"] == (1 if has_begun else 7)
+    assert (run / "restarts.json").read_text() == earlier
 
 
 def test_a_run_that_is_stopped_after_its_last_step_is_done(folder: Path) -> None:
