@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,15 @@ class ForegroundLauncher:
 
     def __init__(self, max_restarts: int = 0) -> None:
         self.max_restarts = max_restarts
+        self._is_told_to_stop = False
+
+    def supervise(self, children: Sequence[Child]) -> int:
+        """Run all children to their end, and note whether they were told to stop; return their common exit code."""
+
+        def note_signal() -> None:
+            self._is_told_to_stop = True
+
+        return supervise(children, note_signal)
 
     def run(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Run the job to its end, with restarts; return the last exit code, or 76 if restarts make no progress.
@@ -117,8 +126,11 @@ class ForegroundLauncher:
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
-            ended_attempt = attempt_log.end(replace(started_attempt, ended=time.time(), code=code, reason=reason))
-            if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
+            asked = self._is_told_to_stop and code not in FINAL_EXIT_REASONS
+            ended_attempt = attempt_log.end(
+                replace(started_attempt, ended=time.time(), code=code, reason=reason, asked=asked)
+            )
+            if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or asked or not self.max_restarts:
                 return code
             if limit_reason := attempt_log.explain_restart_limit(submission, self.max_restarts):
                 print(f"megatfm: no progress: {limit_reason}", file=sys.stderr)
@@ -143,7 +155,9 @@ class LocalLauncher(ForegroundLauncher):
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run the job to its end; return the ranks' common exit code."""
-        return self.run(job, lambda is_new: supervise(self._make_children(job, find_free_port(), is_new)), new_paths)
+        return self.run(
+            job, lambda is_new: self.supervise(self._make_children(job, find_free_port(), is_new)), new_paths
+        )
 
     def _make_children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
         ranks = range(job.world_size)
@@ -240,7 +254,7 @@ class MpiLauncher(ForegroundLauncher):
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.world_size}"
             )
-        return self.run(job, lambda is_new: supervise([self._make_child(job, is_new)]), new_paths)
+        return self.run(job, lambda is_new: self.supervise([self._make_child(job, is_new)]), new_paths)
 
     def _make_child(self, job: Job, is_new: bool = False) -> Child:
         return Child(

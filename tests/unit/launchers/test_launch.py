@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -135,6 +136,18 @@ def test_exit_codes_that_a_restart_can_not_help_end_the_job(folder: Path) -> Non
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
         assert run_launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_told_to_stop_and_fails_is_not_started_again(folder: Path, signum: signal.Signals) -> None:
+    """By Ctrl-C or `megatfm cancel`, because it hangs; the hang then ends it with an error."""
+    (folder / "fake_rank.py").write_text(
+        f"import os, signal, sys, time; open('starts', 'a').write('x'); signal.signal({int(signum)}, signal.SIG_IGN)\n"
+        f"os.kill(os.getppid(), {int(signum)}); time.sleep(0.2); sys.exit(3)"
+    )
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == EXIT_FAILED
+    assert (folder / "starts").read_text() == "x"
+    assert get_run_status(folder / "runs" / "quickstart").state.name == "STOPPED"
 
 
 RUNS_ELSEWHERE = """
