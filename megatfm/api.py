@@ -48,7 +48,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     """
     if isinstance(config, Config):
         if overrides:
-            raise UsageError("fit: overrides are for a file or preset; for a config use config.changed({...})")
+            raise UsageError("fit: overrides are for a file or preset; for a config use config.with_changes({...})")
     elif isinstance(config, str | Path):
         refuse_repeats(overrides)
         config = load_config(config, overrides)

@@ -58,8 +58,14 @@ def mute_closed_streams() -> None:
         output = select.poll()
         output.register(stream, 0)
         if any(event & select.POLLERR for _, event in output.poll(0)):
-            with open(os.devnull, "wb") as devnull:
-                os.dup2(devnull.fileno(), stream)
+            discard_output(stream)
+
+
+def discard_output(stream: int) -> None:
+    """Write a stream (its number) to the null device from now on, with what is still in its buffer: Python would try
+    again to write that when it ends, and change the exit code where it fails."""
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), stream)
 
 
 def spell_unencodable() -> None:

@@ -148,7 +148,7 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     import torch
 
     from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
-    from megatfm.estimate.clock import ROUNDS, Clock
+    from megatfm.estimate.clock import MIN_ROUNDS, ROUNDS, Clock
     from megatfm.estimate.devices import NODE
     from megatfm.estimate.trial_configs import list_trials
 
@@ -168,7 +168,8 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     except UsageError as error:
         print(f"{error}; operators are measured in trials of {TRIAL_PRESET}", file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
-    print(f"measuring matrix products and {len(trials)} trial steps in {ROUNDS} rounds: some minutes", file=notes)
+    steps = f"{len(trials)} trial steps"
+    print(f"measuring matrix products and {steps} in {MIN_ROUNDS} to {ROUNDS} rounds: some minutes", file=notes)
     table, _ = measure_device(Clock(device), precision, trials)
     write_table(table, args.calibrate)
     print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)

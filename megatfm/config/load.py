@@ -21,6 +21,7 @@ from megatfm.config.section import (
     get_variant_name,
     is_text,
     list_sections,
+    list_types,
     list_variants,
 )
 from megatfm.config.sources import (
@@ -192,8 +193,10 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if not text:
             table.pop(path[-1], None)
             continue
-        value = _parse(override, text)
-        if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
+        value, annotation = _parse(override, text), find_type(config_class, values, path)
+        if text in ("null", "None") and type(None) in list_types(annotation):
+            raise UsageError(f"override {override!r}: a value is never {text}: `{key}=` leaves the key out")
+        if not isinstance(value, str | list | dict) and is_text(annotation):
             value = FromCommandLine(text)
         if path[-1] == "name" and len(path) > 1:
             section = ".".join(path[:-1])

@@ -24,9 +24,12 @@ from megatfm.convert.architecture import (
 from megatfm.convert.hf_values import PIXEL_KEYS
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.models.dtypes import DTYPES
 from megatfm.terminal import join_first
 
 PREPROCESSOR = "preprocessor_config.json"
+READ_DTYPES = [DTYPE_NAMES[dtype] for dtype in DTYPES.values()]
+"""Names in safetensors files of the dtypes that weights are read in."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -128,6 +131,12 @@ class HfFolder:
             if file not in self._open:
                 _check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
+            dtype = self._open[file].get_slice(stored_name).get_dtype()
+            if dtype not in READ_DTYPES:
+                raise UsageError(
+                    f"{self.path / file}: {stored_name} is stored as {dtype}, and megatfm reads "
+                    f"{', '.join(READ_DTYPES)}: dequantise the model first"
+                )
             return self._open[file].get_tensor(stored_name).clone()
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored_name}: {error}") from None
@@ -207,18 +216,21 @@ def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
 
 
 def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
-    """Return tensor name → file. name: of the architecture, for errors."""
-    if (path / INDEX).is_file():
-        weight_map = read_json_object(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-            raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
-        return dict(weight_map)
+    """Return tensor name → file, of the one file if there is an index, too, as transformers does.
+
+    name: of the architecture, for errors.
+    """
     if (path / WEIGHTS).is_file():
         try:
             with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights_file:
                 return dict.fromkeys(weights_file.keys(), WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{path / WEIGHTS}: can't read it: {error}") from None
+    if (path / INDEX).is_file():
+        weight_map = read_json_object(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+            raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
+        return dict(weight_map)
     pickled = (
         f" (pickled weights are never opened; transformers' {name}.from_pretrained({str(path)!r}).save_pretrained(NEW) "
         "writes safetensors)"

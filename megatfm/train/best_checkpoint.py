@@ -85,9 +85,10 @@ def find_best_checkpoint(run_dir: str | Path) -> Path:
         return newest
     best = checkpoint.read_state(newest).get("best")
     if isinstance(best, Mapping):
-        if type(best.get("step")) is not int:
-            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {best.get('step')!r:.40}")
-        path = newest.with_name(name_checkpoint(best["step"]))
+        step = best.get("step")
+        if type(step) is not int:
+            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {step!r:.40}")
+        path = newest.with_name(name_checkpoint(step))
         if path.is_dir() and check_checkpoint(path) is None:
             return path
     return newest

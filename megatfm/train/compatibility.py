@@ -7,6 +7,7 @@ from typing import Any
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.model import compute_factor
 from megatfm.config.model_parts import WIDTH_POWERS
+from megatfm.data.mixture import changes_past_rows
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import UsageError
 from megatfm.object_collectives import all_gather_object
@@ -71,6 +72,12 @@ def check_compatible(
         )
     precision = _describe_precision_change(point, current, way_out)
     changes_by_group = _group_changes(saved_values, current_values)
+    mixtures = (values.get("data.mixture") for values in (saved_values, current_values))
+    if changes_past_rows(*mixtures, point.state["data"]["position"]):
+        changes_by_group["data"].append(
+            "the new weights count from the first row on, so some rows are read again and others never "
+            "(data.mixture_schedule changes them from a later row on)"
+        )
     allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
     refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
     refused_lines = [line for lines in refused_changes.values() for line in lines]

@@ -229,6 +229,7 @@ class Trainer:
         """Load the newest checkpoint, else start from `branch`, another run's checkpoint, or anew; write config, layout
         and environment to the run directory."""
         config = self.config
+        run_on_rank_0_raising(lambda: checkpoint.remove_leftovers(self.run.checkpoints))  # first, to make room
         if config.resilience.preflight:
             for line in preflight(config, self.run, self.engine, self.nodes):
                 self._log_event("slow", line)
@@ -248,11 +249,10 @@ class Trainer:
             log.info("%s", note)
 
     def _write_run_files(self, launch_info: Mapping[str, str]) -> None:
-        """Write the files that describe this start, and remove what a killed save left. On rank 0."""
+        """Write the files that describe this start, on rank 0."""
         peak = {"peak": str(self.utilization.peak)} if self.utilization else {}
         table, device = self.engine.layout.table, self.engine.device
         self.run.write_run_files(self.context.requested_config, table, device, {**launch_info, **peak})
-        checkpoint.remove_leftovers(self.run.checkpoints)
 
     def _start(self, branch: resume.ResumePoint | None) -> list[str]:
         """Start with new weights, or from another run's checkpoint or weights; return details for the log."""
@@ -332,9 +332,10 @@ class Trainer:
 
     def _save(self, loader: DataLoader, local: bool = False) -> None:
         """Start saving a checkpoint. Tensors must not change before `saver.wait_for_staging`. A collective."""
-        start, self.saver.pinned = time.perf_counter(), self.best.path
+        start = time.perf_counter()
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
-        self.saver.save(self.step, tensors, self._make_run_state(loader), wait_for_staging=False, local=local)
+        state, best = self._make_run_state(loader), self.best.path
+        self.saver.save(self.step, tensors, state, wait_for_staging=False, local=local, pinned=best)
         self._save_seconds = time.perf_counter() - start
 
     def _make_run_state(self, loader: DataLoader) -> dict[str, Any]:

@@ -38,37 +38,27 @@ from tests.support.workers import Workers
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}
 CAUSAL = CausalObjective()
 CASES = {
-    "gpt": CAUSAL,
-    "llama": CAUSAL,
-    "bert": NextSentenceObjective(),
-    "albert": MaskedObjective(),
-    "t5": SpanCorruptionObjective(),
-    "xlnet": PermutationObjective(),
-    "electra": ReplacedTokenObjective(),
-}
+    "gpt": CAUSAL, "llama": CAUSAL, "bert": NextSentenceObjective(), "albert": MaskedObjective(),
+    "t5": SpanCorruptionObjective(), "xlnet": PermutationObjective(), "electra": ReplacedTokenObjective(),
+}  # fmt: skip
 MANY = ("gpt", "bert", "t5", "electra", "xlnet")
 """Are counted under all layouts, the others under those without stages."""
 LAYOUTS = {
     2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
+        "zero0": ParallelConfig(dp_shard=2, zero=0), "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
+        "zero1": ParallelConfig(dp_shard=2, zero=1), "zero2": ParallelConfig(dp_shard=2, zero=2),
         "zero2, shards": ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
-        "zero3": ParallelConfig(dp_shard=2),
-        "zero3, shards": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
+        "zero3": ParallelConfig(dp_shard=2), "zero3, shards": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
         "tp2": ParallelConfig(tp=2, dp_shard=1),
         "tp2 without sequence parallel": ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False),
     },
     4: {
         "zero0 2 × replicas 2": ParallelConfig(dp_replicate=2, dp_shard=2, zero=0),
         "zero1 2 × replicas 2": ParallelConfig(dp_replicate=2, dp_shard=2, zero=1),
-        "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2),
-        "tp4": ParallelConfig(tp=4, dp_shard=1),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+        "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2), "tp4": ParallelConfig(tp=4, dp_shard=1),
+        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1), "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
     },
-}
+}  # fmt: skip
 LONGER = {2: ["replicas", "zero2, shards"], 4: ["zero0 2 × replicas 2"]}
 """Layouts of extended cases: what is sent along each of their axes `make test` counts in others."""
 STAGES = {

@@ -38,13 +38,9 @@ def sum_of_ranks(pair: Pair, scale: float = 1.0) -> tuple[Pair, float]:
 
 def facts() -> dict[str, object]:
     return {
-        "rank": os.environ["RANK"],
-        "world": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "threads": torch.get_num_threads(),
-        "pid": os.getpid(),
-        "draw": torch.rand(1).item(),
-    }
+        "rank": os.environ["RANK"], "world": dist.get_world_size(), "backend": dist.get_backend(),
+        "threads": torch.get_num_threads(), "pid": os.getpid(), "draw": torch.rand(1).item(),
+    }  # fmt: skip
 
 
 def leave_a_mess() -> None:

@@ -238,6 +238,14 @@ def test_an_override_without_key_or_value(load: Callable[..., Config], override:
     assert mistake(load, override) == (f"override {override!r}: expected key=value, for example train.steps=100")
 
 
+@pytest.mark.parametrize("override", ["run_dir=null", "data.train=None", "data.read_streams=null", "model.lora=None"])
+def test_a_key_is_left_out_and_has_no_null(load: Callable[..., Config], override: str) -> None:
+    """TOML has none, and a folder `null` is not what is meant; one that is called so can be given as ./null."""
+    key, _, value = override.partition("=")
+    assert mistake(load, override) == f"override {override!r}: a value is never {value}: `{key}=` leaves the key out"
+    assert Path(str(load("run_dir=./null").run_dir)).name == "null"
+
+
 def test_an_override_below_a_value(load: Callable[..., Config]) -> None:
     message = "override 'train.steps.x=3': 'steps' is a value in this config, not a section"
     assert mistake(load, "train.steps.x=3") == message

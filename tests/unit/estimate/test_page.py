@@ -79,7 +79,7 @@ def test_a_trace_names_the_blocks_that_it_compiles(
     assert [word for word in overrides if word.startswith("train.compile")] == [
         f"train.compile={str(compiled).lower()}"
     ]
-    line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilations"
+    line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilation"
     assert (line in shown) == compiled
     assert ("graph break 2 ×: layers/block.py:64: skipped" in shown) == compiled
     assert ("compiled again 1 ×: layers/block.py:43: key" in shown) == compiled

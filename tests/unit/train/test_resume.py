@@ -112,6 +112,29 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str, now: dic
         check(state(), now, *(name for name in GROUPS if name != group))
 
 
+def mixture(*phases: tuple[int, dict[str, float]]) -> dict[str, Any]:
+    return state(data__mixture=json.dumps(phases))
+
+
+@pytest.mark.parametrize(("phases", "is_told"), [
+    ([(0, {"a": 1, "b": 3})], True),
+    ([(0, {"a": 3, "b": 1, "c": 1})], True),
+    ([(0, {"b": 1, "a": 3})], True),
+    ([(0, {"a": 3, "b": 1}), (19, {"a": 1, "b": 1})], True),
+    ([(0, {"a": 3, "b": 1}), (20, {"a": 1, "b": 1})], False),
+    ([(0, {"a": 3, "c": 0, "b": 1}), (20, {"a": 1, "c": 1, "b": 0})], False),
+])  # fmt: skip
+def test_rows_that_a_new_mixture_repeats_are_told(phases: list[tuple[int, dict[str, float]]], is_told: bool) -> None:
+    """The checkpoint is at row 20."""
+    before, now = mixture((0, {"a": 3, "b": 1})), mixture(*phases)
+    lines = check(before, now, "data")
+    assert lines[0].startswith("data.mixture: [[0, ")
+    assert any("some rows are read again and others never" in line for line in lines) == is_told
+    with pytest.raises(UsageError, match="read again" if is_told else r"data\.mixture: .*accept the change"):
+        check(before, now)
+    assert "read again" not in str(check(state(), now, "data"))
+
+
 @pytest.mark.parametrize(("before", "now", "allow", "message"), [
     (state(), state(change(VALUES, "optimizer.name", "lion")), ["optimizer"],
      r"optimizer\.name = 'adamw', which 'lion' can't use.*init_from"),
