@@ -62,7 +62,7 @@ COMMANDS = {
     "data": ("megatfm.commands.data", "inspect, check, export or index a corpus"),
     "config": ("megatfm.commands.config", "print a resolved config, the presets or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "check what this machine can run"),
-    "completion": ("megatfm.commands.config", "print a completion script for bash, zsh or fish"),
+    "completion": ("megatfm.commands.completion", "print a completion script for bash, zsh or fish"),
     "quickstart": (
         "megatfm.commands.quickstart",
         "prepare a small corpus, train on it, stop, resume, sample, evaluate and report: each command once",

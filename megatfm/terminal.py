@@ -1,6 +1,6 @@
 """A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
 
-Also counts with their noun, as `1 layer` and `2 layers`.
+Also counts with their noun, as `1 layer` and `2 layers`, and the first of many names.
 """
 
 import codecs
@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,12 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
 def format_counted(count: int, singular: str, plural: str = "") -> str:
     """Return a count and its noun: "1 layer", "12,000 layers". plural: `singular` with an s by default."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def join_first(names: Sequence[str], limit: int) -> str:
+    """Join the first `limit` names with commas, and append how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def wrap_line(line: str, indent: int) -> str:

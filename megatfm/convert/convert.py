@@ -34,6 +34,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
+from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
@@ -120,7 +121,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     checkpoint.check_tensor_names(path, tensors, list_tensor_shapes(config.model))
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
+    dtype = find_main_dtype(tensors.values())
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
     for exported in exported_models:
         model_folder = folder / exported.folder
@@ -283,8 +284,8 @@ class _CheckpointReader:
 
 
 def check_is_new(target: Path) -> None:
-    """Raise UsageError unless a target is new or an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Raise UsageError unless a target is new or an empty folder, and no link, which a folder can't replace."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(f"{target}: exists already: give a new folder")
 
 

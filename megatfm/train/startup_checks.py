@@ -26,9 +26,9 @@ from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather_object, gather_errors
 from megatfm.parallel.mesh import AXES, Mesh
 from megatfm.parallel.process_environment import count_local_ranks
+from megatfm.terminal import join_first
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import time_matmul
-from megatfm.train.resilience import join_first
 
 SLOW_FACTOR = 3.0
 """A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the

@@ -119,9 +119,8 @@ def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pyte
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)
-    with pytest.raises(UsageError, match=r"config\.with_changes\({\.\.\.}\)"):
+    with pytest.raises(UsageError, match=r"config\.with_changes\("):
         megatfm.fit(config, "train.steps=3")
-    assert config.with_changes({"train.steps": 3}).train.steps == 3
     with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatfm.cli import COMMANDS, build_parser, main
-from megatfm.commands.config import COMPLETION_FILES, make_completion_script
+from megatfm.commands.completion import COMPLETION_FILES, make_completion_script
 from megatfm.config import load_config, to_toml
 from megatfm.terminal import print_table, spell_unencodable
 from tests.support.command_line import run_command

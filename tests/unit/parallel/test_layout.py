@@ -18,7 +18,7 @@ from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh, compute_axis_siz
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.parallel.tp_plans import UNPLANNED, match_styles
-from megatfm.verify.module_cuts import find_module_cuts
+from megatfm.verify.module_shardings import find_module_shardings
 from tests.support.documentation import ROOT
 from tests.support.workers import Workers
 
@@ -155,8 +155,8 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
 
     model = Matched()
     assert sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE) == matched
-    cuts = find_module_cuts(model, ParallelConfig(tp=2))
-    assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
+    shardings = find_module_shardings(model, ParallelConfig(tp=2))
+    assert sorted(name for name, sharding in shardings.items() if sharding.dim == 0) == matched
 
 
 def test_a_parameter_without_a_plan_row_is_an_error_that_shows_the_row() -> None:
