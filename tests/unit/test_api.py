@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
+
+
+def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing marks the process so while it imports the script."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="a data worker imports this script: call fit under `if __name__ == "):
+        megatfm.fit("nowhere.toml")
 
 
 def test_every_offer_is_explained() -> None:
