@@ -1,5 +1,6 @@
 """Normalisation layers: LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019)."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Constant
 from megatfm.registry import Registry
 
@@ -15,9 +17,14 @@ NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """Make the norm that the config names. width: None: that of the residual stream."""
-    options = config.norm
-    return NORMS.get(options.name)(width or config.d_model, options.eps, **options.options)
+    """Make the norm that the config names. width: None: the residual stream's. Raises UsageError for wrong keys."""
+    section, norm = config.norm, NORMS.get(config.norm.name)
+    signature, options = inspect.signature(norm), section.options
+    try:
+        signature.bind(width, section.eps, **options)
+    except TypeError as error:
+        raise UsageError(f"model.norm: {error}: name = {section.name!r} is made as {signature}") from None
+    return norm(width or config.d_model, section.eps, **options)
 
 
 @NORMS.register("layer_norm")
