@@ -127,7 +127,9 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for mapping in exported.mappings for key in mapping.megatfm]
-        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(
+            path, config, model_folder, tokenizer, state.get("begins")
+        )
         _check_padding(exported.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
         size = write_weights(model_folder, exported.mappings, tensors, reader.read, shard_bytes)
