@@ -131,7 +131,9 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for mapping in exported.mappings for key in mapping.megatfm]
-        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(
+            path, config, model_folder, tokenizer, state.get("begins")
+        )
         _check_padding(exported.hf_config, ids)
         log.info("%s: %s of %s", path, format_counted(len(order), "tensor"), exported.name)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
