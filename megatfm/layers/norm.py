@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Constant
-from megatfm.registry import Registry
+from megatfm.registry import Registry, did_you_mean
 
 NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
 """Norms by name, made as `NORMS.get(name)(width, eps, **options)`."""
@@ -19,12 +19,14 @@ NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """Make the norm that the config names. width: None: the residual stream's. Raises UsageError for wrong keys."""
     section, norm = config.norm, NORMS.get(config.norm.name)
-    signature, options = inspect.signature(norm), section.options
-    try:
-        signature.bind(width, section.eps, **options)
-    except TypeError as error:
-        raise UsageError(f"model.norm: {error}: name = {section.name!r} is made as {signature}") from None
-    return norm(width or config.d_model, section.eps, **options)
+    parameters = inspect.signature(norm).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown := [] if takes_all else [key for key in section.options if key not in parameters]:
+        raise UsageError(
+            f"model.norm.{unknown[0]}: nothing reads this key of name = {section.name!r}"
+            f"{did_you_mean(unknown[0], parameters)}: correct it or leave it out"
+        )
+    return norm(width or config.d_model, section.eps, **section.options)
 
 
 @NORMS.register("layer_norm")

@@ -111,7 +111,7 @@ def test_evaluation_is_what_the_command_leaves(
 def test_commands_say_on_stderr_what_they_do(
     run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As training does: what is read, results as they come, and every ten seconds (here: always) the progress."""
+    """Each names what it reads, results as they come, and every ten seconds (here: always) its progress."""
     monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
     expected = {
         ("evaluate", str(run)): [

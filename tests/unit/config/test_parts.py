@@ -105,7 +105,7 @@ class Norm(nn.Module):
     (["lr_schedule={name='late_keys', floor=0.1}", "model.attention.pattern={name='dilated', width=3, stpe=2}"],
      r"^model\.attention\.pattern\.stpe: nothing reads this key of name = 'dilated' \(did you mean 'step'\?\)"),
     (["model.norm={name='strict_norm', scael=2.0}"],
-     r"^model\.norm: got an unexpected keyword argument 'scael': name = 'strict_norm' is made as \(d_model, "),
+     r"^model\.norm\.scael: nothing reads this key of name = 'strict_norm' \(did you mean 'scale'\?\): correct it"),
     (["model.norm={name='strict_nrm', scale=2.0}"],
      r"^model\.norm\.name = 'strict_nrm': unknown \(did you mean 'strict_norm'\?\); there are: rms_norm, layer_norm, "),
     (["log.sinks=[tensorbord]"], r"^log\.sinks = 'tensorbord': unknown \(did you mean 'tensorboard'\?\); there are"),
