@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -265,9 +265,10 @@ def create_group_of(groups: list[list[int]], others: list[list[int]] | None = No
     """
     default_group = dist.group.WORLD
     if getattr(default_group, "bound_device_id", None) is not None and torch.accelerator.is_available():
-        return dist.split_group(split_ranks=[*groups, *(others or ())])
-    group, _ = dist.new_subgroups_by_enumeration(groups)
-    return group
+        group = dist.split_group(split_ranks=[*groups, *(others or ())])
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+    return cast(ProcessGroup, group)
 
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
