@@ -21,7 +21,6 @@ from megatfm.config.section import (
     get_variant_name,
     is_text,
     list_sections,
-    list_types,
     list_variants,
 )
 from megatfm.config.sources import (
@@ -41,6 +40,8 @@ prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Config class → the command that takes it."""
 
+NULLS = ("null", "Null", "NULL", "None")
+"""Words of other languages for no value, as an override's value."""
 MAX_SUGGESTIONS = 3
 """Most keys that an error suggests for one of a name that several sections have."""
 
@@ -193,10 +194,10 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if not text:
             table.pop(path[-1], None)
             continue
-        value, annotation = _parse(override, text), find_type(config_class, values, path)
-        if text in ("null", "None") and type(None) in list_types(annotation):
-            raise UsageError(f"override {override!r}: a value is never {text}: `{key}=` leaves the key out")
-        if not isinstance(value, str | list | dict) and is_text(annotation):
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
+        value = _parse(override, text)
+        if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
         if path[-1] == "name" and len(path) > 1:
             section = ".".join(path[:-1])

@@ -77,7 +77,7 @@ def train_in_the_room_of_a_leftover(config: Config) -> int:
 
 
 def test_leftovers_are_removed_before_room_is_looked_for(workers: Workers, make_config: Callable[..., Config]) -> None:
-    assert workers.run(train_in_the_room_of_a_leftover, 1, make_config("train.steps=1", *QUICK)) == [EXIT_OK]
+    assert workers.run(train_in_the_room_of_a_leftover, 1, make_config("train.steps=2", *QUICK)) == [EXIT_OK]
 
 
 CLOSED = {

@@ -9,7 +9,6 @@ from torch import nn
 
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.errors import UsageError
-from megatfm.layers.feed_forward import FFNS
 from megatfm.parallel.styles import COLWISE, STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify import expected
@@ -50,8 +49,6 @@ def test_traffic_of_a_plugin_s_style_is_what_it_declares(
     model = {**VERIFIED_CONFIG["model"], "n_layers": 2, "ffn": {"name": name, "d_ff": 128}}
     changes = {"model": model, "plugins": [f"style_{name}"], "parallel": {"tp": 2, "dp_shard": 1}}
     config = Config.model_validate({**VERIFIED_CONFIG, **changes})
-    for registry in (STYLES, FFNS):
-        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
     assert explain_unpredicted_axes(config) == ({"tp": reason} if reason else {})
     comparison = verify(config)
@@ -59,8 +56,7 @@ def test_traffic_of_a_plugin_s_style_is_what_it_declares(
     assert bool(comparison.traffic_mismatches) == is_wrong
 
 
-def test_a_plugin_s_style_for_fewer_heads_than_ranks_is_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(STYLES, "_parts", dict(STYLES._parts))
+def test_a_plugin_s_style_for_fewer_heads_than_ranks_is_its_fallback() -> None:
     STYLES.register("plugin_colwise")(replace(COLWISE, name="plugin_colwise"))
 
     class Keys(nn.Linear):

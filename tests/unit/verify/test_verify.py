@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +136,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         if fault:
             name = f"planted_{fault}"
             (tmp_path / f"{name}.py").write_text(PLUGIN.replace("FAULT", fault), encoding="utf-8")
-            monkeypatch.delitem(sys.modules, name, raising=False)
             words = (f'plugins=["{name}"]', *words)
         parser = argparse.ArgumentParser()
         add_verify_arguments(parser)
