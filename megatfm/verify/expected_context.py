@@ -78,21 +78,6 @@ def _add_token_gather(call: RankCall) -> None:
     call.send_tokens(call.shards.positions_by_rank["encoder_"], fetched, rows * width)
 
 
-def _add_row_sums(call: RankCall) -> None:
-    """Add all-reduces of sums over each image."""
-    _all_reduce_sums(call, max(call.count_documents(), 1), call.reduction_bytes)
-
-
-def _add_boundary_vectors(call: RankCall) -> None:
-    """Add all-reduces of a vector for each document."""
-    _all_reduce_sums(call, max(call.count_documents(), 1), call.compute_bytes)
-
-
-def _add_row_scores(call: RankCall) -> None:
-    """Add all-reduces of a score for each token."""
-    _all_reduce_sums(call, sum(map(len, call.shards.positions_by_rank[""])), call.compute_bytes)
-
-
 def _all_reduce_sums(call: RankCall, n_sums: int, n_bytes: int) -> None:
     """Add all-reduces of sums of vectors, `n_sums` a row, forward and backward."""
     ((rows, _, width),) = require_shapes(call.inputs[:1])
@@ -129,10 +114,12 @@ TRAFFIC_BY_MODULE: Mapping[str, Callable[[RankCall], None]] = {
     "KVGather": _add_gathered_keys,
     "SpanBoundaryGather": _add_span_boundaries,
     "TokenGather": _add_token_gather,
-    "ImageMean": _add_row_sums,
-    "BoundaryVector": _add_boundary_vectors,
+    "ImageMean": lambda call: _all_reduce_sums(call, max(call.count_documents(), 1), call.reduction_bytes),
+    "BoundaryVector": lambda call: _all_reduce_sums(call, max(call.count_documents(), 1), call.compute_bytes),
     "PoolingAttention": _add_pooling,
-    "RowScores": _add_row_scores,
+    "RowScores": lambda call: _all_reduce_sums(
+        call, sum(map(len, call.shards.positions_by_rank[""])), call.compute_bytes
+    ),
     "SoftMoE": _add_soft_moe,
     "Experts": _add_expert_capacity,
     "ExpertChoiceRouter": _add_expert_choice,
