@@ -115,7 +115,7 @@ def test_evaluation_is_what_the_command_leaves(
 def test_results_that_can_not_be_written_are_shown(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of another user's run, or on a full disk: they may have taken hours."""
+    """On a full disk, or in another user's run: they may have taken hours."""
 
     def refuse(*_: object) -> None:
         raise MegatfmError("evaluation.json: can't write it: Read-only file system")
