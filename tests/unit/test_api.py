@@ -2,6 +2,8 @@
 
 import json
 import math
+import multiprocessing
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import megatfm
+from megatfm import terminal
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
@@ -105,6 +108,31 @@ def test_evaluation_is_what_the_command_leaves(
     assert f"{actual['web']['loss']:.4f}" in capsys.readouterr().out
 
 
+def test_commands_say_on_stderr_what_they_do(
+    run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names what it reads, results as they come, and every ten seconds (here: always) its progress."""
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
+    expected = {
+        ("evaluate", str(run)): [
+            rf"{run}: step-00000002, 2 validation sets, [\d,]+ parameters, .*",
+            r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
+        ],
+        ("data", "check", f"{corpus}/train"): [
+            rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
+        ],
+        ("convert", str(run), str(tmp_path / "hf"), "--to", "hf"): [
+            rf"{run}/checkpoints/step-00000002: \d+ tensors of LlamaForCausalLM", r"converted: 100 % of \d+ tensors",
+        ],
+    }  # fmt: skip
+    for words, lines in expected.items():
+        assert run_command(*words) == 0
+        output = capsys.readouterr()
+        for line in lines:
+            assert re.search(rf"^\d\d:\d\d:\d\d {line}$", output.err, re.MULTILINE), (line, output.err)
+            assert not re.search(line, output.out)
+
+
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strings, which `float` reads; from Python, they are numbers."""
     monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: {"loss": math.nan, "bits_per_byte": math.inf})
@@ -118,12 +146,19 @@ def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pyte
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)
-    with pytest.raises(UsageError, match=r"config\.changed"):
+    with pytest.raises(UsageError, match=r"config\.with_changes\("):
         megatfm.fit(config, "train.steps=3")
     with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
+
+
+def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing marks the process so while it imports the script."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="a data worker imports this script: call fit under `if __name__ == "):
+        megatfm.fit("nowhere.toml")
 
 
 def test_every_offer_is_explained() -> None:

@@ -244,6 +244,23 @@ def test_flash_attention_is_for_ampere_and_newer(
         assert sdpa.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
 
 
+@pytest.mark.parametrize(("capability", "is_small"), [
+    ((8, 0), False), ((9, 0), False), ((10, 3), False), ((8, 6), True), ((8, 9), True), ((12, 0), True), ((12, 1), True)
+])  # fmt: skip
+def test_heads_without_a_backward_pass_on_small_gpus_take_other_kernels(
+    capability: tuple[int, int], is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's own check, and torch's `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`;
+    if keys are shared, torch then finds no kernel at all."""
+    set_capability(monkeypatch, capability)
+    packed = PatternMask(Full(causal=True), make_metadata())
+    for width in (192, 200, 224, 232, 256):
+        heads: Any = OnGPU(torch.bfloat16, width)
+        is_fused = not (is_small and 192 < width <= 224)
+        assert has_flash(heads, width) == sdpa._supports_flash(heads, width, masked=False) == is_fused
+        assert choose_kernel(make_request(packed, width=width)).name == ("varlen" if is_fused else "flex")
+
+
 @pytest.fixture
 def shared_keys(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of torch's attention shares keys between heads, where back ends are chosen as on a GPU."""
