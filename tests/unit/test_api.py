@@ -142,7 +142,7 @@ def test_commands_say_on_stderr_what_they_do(
 def test_results_that_can_not_be_written_are_shown(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of another user's run, or on a full disk: they may have taken hours."""
+    """On a full disk, or in another user's run: they may have taken hours."""
 
     def refuse(*_: object) -> None:
         raise MegatfmError("evaluation.json: can't write it: Read-only file system")
