@@ -40,6 +40,8 @@ prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Config class → the command that takes it."""
 
+NULLS = ("null", "Null", "NULL", "None")
+"""Words of other languages for no value, as an override's value."""
 MAX_SUGGESTIONS = 3
 """Most keys that an error suggests for one of a name that several sections have."""
 
@@ -192,6 +194,8 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if not text:
             table.pop(path[-1], None)
             continue
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         value = _parse(override, text)
         if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)

@@ -25,6 +25,7 @@ from megatfm.convert.hf_values import PIXEL_KEYS
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models.dtypes import DTYPES
+from megatfm.terminal import join_first
 
 PREPROCESSOR = "preprocessor_config.json"
 READ_DTYPES = [DTYPE_NAMES[dtype] for dtype in DTYPES.values()]
@@ -64,7 +65,7 @@ class HfFolder:
         if missing_names and self.json.get("architectures"):
             self.notes.insert(
                 0,
-                f"opened without its head: its files lack {_abbreviate_names(missing_names)} of a {names[0]}",
+                f"opened without its head: its files lack {join_first(missing_names, 3)} of a {names[0]}",
             )
 
     @property
@@ -121,7 +122,7 @@ class HfFolder:
                 raise MegatfmError(
                     f"{self.path}: {name} is in its files, but is no weight of a {self.name} that megatfm knows"
                 )
-        return [f"not read, as it belongs to no {self.name}: {_abbreviate_names(unexpected)}"] * bool(unexpected)
+        return [f"not read, as it belongs to no {self.name}: {join_first(unexpected, 3)}"] * bool(unexpected)
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the mappings, into aligned memory. Raises MegatfmError."""
@@ -162,10 +163,6 @@ def _check_regular(path: Path) -> None:
     """Raise MegatfmError for a path that is not a regular file: opening a FIFO would wait for a writer."""
     if path.exists() and not path.is_file():
         raise MegatfmError(f"{path}: not a regular file")
-
-
-def _abbreviate_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

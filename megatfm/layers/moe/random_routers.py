@@ -134,12 +134,12 @@ class SecondExpertSampling(Dropout):
 class GShardRouter(Router):
     """GShard's top-2 routing (Lepikhin et al. 2021); the two weights are normalised before the second is sampled."""
 
-    tp_plan = (("second", "local_token_dropout"),)
+    tp_plan = (("sample_second", "local_token_dropout"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
         self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
-        self.second = SecondExpertSampling(0.0, "second expert")
+        self.sample_second = SecondExpertSampling(0.0, "second expert")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
@@ -147,7 +147,7 @@ class GShardRouter(Router):
         choices_BT2 = stable_topk(probabilities_BTE, 2)
         weights_BT2 = probabilities_BTE.gather(-1, choices_BT2)
         weights_BT2 = weights_BT2 / weights_BT2.sum(-1, keepdim=True)
-        uses_second_BT = self.second(weights_BT2[..., 1].detach(), sequence)
+        uses_second_BT = self.sample_second(weights_BT2[..., 1].detach(), sequence)
         second_BT = choices_BT2[..., 1].where(uses_second_BT, self.n_experts)
         choices_BT2 = torch.stack([choices_BT2[..., 0], second_BT], dim=-1)
         return RouterOutput(choices_BT2, weights_BT2.to(x_BTD.dtype), logits_BTE, probabilities_BTE)
@@ -172,15 +172,15 @@ class TokenHash(nn.Module):
 class HashRouter(nn.Module):
     """Hash routing (Roller et al. 2021): a token id determines its experts; all have the same weight."""
 
-    tp_plan = (("hashed", "local_token_dropout"),)
+    tp_plan = (("token_hash", "local_token_dropout"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.top_k, self.n_experts, self.hashed = options.top_k, options.n_experts, TokenHash()
+        self.top_k, self.n_experts, self.token_hash = options.top_k, options.n_experts, TokenHash()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
-        scores_BTE = self.hashed(sequence, self.n_experts)
+        scores_BTE = self.token_hash(sequence, self.n_experts)
         choices_BTK = stable_topk(scores_BTE, self.top_k)
         weights_BTK = torch.full(choices_BTK.shape, 1 / self.top_k, dtype=x_BTD.dtype, device=x_BTD.device)
         chosen_BTE = torch.zeros_like(scores_BTE).scatter(-1, choices_BTK, 1 / self.top_k)

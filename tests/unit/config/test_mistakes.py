@@ -113,6 +113,10 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         "lion, schedule_free_adamw; others need the package that registers them in plugins",
     ),
     # other names that only a plugin could register
+    ("model.ffn.activation=swigluu", "model.ffn.activation = 'swigluu': unknown (did you mean 'swiglu'?); there are: "),
+    ("model.norm.placement=preln", "model.norm.placement = 'preln': unknown (did you mean 'pre'?); there are: pre, po"),
+    ("log.sinks=[wandb, wandbb]", "log.sinks = 'wandbb': unknown (did you mean 'wandb'?); there are: tensorboard, "),
+    ("log.sinks=wandb,wandb", "log: sinks = ['wandb', 'wandb'] names 'wandb' twice: name it once"),
     ("objective.name=causall", "objective.name = 'causall': unknown (did you mean 'causal'?); there are: causal, "),
     ("parallel.engine=ntive", "parallel.engine = 'ntive': unknown (did you mean 'native'?); there are: native, deep"),
     ("model.attention.pattern.name=windw", "model.attention.pattern.name = 'windw': unknown (did you mean 'window'?"),

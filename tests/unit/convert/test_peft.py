@@ -21,9 +21,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import ADAPTER_CONFIG
-from megatfm.convert.convert import convert
+from megatfm.convert.convert import convert, merge_adapters
 from megatfm.convert.load import load_hf_model
-from megatfm.convert.merge_adapters import merge_adapters
 from megatfm.convert.peft import ADAPTER_WEIGHTS, flatten_experts, to_peft
 from megatfm.convert.peft_adapter import PeftAdapter
 from megatfm.convert.peft_import import from_peft
