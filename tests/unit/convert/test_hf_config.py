@@ -298,6 +298,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     ("ModernBertForMaskedLM", {"pad_token_id": 50368}, "pad_token_id = 50368 is no token of vocab_size = 50368"),
     ("DeepseekV3ForCausalLM", {"num_key_value_heads": 8}, "num_key_value_heads must be num_attention_heads"),
     ("DeepseekV3ForCausalLM", {"rope_scaling": YARN | {"mscale_all_dim": "x"}}, "mscale_all_dim = 'x' is no number"),
+    ("DeepseekV2ForCausalLM", {"num_attention_heads": 6}, "num_attention_heads = 6 does not divide hidden_size = 4096"),
     ("DeepseekV2ForCausalLM", {}, "num_experts_per_tok is not there: say how many"),
     ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"}, "n_group is not ther"),
     ("Gemma2ForCausalLM", {"final_logit_softcapping": 30}, "transformers takes 30.0 alone"),
