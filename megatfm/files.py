@@ -93,6 +93,14 @@ def fsync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_copied_record(record: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a record in `folder` names another folder, as its `run`, that still exists: it was copied here."""
+    try:
+        return isinstance(record.get("run"), str) and not folder.samefile(record["run"])
+    except (OSError, ValueError):  # the folder was moved here
+        return False
+
+
 def temporary_path(path: Path) -> Path:
     """Return a unique name for a file until it is complete. It is partly random: containers may share host name and
     process id."""

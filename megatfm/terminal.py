@@ -1,6 +1,6 @@
 """A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
 
-Also counts with their noun, as `1 layer` and `2 layers`, and the progress of long tasks, for the log.
+Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, and the progress of long tasks.
 """
 
 import codecs
@@ -65,8 +65,14 @@ def mute_closed_streams() -> None:
         output = select.poll()
         output.register(stream, 0)
         if any(event & select.POLLERR for _, event in output.poll(0)):
-            with open(os.devnull, "wb") as devnull:
-                os.dup2(devnull.fileno(), stream)
+            discard_output(stream)
+
+
+def discard_output(stream: int) -> None:
+    """Write a stream (its number) to the null device from now on, with what is still in its buffer: Python would try
+    again to write that when it ends, and change the exit code where it fails."""
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), stream)
 
 
 def spell_unencodable() -> None:
@@ -133,6 +139,12 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
 def format_counted(count: int, singular: str, plural: str = "") -> str:
     """Return a count and its noun: "1 layer", "12,000 layers". plural: `singular` with an s by default."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def join_first(names: Sequence[str], limit: int) -> str:
+    """Join the first `limit` names with commas, and append how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 class ProgressLog:

@@ -63,6 +63,8 @@ def finetune_command(args: argparse.Namespace) -> int:
     """Fine-tune or resume, then evaluate the best checkpoint; return an exit code as `megatfm train` does."""
     enable_expandable_segments(os.environ)
     start_sentinel()
+    if args.prepare and args.export:
+        raise UsageError("--export is for a run that trains: leave it or --prepare out")
     if args.seeds is None:
         return finetune_once(args, args.overrides)[0]
     config, overrides = split_config(args.config, args.overrides)

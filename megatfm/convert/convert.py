@@ -35,6 +35,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
+from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
 from megatfm.terminal import ProgressLog, format_counted
 from megatfm.train.best_checkpoint import find_best_checkpoint
@@ -124,13 +125,15 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     checkpoint.check_tensor_names(path, tensors, list_tensor_shapes(config.model))
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
+    dtype = find_main_dtype(tensors.values())
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
     for exported in exported_models:
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for mapping in exported.mappings for key in mapping.megatfm]
-        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(
+            path, config, model_folder, tokenizer, state.get("begins")
+        )
         _check_padding(exported.hf_config, ids)
         log.info("%s: %s of %s", path, format_counted(len(order), "tensor"), exported.name)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
@@ -327,8 +330,8 @@ class _CheckpointReader:
 
 
 def check_is_new(target: Path) -> None:
-    """Raise UsageError unless a target is new or an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Raise UsageError unless a target is new or an empty folder, and no link, which a folder can't replace."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(f"{target}: exists already: give a new folder")
 
 

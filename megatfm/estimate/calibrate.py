@@ -61,6 +61,7 @@ def measure_device(
     """
     keep_kernels()
     device, kind, dtype = clock.device, clock.device.type, DTYPES[precision]
+    link = measure_link(kind)  # first, since it may fail
     shapes, sizes = list_matmul_shapes(kind), MOVED_BYTES[kind]
     matmuls = [make_matmul(shape, dtype, device, layout) for layout in LAYOUTS for shape in shapes]
     moves = [_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes]
@@ -105,7 +106,6 @@ def measure_device(
     if times.trials:
         overheads = fit_overheads(times, Device(key=NODE, **table))
         table |= vars(overheads)
-    link = measure_link(kind)
     node = {
         "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,
         "within": link,
@@ -212,8 +212,10 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
     """Measure all-gathers of few and of many bytes, in which each rank sends (ranks − 1) shards."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else each rank takes memory for a context on GPU 0, too
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     seconds = []
     for numel in (16, 2**22):
         shard = torch.ones(numel, device=device)

@@ -70,8 +70,8 @@ def evaluate_run(
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
         images, results = make_image_evaluation(config, engine, n_images), {}
-        sets = format_counted(len(corpora.validation), "validation set")
-        log.info("%s: %s, %s, %s", run_dir, source.name, sets, describe_size(engine))
+        n_sets = format_counted(len(corpora.validation), "validation set")
+        log.info("%s: %s, %s, %s", run_dir, source.name, n_sets, describe_size(engine))
         for name, rows in corpora.validation.items():
             progress = ProgressLog(name, len(rows), "row")
             with images.collect_set(name, rows) if images else nullcontext():

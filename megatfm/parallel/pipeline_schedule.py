@@ -14,7 +14,7 @@ actions of the surplus ones; the remaining order is still valid. `engines/pipeli
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -121,33 +121,46 @@ def get_torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatche
     return order_only(stages, microbatches).pipeline_order
 
 
+PASS_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+TRANSFER_COST = 0.05
+"""Relative times of passes and of a transfer, by which transfers are ordered; others make little difference."""
+
+
 def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:
     """Add sends and receives. rank_of: rank of each stage.
 
-    Ranks are simulated in lockstep, and each receive is put where its send happens, so that two ranks see their
-    transfers in the same order, as NCCL requires.
+    NCCL runs the transfers of a process group one after another, in the order in which a rank asks for them, and two
+    ranks must ask for those between them in the same order. Here all ranks take them by the time at which the sender's
+    pass ends in a simulation. A receive comes before the pass that its rank runs at that time, since it waits for all
+    passes asked for before it.
 
     Raises ValueError for a schedule that deadlocks.
     """
     pending = [deque(order) for order in actions_by_rank]
-    finished_passes: set[tuple[int, str, int]] = set()
+    ends: dict[tuple[int, str, int], float] = {}
+    last_end_by_rank = [0.0] * len(pending)
+    startable: dict[int, float] = {}  # rank → end of its next pass
     planned: Schedule = [[] for _ in actions_by_rank]
     while any(pending):
-        has_progress = False
         for rank, queue in enumerate(pending):
-            if not queue or not finished_passes.issuperset(_find_prerequisites(queue[0], len(rank_of))):
-                continue
-            action, has_progress = queue.popleft(), True
-            planned[rank].append(action)
-            finished_passes.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
-            direction = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-            target = action.stage + direction
-            if direction and 0 <= target < len(rank_of) and rank_of[target] != rank:
-                kinds: tuple[Kind, Kind] = ("send F", "recv F") if direction == 1 else ("send B", "recv B")
-                planned[rank].append(Action(action.stage, kinds[0], action.microbatch))
-                planned[rank_of[target]].append(Action(target, kinds[1], action.microbatch))
-        if not has_progress:
+            if queue and rank not in startable:
+                prerequisites = _find_prerequisites(queue[0], len(rank_of))
+                if all(pass_ in ends for pass_ in prerequisites):
+                    arrivals = (ends[pass_] + TRANSFER_COST * (rank_of[pass_[0]] != rank) for pass_ in prerequisites)
+                    startable[rank] = max([last_end_by_rank[rank], *arrivals]) + PASS_COSTS[queue[0].kind]
+        if not startable:
             raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in pending if queue]}")
+        rank = min(startable, key=lambda rank: (startable[rank], rank))  # no other pass can end before it
+        end = startable.pop(rank)
+        action, last_end_by_rank[rank] = pending[rank].popleft(), end
+        planned[rank].append(action)
+        ends[action.stage, "B" if action.kind == "I" else action.kind, action.microbatch] = end
+        direction = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+        target = action.stage + direction
+        if direction and 0 <= target < len(rank_of) and rank_of[target] != rank:
+            kinds: tuple[Kind, Kind] = ("send F", "recv F") if direction == 1 else ("send B", "recv B")
+            planned[rank].append(Action(action.stage, kinds[0], action.microbatch))
+            planned[rank_of[target]].append(Action(target, kinds[1], action.microbatch))
     return planned
 
 

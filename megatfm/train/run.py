@@ -18,9 +18,10 @@ from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
-from megatfm.train.evaluation_tasks import open_task_evaluator
+from megatfm.train.evaluation_tasks import TaskEvaluator
 from megatfm.train.profiling import (
     explain_out_of_memory,
     keep_freed_memory,
@@ -29,7 +30,6 @@ from megatfm.train.profiling import (
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
-from megatfm.train.resilience import DecisionLog
 from megatfm.train.signals import StopSignals
 from megatfm.train.trainer import RunContext, Trainer
 
@@ -82,7 +82,7 @@ def train(
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 engine = build_engine(config, mesh, process.device, precision)
             context = RunContext(config, requested, run, run_log, monitor, decisions, nodes, process.launcher)
-            tasks = open_task_evaluator(engine, config, corpora.tokenizer)
+            tasks = TaskEvaluator(engine, config, corpora.tokenizer) if config.evaluate.tasks else None
             evaluator = Evaluator(engine, corpora, config, sampler, tasks)
             mfu = None
             if flops_per_token and run.is_main:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -145,12 +146,19 @@ def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pyte
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)
-    with pytest.raises(UsageError, match=r"config\.changed"):
+    with pytest.raises(UsageError, match=r"config\.with_changes\("):
         megatfm.fit(config, "train.steps=3")
     with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
+
+
+def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing marks the process so while it imports the script."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="a data worker imports this script: call fit under `if __name__ == "):
+        megatfm.fit("nowhere.toml")
 
 
 def test_every_offer_is_explained() -> None:

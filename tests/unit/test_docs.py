@@ -390,6 +390,8 @@ def test_the_log_of_experiments_has_the_newest_first() -> None:
 def test_percentages_are_spelled_with_a_space() -> None:
     """`24.3 %`, as in config values and on all pages, never Python's `24.3%`."""
     spelled = re.compile(r"\{[^{}]*:[^{}]*%\}|\}%")
-    files = [path for room in ("megatfm", "data_prep", "launchers", "slurm") for path in (ROOT / room).rglob("*.py")]
+    rooms = ("megatfm", "data_prep", "launchers", "slurm", "benchmarks")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     assert spelled.search('f"{share:<13.1%}"')
     assert not [path for path in files if spelled.search(path.read_text(encoding="utf-8"))]
+    assert not [page for page in PAGES if re.search(r"\d%", page.read_text(encoding="utf-8"))]

@@ -172,6 +172,10 @@ class Replicated:
         self._pending_gradients: dict[int, tuple[Tensor, Work]] = {}
         self._awaited: list[set[nn.Parameter]] = []  # by bucket: gradients to come in the last backward pass
         self._unreached: set[str] = set()  # parameters that no pass of the step has reached
+        # All ranks create these groups together. A pipeline stage without experts uses fewer of them, or uses them in
+        # another order, so that the first backward pass would be too late.
+        for data_axes in sorted({tensor_layout.data_axes for tensor_layout in layout.values()}, key=str):
+            mesh.flat_group(data_axes.shard if self.sharded else data_axes.all)
         axes = {axis for tensor_layout in layout.values() for axis in tensor_layout.data_axes.all}
         self._needs_all_reduce = any(mesh.size(axis) > 1 for axis in axes)
         if self._needs_all_reduce:

@@ -25,9 +25,10 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def has_flash(q: Tensor, width: int) -> bool:
-    """Return whether q's device has a fused kernel for its dtype and heads of `width`."""
+    """Return whether q's device has a fused kernel for its dtype and heads of `width`, in both passes."""
     supports_width = q.device.type == "cpu" or (width % 8 == 0 and width <= FLASH_MAX_WIDTH)
-    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width and supports_device(q.device)
+    is_supported = supports_device(q.device) and has_backward(q.device, width)
+    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width and is_supported
 
 
 @constant_when_compiled
@@ -39,6 +40,20 @@ def supports_device(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+@constant_when_compiled
+def has_backward(device: torch.device, width: int) -> bool:
+    """Return whether fused attention has a backward pass for heads of `width` on a device that it runs on.
+
+    FlashAttention has none for 193 to 224 channels on GPUs with less shared memory
+    (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in torch's sdp_utils.cpp).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    is_small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return not (is_small and 192 < width <= 224)
 
 
 def run_flash(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.by_document import attend_by_document
-from megatfm.ops.attention.flash import supports_device
+from megatfm.ops.attention.flash import has_backward, supports_device
 from megatfm.ops.attention.flex import MIN_HEAD_WIDTH, flex
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -76,7 +76,7 @@ class AttentionRequest:
         # Its kernel sums in float32, and multiplies no narrower matrices.
         is_flex = min(width, v_width or width) >= MIN_HEAD_WIDTH and q_BNTH.dtype != torch.float64
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
-        is_varlen = is_varlen and supports_device(q_BNTH.device)
+        is_varlen = is_varlen and supports_device(q_BNTH.device) and has_backward(q_BNTH.device, width)
         return cls(
             device=q_BNTH.device.type,
             dtype=q_BNTH.dtype,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.ops.attention.flash import FLASH_MAX_WIDTH, supports_device
+from megatfm.ops.attention.flash import FLASH_MAX_WIDTH, has_backward, supports_device
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
 from megatfm.ops.attention.relative_bias import expand_bias
@@ -46,7 +46,7 @@ def sdpa_attention(
         # Only FlashAttention supports key heads shared by query heads; torch would choose no other kernel.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, v_width = q_BNTH.shape[-1], v_BKSV.shape[-1]
-    scale = width**-0.5 if options.scale is None else options.scale
+    scale = options.compute_scale(width)
     if q_BNTH.device.type == "cpu" and width != v_width and q_BNTH.shape[2] >= LONG:
         # The fused CPU kernel needs equal head widths; torch would hold all scores at once instead.
         max_width = max(width, v_width)
@@ -82,9 +82,10 @@ def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBa
 
 
 def _supports_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
-    """Return whether FlashAttention supports a call on a GPU."""
+    """Return whether FlashAttention supports a call on a GPU, in both passes."""
     width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH and supports_device(q_BNTH.device)
+    is_supported = supports_device(q_BNTH.device) and has_backward(q_BNTH.device, width)
+    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH and is_supported
 
 
 def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:

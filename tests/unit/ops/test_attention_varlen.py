@@ -66,6 +66,7 @@ def varlen_attn_stand_in(
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "get_operator", lambda: varlen_attn_stand_in)
+    monkeypatch.setattr(varlen, "list_parameters", varlen.list_parameters.__wrapped__)
 
 
 def draw_heads() -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +149,6 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "values of another width": "flex", "narrow heads": "fused", "narrow values": "fused",
         "narrow heads and sinks": "products", "float64": "fused",
     }  # fmt: skip
-    varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         known = {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {missing}
         monkeypatch.setattr(varlen, "list_parameters", lambda known=known: known)
@@ -157,7 +157,6 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_installed_torch_has_the_varlen_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    varlen.list_parameters.cache_clear()
     assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.list_parameters()
 
 
@@ -243,6 +242,23 @@ def test_flash_attention_is_for_ampere_and_newer(
     in_bf16: Any = OnGPU(torch.bfloat16)
     for masked, backends in ((False, sdpa.UNMASKED_BACKENDS), (True, sdpa.MASKED_BACKENDS)):
         assert sdpa.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
+
+
+@pytest.mark.parametrize(("capability", "is_small"), [
+    ((8, 0), False), ((9, 0), False), ((10, 3), False), ((8, 6), True), ((8, 9), True), ((12, 0), True), ((12, 1), True)
+])  # fmt: skip
+def test_heads_without_a_backward_pass_on_small_gpus_take_other_kernels(
+    capability: tuple[int, int], is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's own check, and torch's `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`;
+    if keys are shared, torch then finds no kernel at all."""
+    set_capability(monkeypatch, capability)
+    packed = PatternMask(Full(causal=True), make_metadata())
+    for width in (192, 200, 224, 232, 256):
+        heads: Any = OnGPU(torch.bfloat16, width)
+        is_fused = not (is_small and 192 < width <= 224)
+        assert has_flash(heads, width) == sdpa._supports_flash(heads, width, masked=False) == is_fused
+        assert choose_kernel(make_request(packed, width=width)).name == ("varlen" if is_fused else "flex")
 
 
 @pytest.fixture

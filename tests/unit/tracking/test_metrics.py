@@ -21,8 +21,8 @@ from megatfm.parallel.distributed import ProcessInfo
 from megatfm.tracking.console import RunLog
 from megatfm.tracking.metrics import MetricsLog, RunInfo, TensorBoard, log_event
 from megatfm.tracking.run_directory import RunDirectory
+from megatfm.train.decision_log import DecisionLog
 from megatfm.train.rank_monitor_client import RankMonitor
-from megatfm.train.resilience import DecisionLog
 
 
 def training_record(step: int, loss: float = 2.5) -> dict[str, object]:

@@ -1,15 +1,19 @@
 """ZeRO stages: bytes that a rank holds and needs, and reduced gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
+from megatfm.describe.per_rank import fake_ranks
 from megatfm.engines.interface import MemoryNeeds
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.fully_sharded import reduce_gradients
@@ -22,6 +26,7 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import compute_block_input_bytes
 from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.expert_models import MOE_OPTIONS, SPARSE
 from tests.support.models import ADAMW, LENGTH, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.sharded_engines import count_held_bytes, low_precision_gradients
@@ -106,6 +111,38 @@ def test_operators_of_a_bucket_do_not_grow_with_the_ranks() -> None:
 
 def _span(rows: tuple[int, int]) -> tuple[int, int]:
     return rows[0], rows[0] + rows[1]
+
+
+def list_groups(config: ModelConfig, parallel: ParallelConfig, rank: int) -> list[list[int]]:
+    """Return the ranks of the process groups that a rank makes for its engine, in order; a step must make none."""
+    created: list[list[int]] = []
+    make = device_mesh.new_group
+
+    def record(*, ranks: list[int], **options: Any) -> Any:
+        created.append(ranks)
+        return make(ranks=ranks, **options)
+
+    ranks = parallel.pp * parallel.dp_replicate * parallel.dp_shard
+    with fake_ranks(ranks, rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_mesh, "new_group", record)
+        engine = build_engine(config, parallel)
+        before = list(created)
+        for parameter in engine.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.data.reduce()
+        engine.step(1e-2, clip=1.0)
+        assert created == before
+    return before
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_stages_make_the_same_groups_before_the_first_step(zero: int) -> None:
+    """Making one takes all ranks, and would hang if they differed; only the second stage of two has experts here."""
+    kinds = {"layer_types": ["plain", "plain", "sparse", "sparse"], "layer_type.sparse.ffn": MOE_OPTIONS}
+    config = ModelConfig.from_dotted(**{**SPARSE, "n_layers": 4, **kinds})
+    parallel = ParallelConfig(pp=2, dp_replicate=2, dp_shard=4, ep=2, zero=zero)
+    first, second = (list_groups(config, parallel, rank) for rank in (0, 8))
+    assert first == second
 
 
 def test_accumulating_shards_needs_a_stage_that_has_them() -> None:
