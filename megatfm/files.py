@@ -1,5 +1,5 @@
-"""Files: atomic writes, strict JSON, opening without following links, errors of the disk, descriptors, and removal of
-a refused run's files."""
+"""Files: atomic writes, strict JSON, hashes, opening without following links, errors of the disk, descriptors, and
+removal of a refused run's files."""
 
 import contextlib
 import errno
@@ -12,7 +12,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from blake3 import blake3
 
 from megatfm.errors import MegatfmError
 
@@ -55,6 +57,14 @@ def replace_non_finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [replace_non_finite(item) for item in value]
     return value
+
+
+def hash_content(file: IO[bytes]) -> str:
+    """Return the BLAKE3 hash, in hexadecimal, of an open file from its position to its end. Raises OSError."""
+    digest = blake3()
+    while data := file.read(2**20):
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def open_nofollow(path: str, flags: int) -> int:

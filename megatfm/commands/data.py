@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides
+from megatfm.commands.training import show_log
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 from megatfm.errors import UsageError
 from megatfm.terminal import format_counted
@@ -57,6 +58,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     index.add_argument("--to", metavar="FOLDER", help="copy the samples there, as a megatfm corpus")
 
 
+@show_log()
 def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus, and print the result."""
     print(ACTIONS[args.action](args))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatfm.commands.arguments import add_trust_argument
 from megatfm.commands.generation import load_text_model
+from megatfm.commands.training import show_log
 from megatfm.errors import UsageError
 from megatfm.terminal import make_table, print_table
 
@@ -99,6 +100,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--out", metavar="FOLDER", help="folder for results (RUN, if that is a run directory)")
 
 
+@show_log()
 def evaluate_command(args: argparse.Namespace) -> int:
     """Evaluate, print a table, and write the results into the run directory."""
     if not args.harness:

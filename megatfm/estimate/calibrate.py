@@ -212,8 +212,10 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
     """Measure all-gathers of few and of many bytes, in which each rank sends (ranks − 1) shards."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else each rank takes memory for a context on GPU 0, too
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     seconds = []
     for numel in (16, 2**22):
         shard = torch.ones(numel, device=device)

@@ -85,7 +85,8 @@ def describe_speed(estimate: Estimate) -> list[str]:
         f"step {estimate.time.step:.3g} s: {estimate.tokens_per_second:,.0f} tokens a second, "
         f"{estimate.tokens_per_second / estimate.cluster.gpus:,.0f} a GPU; MFU {100 * full:.1f} %"
         + (f" ({100 * causal:.1f} % counting the causal half of attention)" if causal < full else ""),
-        f"{format_counted(steps, 'step')}: {estimate.days:.3g} days, {estimate.gpu_hours:,.0f} GPU hours, without failures",
+        f"{format_counted(steps, 'step')}: {estimate.days:.3g} days, {estimate.gpu_hours:,.0f} GPU hours, "
+        "without failures",
     ]
 
 

@@ -240,7 +240,7 @@ def fit_to_steps(rows: Sequence[Sequence[float]], rows_of_steps: Sequence[Sequen
     """Return matmuls measured alone (m, n, k, seconds), each scaled as those of steps, the near ones most.
 
     Within a step, operands are nearer or farther than alone: on a CPU, gradients' matmuls are up to 30 % faster there.
-    A share is a mean of logarithms, weighted by inverse squares of distances (Shepard 1968) between logarithms of sizes.
+    A share is a mean of logarithms, weighted by inverse squares of distances between log sizes (Shepard 1968).
     """
     if not rows_of_steps:
         return [list(row) for row in rows]

@@ -1,10 +1,12 @@
 """Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
+import logging
 import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +21,15 @@ from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
+from megatfm.terminal import ProgressLog, format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.build import build_engine
+from megatfm.train.build import build_engine, describe_size
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
-from megatfm.train.evaluation import evaluate
+from megatfm.train.evaluation import evaluate, format_result
 from megatfm.train.init_from import load_weights
+
+log = logging.getLogger("megatfm")
 
 Results = dict[str, Any]
 Baselines = dict[str, dict[str, float]]
@@ -70,7 +75,10 @@ def evaluate_run(
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
         images, results = make_image_evaluation(config, engine, n_images), {}
+        n_sets = format_counted(len(corpora.validation), "validation set")
+        log.info("%s: %s, %s, %s", run_dir, source.name, n_sets, describe_size(engine))
         for name, rows in corpora.validation.items():
+            progress = ProgressLog(name, len(rows), "row")
             with images.collect_set(name, rows) if images else nullcontext():
                 results[name] = evaluate(
                     engine,
@@ -78,13 +86,16 @@ def evaluate_run(
                     corpora.objective.for_evaluation(),
                     corpora.byte_lengths,
                     micro_batch=config.train.micro_batch,
+                    on_batch=partial(progress.advance, config.train.micro_batch * mesh.data_ranks),
                 )
+            log.info("%s: %s", name, format_result(results[name]))
     if not rank.is_main:
         return None
     evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
+        log.info("compressing the text of %s by %s", ", ".join(config.data.validation), " and ".join(COMPRESSORS))
         baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     show(evaluation, baselines)
     run = RunDirectory(run_dir, rank.rank)

@@ -12,7 +12,7 @@ with their own attention, cross-attention, and biases with a value per pair fetc
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ def ulysses_attention(
     if k_BKTH.shape[1] < cp.size:
         times = cp.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
-    row = _SplitRow(cp, sequence.length)
+    row: _SplitRow = sequence.cached("split row", lambda: _SplitRow.build(cp, sequence.length, q_BNTH.device))
     q: Tensor = _TokensHeadsExchange.apply(q_BNTH, _to_heads, _to_tokens, row)
     kv: Tensor = _TokensHeadsExchange.apply(torch.cat([k_BKTH, v_BKTV], -1), _to_heads, _to_tokens, row)
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
@@ -196,14 +196,25 @@ def ulysses_attention(
 
 
 class _SplitRow(NamedTuple):
-    """A row of `length` tokens that is split over ranks."""
+    """How a row is split over ranks.
+
+    counts: tokens of each rank. order: int64 [S], indices of all tokens, rank by rank. inverse: the inverse
+    permutation. Both are on the device, and all layers share them.
+    """
 
     cp: ContextParallel
-    length: int
+    counts: Sequence[int]
+    order: Tensor
+    inverse: Tensor
 
-    @property
-    def indices_by_rank(self) -> list[Tensor]:
-        return self.cp.token_indices(self.length)
+    @classmethod
+    def build(cls, cp: ContextParallel, length: int, device: torch.device) -> Self:
+        """Return the split of a row of `length` tokens."""
+        indices_by_rank = cp.token_indices(length)
+        order = torch.cat(indices_by_rank)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(length))
+        counts = [len(indices) for indices in indices_by_rank]
+        return cls(cp, counts, move_to_device(order, device), move_to_device(inverse, device))
 
 
 Exchange = Callable[[Tensor, _SplitRow], Tensor]
@@ -225,18 +236,16 @@ class _TokensHeadsExchange(torch.autograd.Function):
 
 def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n, T, ·] → [B, n / c, S, ·], tokens in row order."""
-    indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.cp.size
-    shapes = [(x.shape[0], heads, len(indices), x.shape[3]) for indices in indices_by_rank]
-    received = _exchange(x.chunk(row.cp.size, 1), shapes, row.cp)
-    return torch.cat(received, 2)[:, :, move_to_device(torch.cat(indices_by_rank).argsort(), x.device)]
+    heads = x.shape[1] // row.cp.size
+    shapes = [(x.shape[0], heads, count, x.shape[3]) for count in row.counts]
+    return torch.cat(_exchange(x.chunk(row.cp.size, 1), shapes, row.cp), 2).index_select(2, row.inverse)
 
 
 def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
-    indices_by_rank, cp = row.indices_by_rank, row.cp
-    shape = *x.shape[:2], len(indices_by_rank[cp.rank]), x.shape[3]
-    rows_by_rank = [x[:, :, move_to_device(indices, x.device)] for indices in indices_by_rank]
-    return torch.cat(_exchange(rows_by_rank, [shape] * cp.size, cp), 1)
+    shape = *x.shape[:2], row.counts[row.cp.rank], x.shape[3]
+    rows_by_rank = x.index_select(2, row.order).split(row.counts, 2)
+    return torch.cat(_exchange(rows_by_rank, [shape] * row.cp.size, row.cp), 1)
 
 
 def _exchange(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], cp: ContextParallel) -> list[Tensor]:

@@ -6,7 +6,7 @@ tokens of other ranks fetches their keys (`FetchPlan`); `context_attention.py` l
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -136,15 +136,15 @@ def split_batch(batch: Mapping[str, Tensor], cp: ContextParallel) -> Batch:
             continue
         length = positions.shape[1]
         local_indices = move_to_device(cp.token_indices(length)[cp.rank], positions.device)
-        for name, field in batch.items():
-            if field.dim() < 2 or name.startswith("encoder_") != bool(side):
+        for name, values in batch.items():
+            if values.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue
-            if field.shape[1] != length:
+            if values.shape[1] != length:
                 raise UsageError(
-                    f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} does not have one value "
+                    f"parallel.cp > 1: the objective's field {name!r} {list(values.shape)} does not have one value "
                     f"for each of {length} tokens, and can't be split with them: use parallel.cp = 1"
                 )
-            split[name] = field[:, local_indices]
+            split[name] = values[:, local_indices]
         split[f"{side}token_indices"] = local_indices
         for name in FULL_ROW_FIELDS:
             if side + name in batch:
@@ -194,6 +194,14 @@ class FetchPlan:
     permutation: Tensor
     max_fetched: int
     length: int
+    _copies: dict[torch.device, tuple[list[Tensor], Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def copy_to(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Return `send_indices` and `permutation` on a device; all layers share the copies."""
+        if device not in self._copies:
+            sends = [move_to_device(indices, device) for indices in self.send_indices]
+            self._copies[device] = sends, move_to_device(self.permutation, device)
+        return self._copies[device]
 
     @classmethod
     def build(
@@ -244,25 +252,27 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sends = [(r, x[:, :, move_to_device(i, x.device)]) for r, i in enumerate(plan.send_indices) if len(i)]
+        send_indices, permutation = plan.copy_to(x.device)
+        sends = [(r, x[:, :, indices]) for r, indices in enumerate(send_indices) if len(indices)]
         receives = [(r, _allocate_like(x, len(i))) for r, i in enumerate(plan.recv_indices) if len(i)]
         received = P2PExchange(plan.cp.group, sends, receives).wait()
-        return torch.cat([x, *received], 2)[:, :, move_to_device(plan.permutation, x.device)]
+        return torch.cat([x, *received], 2)[:, :, permutation]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         plan: FetchPlan = ctx.plan
+        send_indices, permutation = plan.copy_to(g.device)
         sizes = [len(indices) for indices in plan.recv_indices]
         by_source = torch.empty_like(g)
-        by_source[:, :, move_to_device(plan.permutation, g.device)] = g
+        by_source[:, :, permutation] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
         sends = [(r, grad) for r, grad in enumerate(received_grads) if sizes[r]]
-        users = [(r, indices) for r, indices in enumerate(plan.send_indices) if len(indices)]
+        users = [(r, indices) for r, indices in enumerate(send_indices) if len(indices)]
         receives = [(r, _allocate_like(g, len(indices))) for r, indices in users]
         returned = P2PExchange(plan.cp.group, sends, receives).wait()
         local_grad = local_grad.clone()
         for (_, indices), grad in zip(users, returned, strict=True):
-            local_grad.index_add_(2, move_to_device(indices, g.device), grad)
+            local_grad.index_add_(2, indices, grad)
         return local_grad, None
 
 

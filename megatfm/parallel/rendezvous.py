@@ -217,4 +217,5 @@ def _find_reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
 
 
 def take_first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -46,7 +46,7 @@ def make_block_attention_plan(
                 bands, 1, width, core.options, k_positions=key_indices, sums_parts=True, **positions
             )
     warn_of_blocks(q_BNTH, fused_width, repr(core.pattern))
-    key_indices = move_to_device(key_indices, q_BNTH.device)
+    key_indices = sequence.cached(("key indices", key), lambda: move_to_device(key_indices, q_BNTH.device))
     shard = sequence.with_keys_at(key, key_indices)
     mask = core.attention_mask(shard, n_heads)
     size = min(block_sparse.choose_block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)

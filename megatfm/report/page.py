@@ -30,7 +30,7 @@ from megatfm.report.run import (
     parse_count,
     split_sections,
 )
-from megatfm.report.run_charts import compute_time_shares, make_run_charts
+from megatfm.report.run_charts import MAX_EVENTS, compute_time_shares, make_run_charts
 from megatfm.terminal import format_counted
 from megatfm.version import __version__
 
@@ -94,7 +94,8 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         non_default=None if non_default is None else split_sections(non_default),
         config=split_sections(run.config),
         environment=list(flatten(run.environment)),
-        events=run.events,
+        events=run.events[-MAX_EVENTS:],
+        n_earlier_events=max(0, len(run.events) - MAX_EVENTS),
         resume=make_resume_command(run),
         notes=[*run.notes, *compared_notes],
     )
@@ -175,7 +176,7 @@ def list_headlines(run: Run) -> list[Headline]:
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
     if losses := run.last_losses:
-        note = f"mean of the last {len(losses)}" if len(losses) > 1 else "last step"
+        note = f"mean of the last {len(losses):,} steps" if len(losses) > 1 else "last step"
         headlines.append(Headline("Training loss", f"{statistics.fmean(losses):.3f}", note))
     tokens = run.get_curve("tokens").finite
     if tokens:
@@ -246,6 +247,7 @@ def _load_template(name: str) -> Template:
         "size": format_bytes,
         "duration": format_duration,
         "clock": format_utc,
+        "step": format_step,
     }
     return environment.get_template(name)
 
@@ -302,6 +304,11 @@ def format_duration(seconds: float) -> str:
         if seconds >= limit:
             return f"{seconds / limit:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def format_step(step: Any) -> str:
+    """Format a step with commas; what a damaged file has in its place stays as it is."""
+    return f"{step:,}" if isinstance(step, int) else str(step)
 
 
 def format_utc(seconds: Any) -> str:

@@ -125,6 +125,12 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
     )
 
 
+def describe_size(engine: Engine) -> str:
+    """Describe the number of parameters and the layout, for the log."""
+    n_parameters = sum(torch.Size(weight.shape).numel() for weight in engine.layout.values())
+    return f"{n_parameters:,} parameters, {engine.mesh.describe()}"
+
+
 def choose_precision(name: str, device: torch.device) -> str:
     """Resolve precision "auto": bf16 if matmuls are faster in it, else fp32. A collective.
 

@@ -2,16 +2,18 @@
 
 from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.config import Config
+from megatfm.config.parts import find_unread_key
 from megatfm.config.root import list_global_batches
 from megatfm.data.loader import check_global_batch
 from megatfm.engines.interface import PRECISIONS
+from megatfm.errors import UsageError
 from megatfm.files import NewPaths
+from megatfm.optim.lr_schedules import check_schedule
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.tracking import utilization
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.metrics import check_sinks
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
@@ -44,7 +46,8 @@ def train(
     of `evaluate.sample_prompts`. new_paths: files and folders created for this run, which are removed if it is refused.
     """
     import_plugins(config.plugins)
-    check_sinks(config.log.sinks)  # before anything is written to disk
+    if error := config.find_unknown_part():
+        raise UsageError(error)
     config, tokenizer = open_tokenizer(config)
     folder, new_paths = config.run_folder, new_paths or NewPaths()
     start_flight_recorder(folder, config.train.device)
@@ -86,6 +89,9 @@ def train(
                 peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
                 mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
             trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
+            check_schedule(config.lr_schedule, config.train.steps)
+            if error := find_unread_key(config):
+                raise UsageError(error)
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)

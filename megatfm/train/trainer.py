@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import Utilization
 from megatfm.train import compatibility, resume
 from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
+from megatfm.train.build import describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import list_layout_changes
@@ -241,8 +241,7 @@ class Trainer:
         launch_info = hardware.describe_launch(self.context.launcher)
         run_on_rank_0_raising(lambda: self._write_run_files(launch_info))
         self.run.announce_links()
-        n_parameters = sum(prod(weight.shape) for weight in self.engine.layout.values())
-        size = f"{n_parameters:,} parameters, {self.engine.mesh.describe()}, {self.precision}"
+        size = f"{describe_size(self.engine)}, {self.precision}"
         log.info("%s: %s, step %d of %d", self.run.folder, size, self.step, config.train.steps)
         peak = f"MFU is relative to {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):

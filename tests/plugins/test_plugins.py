@@ -246,8 +246,12 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     values["read"]["folder"] = str(tmp_path / "sayings")
     with pytest.raises(UsageError, match=r"lacks the key 'at_most', which a part reads: give it at_most"):
         data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "loudness"}]}))
-    with pytest.raises(UsageError, match=r"unknown cleaning step 'lowdness' \(did you mean 'loudness'\?\)"):
+    with pytest.raises(
+        UsageError, match=r"^steps\[0\].name = 'lowdness': unknown \(did you mean 'loudness'\?\); there"
+    ):
         data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "lowdness"}]}))
     values["read"]["format"] = "fortunes"
-    with pytest.raises(UsageError, match=r"read.format = 'fortunes' is no format \(did you mean 'fortune'\?\)"):
+    with pytest.raises(
+        UsageError, match=r"^read.format = 'fortunes': unknown \(did you mean 'fortune'\?\); there are: text"
+    ):
         data_prep.run(PrepConfig.model_validate(values))

@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import megatfm
+from megatfm import terminal
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
@@ -110,6 +112,31 @@ def test_evaluation_is_what_the_command_leaves(
     assert run_command("evaluate", str(run), "--validation", f"web={url}") == 0
     assert requested == [{"web": url}]
     assert f"{actual['web']['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_commands_say_on_stderr_what_they_do(
+    run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names what it reads, results as they come, and every ten seconds (here: always) its progress."""
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
+    expected = {
+        ("evaluate", str(run)): [
+            rf"{run}: step-00000002, 2 validation sets, [\d,]+ parameters, .*",
+            r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
+        ],
+        ("data", "check", f"{corpus}/train"): [
+            rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
+        ],
+        ("convert", str(run), str(tmp_path / "hf"), "--to", "hf"): [
+            rf"{run}/checkpoints/step-00000002: \d+ tensors of LlamaForCausalLM", r"converted: 100 % of \d+ tensors",
+        ],
+    }  # fmt: skip
+    for words, lines in expected.items():
+        assert run_command(*words) == 0
+        output = capsys.readouterr()
+        for line in lines:
+            assert re.search(rf"^\d\d:\d\d:\d\d {line}$", output.err, re.MULTILINE), (line, output.err)
+            assert not re.search(line, output.out)
 
 
 def test_results_that_can_not_be_written_are_shown(

@@ -384,7 +384,7 @@ def test_a_missing_plugin() -> None:
 
 @pytest.mark.parametrize(("field", "kind"), [
     ("norm.name", "norm"), ("ffn.activation", "activation"), ("position.name", "position"),
-    ("norm.placement", "norm position"),
+    ("norm.placement", "norm placement"),
 ])  # fmt: skip
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
     sizes = {"vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatfm.cli import main
 from megatfm.config import load_config
@@ -128,7 +129,11 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     assert "gpt2-124m, estimated" in reader.texts
     assert "fits" in reader.texts
     caption = "Tokens a second by number of GPUs, both axes logarithmic; dashed: in proportion to the GPUs."
-    assert {caption, "4 GPUs", "64"} <= set(reader.texts), "the curve says what it shows, and from where to where"
+    assert caption in reader.texts, "the curve says what it shows, and below it from where to where"
+    ends = [text for text in reader.texts if re.fullmatch(r"[\d,]+ GPUs: [\d,]+", text)]
+    assert [text.partition(":")[0] for text in ends] == ["4 GPUs", "64 GPUs"]
+    assert list(timeline.legend.values()) == ["forward", "backward"], "what the schedule has"
+    assert timeline.min_width == 8 * 32 * 2, "passes are seen in a narrow window, too, which scrolls"
 
 
 def test_scaling_lines_of_a_run_that_scales_perfectly_are_one() -> None:
@@ -255,6 +260,23 @@ def test_the_link_between_two_processes_is_measured() -> None:
     link = calibrate.measure_link("cpu")
     assert 1e7 < link["bandwidth"] < 1e12
     assert 0 < link["latency"] < 1
+
+
+def test_a_rank_of_the_link_takes_memory_on_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that uses GPU 3 and chooses none has a context on GPU 0, too."""
+    calls: list[object] = []
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def init_process_group(*_: object, **__: object) -> None:
+        calls.append("group")
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(InterruptedError):
+        calibrate._exchange(3, 4, "nccl", store.port, None)
+    assert calls == [torch.device("cuda", 3), "group"]
 
 
 def test_onednn_keeps_the_kernels_of_a_calibration_unless_the_user_says_otherwise(

@@ -21,6 +21,7 @@ from megatfm.layers.moe import experts
 from megatfm.models import build
 from megatfm.ops import transfer
 from megatfm.ops.transfer import DeferredReads
+from megatfm.parallel import context_attention, context_parallel, ring_attention
 from tests.support.batches import CAUSAL, global_batch, task_batch
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.layouts import EXTENDED, extend
@@ -227,6 +228,26 @@ def test_task_heads_do_not_wait_for_known_values(head: dict[str, Any]) -> None:
 
 def test_the_host_reads_the_device_without_host_copies(workers: Workers) -> None:
     assert all(workers.run(waits_of_rows, 2, "window", ParallelConfig(zero=0, cp=2), False))
+
+
+def count_moves(layers: int, pattern: str, method: str) -> int:
+    """Tensors that context parallelism moves to the device in the passes of a micro-batch."""
+    changes = {
+        "n_layers": layers,
+        "attention.pattern": {"name": pattern} | ({"width": 5} if pattern == "window" else {}),
+    }
+    parallel, moves = ParallelConfig(zero=0, cp=2, cp_method=method), []
+    engine = build_engine(UNTIED_MODEL.with_changes(changes), parallel, ADAMW)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (context_attention, context_parallel, ring_attention):
+            patch.setattr(module, "move_to_device", lambda *inputs: (moves.append(1), MOVED(*inputs))[1])
+        engine.forward_backward(microbatches(engine, global_batch(seed=0))[:1], CAUSAL)
+    return len(moves)
+
+
+@pytest.mark.parametrize(("pattern", "method"), [("full", "ulysses"), ("full", "ring"), ("window", "auto")])
+def test_layers_share_what_context_parallelism_moves_to_the_device(workers: Workers, pattern: str, method: str) -> None:
+    assert workers.run(count_moves, 2, 2, pattern, method) == workers.run(count_moves, 2, 4, pattern, method)
 
 
 # ------------------------------------------------------------------------------------------------- operations
