@@ -18,7 +18,7 @@ from megatfm.engines.losses import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout
-from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh, sort_axes
+from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh, create_group_of, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline
 
 
@@ -185,8 +185,8 @@ def _make_group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
     ranks = mesh.device_mesh.mesh.flatten(1)
     if len(holders) == len(ranks):
         return mesh.group(PIPELINE)
-    group, _ = dist.new_subgroups_by_enumeration(ranks[list(holders)].T.tolist())
-    return group
+    others = [rank for rank in range(len(ranks)) if rank not in holders]
+    return create_group_of(ranks[list(holders)].T.tolist(), ranks[others].T.tolist())
 
 
 class ModuleState:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -216,9 +217,7 @@ class Mesh:
         queue behind those of the first. A collective of all ranks; each call creates another group."""
         mesh = self._find_mesh(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
-        lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines)
-        return group
+        return create_group_of(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist())
 
     def group_names(self, *axis_sets: Sequence[str]) -> dict[str, str]:
         """Return process group name → axis, or axes joined by " × ". axis_sets: axes of flat groups. A collective."""
@@ -255,6 +254,21 @@ class Mesh:
         if self.expert_mesh is not None and not set(axes).isdisjoint(EXPERT_AXES):
             return self.expert_mesh
         return self.device_mesh
+
+
+def create_group_of(groups: list[list[int]], others: list[list[int]] | None = None) -> ProcessGroup:
+    """Create process groups, and return this rank's. A collective of all ranks.
+
+    groups: ranks of each. others: the same for all ranks that are in none of these; they may get a group of `others`.
+    On GPUs one call splits the default group, as DeviceMesh does. A call for each group would be a collective of all
+    ranks, too: hundreds of them on a thousand GPUs.
+    """
+    default_group = dist.group.WORLD
+    if default_group and default_group.bound_device_id is not None and torch.accelerator.is_available():
+        group = dist.split_group(split_ranks=[*groups, *(others or ())])
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
 
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:

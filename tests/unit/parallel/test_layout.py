@@ -14,7 +14,7 @@ from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Region, Shard, TensorLayout
-from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh, compute_axis_sizes
+from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh, compute_axis_sizes, create_group_of
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.parallel.tp_plans import UNPLANNED, match_styles
@@ -390,3 +390,20 @@ def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> 
         (1, 0, 1, 2, [2, 3], [2]),
         (1, 1, 1, 2, [2, 3], [4]),
     ]
+
+
+@pytest.mark.parametrize("others", [[], [[2, 3], [6, 7]]], ids=["all ranks", "some ranks"])
+def test_on_gpus_groups_are_split_off_at_once(others: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes all ranks of the run. Every rank must be in one group, as torch numbers them by a rank's own."""
+    groups = [[0, 1], [4, 5]] if others else [[0, 4], [1, 5], [2, 6], [3, 7]]
+    calls: list[list[list[int]]] = []
+    with fake_ranks(8, 5):
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 5))
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(dist, "split_group", lambda *, split_ranks: calls.append(split_ranks))
+        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", None)
+        create_group_of(groups, others)
+        monkeypatch.undo()
+    (split,) = calls
+    assert split[: len(groups)] == groups
+    assert sorted(rank for group in split for rank in group) == list(range(8))
