@@ -18,8 +18,9 @@ from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.loader import DataLoader
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
+from megatfm.tracking.run_directory import RunDirectory
 from tests.support.command_line import run_command
 from tests.support.documentation import list_code_blocks
 from tests.support.forked_commands import ForkedCommand
@@ -105,7 +106,12 @@ def test_evaluation_is_what_the_command_leaves(
     assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     assert actual["more"]["compressors"] == {"of tokens": float(Corpus.open("validation").n_tokens)}
     requested, stored = list[Any](), json.loads((run / "evaluation.json").read_text())
-    monkeypatch.setattr(evaluate, "evaluate_run", lambda _, sets, *__, **___: requested.append(sets) or (stored, {}))
+
+    def evaluate_run(_: Path, sets: Any, *__: Any, show: Callable[[Any, Any], None], **___: Any) -> None:
+        requested.append(sets)
+        show(stored, {})
+
+    monkeypatch.setattr(evaluate, "evaluate_run", evaluate_run)
     assert run_command("evaluate", str(run), "--validation", f"web={url}") == 0
     assert requested == [{"web": url}]
     assert f"{actual['web']['loss']:.4f}" in capsys.readouterr().out
@@ -134,6 +140,22 @@ def test_commands_say_on_stderr_what_they_do(
         for line in lines:
             assert re.search(rf"^\d\d:\d\d:\d\d {line}$", output.err, re.MULTILINE), (line, output.err)
             assert not re.search(line, output.out)
+
+
+def test_results_that_can_not_be_written_are_shown(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, or in another user's run: they may have taken hours."""
+
+    def refuse(*_: object) -> None:
+        raise MegatfmError("evaluation.json: can't write it: Read-only file system")
+
+    monkeypatch.setattr(RunDirectory, "write", refuse)
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: {"loss": 1.2345})
+    assert run_command("evaluate", str(run)) == 1
+    displayed = capsys.readouterr()
+    assert "1.2345" in displayed.out
+    assert displayed.err.endswith("error: evaluation.json: can't write it: Read-only file system\n")
 
 
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

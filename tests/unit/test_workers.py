@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.registry import import_plugins
-from tests.support.process_state import assert_unchanged_process, forget_plugins
+from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment
 from tests.support.seeding import seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
 
@@ -241,7 +241,8 @@ def test_parameters_draw_differently(case: str) -> None:
 def test_changed_settings_of_the_process_are_named() -> None:
     """Environment variables are restored in silence: commands set some."""
     folder = Path.cwd()
-    with pytest.raises(AssertionError, match=r"torch's dtype.*float64"), assert_unchanged_process():
+    refused = pytest.raises(AssertionError, match=r"torch's dtype.*float64")
+    with refused, assert_unchanged_process(), restore_environment():
         leave_a_mess()
     os.chdir(folder)
     torch.set_default_dtype(torch.float32)
@@ -253,7 +254,7 @@ def test_plugins_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code = "ACTIVATIONS.register('passing')(ACTIVATIONS.get('gelu'))"
     (tmp_path / "passing.py").write_text(f"from megatfm.layers.feed_forward import ACTIVATIONS\n{code}\n")
     for _ in range(2):  # the second time it is imported anew
-        with forget_plugins():
+        with restore_environment(), forget_plugins():
             import_plugins(["passing"])
             assert "passing" in ACTIVATIONS.names()
         assert "passing" not in ACTIVATIONS.names()
