@@ -15,7 +15,7 @@ import torch
 from megatfm import registry
 from megatfm.registry import Registry
 
-SIGNALS = sorted(signal.valid_signals())
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM})  # pytest-timeout has its own handler of that one
 OF_LIBRARIES = ("PYTEST_", "TORCH", "TOKENIZERS_", "TRITON_", "ONEDNN_", "DS_", "HF_", "WANDB_")
 """Beginnings of the environment variables that libraries set when they are imported or used: these stay."""
 
