@@ -261,12 +261,13 @@ def set_frame(data: bytes, before: Sequence[int], between: Sequence[int], after:
     if not (before or between or after):
         return _OWN_FRAME.sub(_NO_FRAME, data, count=1)
     library = tokenizers.Tokenizer.from_buffer(data)
-    first, middle, last = ([library.id_to_token(token) for token in ids] for ids in (before, between, after))
+    pieces = {token: library.id_to_token(token) for token in (*before, *between, *after)}
+    first, middle, last = ([pieces[token] for token in ids] for ids in (before, between, after))
     head = [f"{piece}:0" for piece in first] + ["$A:0"]
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single=[*head, *(f"{piece}:0" for piece in last)],
         pair=[*head, *(f"{piece}:0" for piece in middle), "$B:1", *(f"{piece}:1" for piece in last)],
-        special_tokens=[(piece, library.token_to_id(piece)) for piece in dict.fromkeys([*first, *middle, *last])],
+        special_tokens=[(piece, token) for token, piece in pieces.items()],
     )
     line = f'  "post_processor": {json.dumps(json.loads(library.to_str())["post_processor"])},'.encode()
     return _OWN_FRAME.sub(lambda _: line, data, count=1)

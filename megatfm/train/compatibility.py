@@ -72,8 +72,8 @@ def check_compatible(
         )
     precision = _describe_precision_change(point, current, way_out)
     changes_by_group = _group_changes(saved_values, current_values)
-    mixtures = (values.get("data.mixture") for values in (saved_values, current_values))
-    if changes_past_rows(*mixtures, point.state["data"]["position"]):
+    old_mixture, new_mixture = (values.get("data.mixture") for values in (saved_values, current_values))
+    if changes_past_rows(old_mixture, new_mixture, point.state["data"]["position"]):
         changes_by_group["data"].append(
             "the new weights count from the first row on, so some rows are read again and others never "
             "(data.mixture_schedule changes them from a later row on)"
