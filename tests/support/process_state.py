@@ -15,8 +15,9 @@ import torch
 from megatfm import registry
 from megatfm.registry import Registry
 
-SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM})  # pytest-timeout has its own handler of that one
-OF_LIBRARIES = ("PYTEST_", "TORCH", "TOKENIZERS_", "TRITON_", "ONEDNN_", "DS_", "HF_", "WANDB_")
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM})
+"""Signals of tests without SIGALRM, which pytest-timeout handles until a test fails."""
+OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_")
 """Beginnings of the environment variables that libraries set when they are imported or used: these stay."""
 
 
@@ -42,12 +43,14 @@ def describe_process() -> dict[str, object]:
 def restore_environment() -> Iterator[None]:
     """Restore environment variables and Python's path at the end; both may have been changed by libraries."""
     variables, path = dict(os.environ), [*sys.path]
-    yield
-    for name in os.environ.keys() - variables.keys():
-        if not name.startswith(OF_LIBRARIES):
-            del os.environ[name]
-    os.environ.update(variables)
-    sys.path[:] = path
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            if not name.startswith(OF_LIBRARIES):
+                del os.environ[name]
+        os.environ.update(variables)
+        sys.path[:] = path
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def forget_plugins() -> Iterator[None]:
         for table in list_registries(len(sys.modules)):
             for name in [name for name in table._places if (table.kind, name) not in known]:
                 files.add(table._places.pop(name).rpartition(":")[0])
-                del table._parts[name]
+                del table._parts[name], registry._names_of_plugins[table.kind][name]
         plugins = registry._imported_plugins - imported
         for name in sys.modules.keys() - modules:
             if name.partition(".")[0] in plugins or getattr(sys.modules[name], "__file__", None) in files:

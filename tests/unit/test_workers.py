@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.registry import import_plugins
+from megatfm.registry import import_plugins, list_plugin_names
 from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment
 from tests.support.seeding import seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
@@ -187,7 +187,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     completed = subprocess.run(
         [sys.executable, str(script)], env=dict(os.environ, PYTHONPATH=str(root)), stdout=subprocess.PIPE, text=True,
-        timeout=60,
+        timeout=240,
     )  # fmt: skip
     assert completed.returncode == -signal.SIGKILL
     pids = [int(word) for word in completed.stdout.split()]
@@ -257,6 +257,5 @@ def test_plugins_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with restore_environment(), forget_plugins():
             import_plugins(["passing"])
             assert "passing" in ACTIVATIONS.names()
-        assert "passing" not in ACTIVATIONS.names()
-        assert "passing" not in sys.modules
+        assert "passing" not in [*ACTIVATIONS.names(), *list_plugin_names("activation"), *sys.modules]
         assert str(tmp_path) not in sys.path
