@@ -109,8 +109,9 @@ def add_experts(
 ) -> None:
     """Add the bytes that a rank sends for one micro-batch. calls_by_rank: of the ranks that divide experts.
 
-    Dispatch and combine are one all-to-all each, forward and backward. With `parallel.expert_tp = "by_expert"`, tensor
-    parallelism distributes the experts of a rank, and each tensor-parallel rank receives the rows of its own experts.
+    Dispatch and combine are one all-to-all each, forward and backward; "selective" recomputation saves their results.
+    With `parallel.expert_tp = "by_expert"`, tensor parallelism distributes the experts of a rank, and each
+    tensor-parallel rank receives the rows of its own experts.
     """
     element_bytes = PRECISIONS[config.train.precision].compute_dtype.itemsize
     n_ranks, own_rank, peers = len(calls_by_rank), position.ep, position.peers
@@ -133,7 +134,7 @@ def add_experts(
         width = call.input_numel // call.n_tokens * element_bytes
         dispatched = sum(count_rows_between(own_rank, peer) for peer in other_ranks) * width
         combined = sum(count_rows_between(peer, own_rank) for peer in other_ranks) * width
-        forward, _ = count_forward_collectives(call, config.train.recompute)
+        forward = 1 + (call.in_layer and config.train.recompute == "full")
         ledger.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
         ledger.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
         ledger.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
