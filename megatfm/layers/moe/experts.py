@@ -15,7 +15,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, Uniform
 from megatfm.layers.moe.routers import RowRedistribution
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear
+from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, permute_rows
 from megatfm.ops.log_once import log_once
 from megatfm.ops.torch_private import is_fake
 
@@ -67,11 +67,12 @@ class SortedRows:
     """Dispatch of token vectors to rows sorted by expert, and the weighted combination back to tokens.
 
     order: int64 [M], ends: int32 [E], from `sort_by_expert`. Experts leave the outputs and gradients of choices beyond
-    the last end undefined. On a CPU these rows are cut off (R < M); on a GPU they are set to 0, because the number of
-    rows is unknown on the host. There, combine gathers by token: scatter-adds on GPUs are not deterministic.
+    the last end undefined, unless they are `padded` with zeros. On a CPU these rows are cut off (R < M); on a GPU they
+    are set to 0, because the number of rows is unknown on the host. There, combine gathers by token: scatter-adds on
+    GPUs are not deterministic.
     """
 
-    def __init__(self, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
+    def __init__(self, order_M: Tensor, ends_E: Tensor, top_k: int, *, padded: bool = False) -> None:
         self.order, self._k = order_M, top_k
         self._sorted_position: Tensor | None = None
         self._is_undefined_M1: Tensor | None = None
@@ -80,7 +81,7 @@ class SortedRows:
             return
         index_M = torch.arange(len(order_M), device=order_M.device)
         self._sorted_position = torch.empty_like(order_M).scatter_(0, order_M, index_M)
-        self._is_undefined_M1 = (index_M >= ends_E[-1])[:, None]
+        self._is_undefined_M1 = None if padded else (index_M >= ends_E[-1])[:, None]
 
     def dispatch(self, x_ND: Tensor) -> Tensor:
         """Return the tokens' vectors in the order of experts, [R, D]."""
@@ -98,7 +99,7 @@ class SortedRows:
         if self._sorted_position is None:
             sums_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
             return sums_ND.index_add(0, self.order // self._k, rows_RD)
-        return rows_RD.index_select(0, self._sorted_position).unflatten(0, (n, self._k)).sum(1)
+        return permute_rows(rows_RD, self._sorted_position, self.order).unflatten(0, (n, self._k)).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -242,7 +243,8 @@ class Experts(nn.Module):
             is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
         local_choices_M = self._index_local_experts(choices_BTK.where(is_within_BTK, self.n_experts).flatten())
         order_M, ends_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
-        rows = SortedRows(order_M, ends_E, choices_BTK.shape[-1])
+        # Expert parallelism returns zeros for rows that no expert gets, and gives them no gradient.
+        rows = SortedRows(order_M, ends_E, choices_BTK.shape[-1], padded=self.ep_size > 1)
         x_ND = x_BTD.flatten(0, 1)
         overlap_arguments = () if overlap_with is None else (overlap_with,)
         outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), ends_E, *overlap_arguments))
