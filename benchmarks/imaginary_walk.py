@@ -63,11 +63,12 @@ def compute_traffic_error(row: dict[str, Any]) -> float | None:
 
 
 def format_percent(share: float | None, digits: int = 1, sign: str = "") -> str:
-    """Format a share, as 12.5 %; with sign "+" as +1.9 %, −0.1 % or 0.0 %."""
+    """Format a share for a narrow cell, as 12.5 %; with sign "+" as +1.9 %, −0.1 % or 0.0 %."""
     if share is None:
         return "–"
     percent = round(100 * share, digits)
-    return f"{percent:{sign if percent else ''}.{digits}f} %".replace("-", "−" if percent else "")
+    text = f"{percent:{sign if percent else ''}.{digits}f}".replace("-", "−" if percent else "")
+    return f"{text}\u00a0%"
 
 
 def format_layout(layout: str) -> str:

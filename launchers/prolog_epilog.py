@@ -148,8 +148,10 @@ def epilog(args: argparse.Namespace) -> int:
     """Record how the attempt ended; requeue the job, leave the run to the next job of its chain, or stop."""
     attempt_log, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
     started_attempt = attempt_log.find_attempt_of_job(job, _read_restart_count())
-    if started_attempt is None:
-        raise MegatfmError(f"{args.run / RESTARTS}: job {job} is not recorded: was the file removed?")
+    if started_attempt is None:  # somebody removed the file, or another job replaced it at the same moment
+        log(f"{RESTARTS} lacks this attempt: recorded anew")
+        submission = get_submission_id(args.run, job)
+        started_attempt = attempt_log.begin(Attempt(time.time(), submission, job, _read_restart_count()))
     code = args.code
     # A rank dies of USR1 if the signal arrives before its handler is installed.
     stop_signal = args.asked or ("USR1" if code == 128 + signal.SIGUSR1 else "")

@@ -3,10 +3,10 @@
 Dropout is keyed, so the recomputation drops the same elements, and gradients are equal to the bit.
 
 "none" saves all activations. "full" saves only a block's input. "selective" also saves the outputs of matmuls with
-weights, of fused attention and of tensor-parallel reductions, so that only cheap operations are repeated (and unfused
-attention scores; Korthikanti et al. 2022, section 5). It saves only the sum of matmuls that are summed over ranks. A
-size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %", torch.compile solves a
-knapsack problem for each block.
+weights, of fused attention, of tensor-parallel reductions and of all-to-alls, so that only cheap operations are
+repeated (and unfused attention scores; Korthikanti et al. 2022, section 5). It saves only the sum of matmuls that are
+summed over ranks. A size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %",
+torch.compile solves a knapsack problem for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatfm.ops.transfer import HostReads
 from megatfm.parallel.collectives import is_partial_product, use_functional_collectives
 from megatfm.parallel.layout import replace_forward
 
@@ -30,12 +31,14 @@ SAVED_OPS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _collectives.all_reduce.default,
     _collectives.reduce_scatter_tensor.default,
+    _collectives.all_to_all_single.default,
 }
 SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention", "megatfm_imaginary::attention"}
 """Names of saved operators that exist only after their module is imported; the last one stands for all fused attention
@@ -81,24 +84,30 @@ def _run_checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any,
         return forward(*args, **kwargs)
     options: dict[str, Any] = {}
     if mode == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _save_policy)
-        options["context_fn"] = (
-            contexts if torch.compiler.is_compiling() else partial(_make_functional_contexts, contexts)
-        )
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = partial(_make_eager_contexts, options.get("context_fn"))
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
-def _make_functional_contexts(
-    contexts: Callable[[], Any],
+def _make_eager_contexts(
+    make_selective: Callable[[], Any] | None,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of forward pass and recomputation with functional collectives, whose results can be saved."""
-    forward, recomputation = contexts()
-    return _with_functional_collectives(forward), _with_functional_collectives(_SkipPartialProducts(), recomputation)
+    """Return the contexts of forward pass and recomputation, which repeats no read of the host. Selective ones have
+    functional collectives, whose results can be saved."""
+    first, again = HostReads().make_contexts()
+    if make_selective is None:
+        return first, again
+    forward, recomputation = make_selective()
+    return (
+        _enter(first, use_functional_collectives(), forward),
+        _enter(again, use_functional_collectives(), _SkipPartialProducts(), recomputation),
+    )
 
 
 @contextmanager
-def _with_functional_collectives(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with use_functional_collectives(), ExitStack() as stack:
+def _enter(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         yield

@@ -58,10 +58,11 @@ class StageMemory:
         return moments + list(self._iter_backward_moments(is_first, reduces))
 
     def _iter_forward_moments(self, gradients: int) -> Iterator[Moment]:
-        saved = 0
+        saved, last_block = 0, max(self._list_blocks(), default=None)
         for index in self.parts:
             profile = self.profiles[index]
             beyond = self.state.beyond_in_forward if profile.is_block else self.state.beyond_outside
+            beyond -= self.state.prefetched * (index == last_block)
             workspace = max(0, profile.forward_peak + beyond) + profile.unsaved_input_bytes
             saved += self.saved_bytes[index]
             yield Moment("forward", saved, workspace, gradients)
@@ -86,7 +87,10 @@ class StageMemory:
         size, compute, _ = get_item_sizes(config)
         reduces_at_once = not state.keeps_whole_gradients
         reducing = 0  # bytes of the last block's gradients in a reduce-scatter
-        saved = sum(self.saved_bytes[index] for index in self.parts)
+        saved, first_block = (
+            sum(self.saved_bytes[index] for index in self.parts),
+            min(self._list_blocks(), default=None),
+        )
         for index, waiting in self._list_waiting():
             profile = self.profiles[index]
             gradients = self._count_sharded_gradients(index) if is_first else state.gradients
@@ -96,6 +100,7 @@ class StageMemory:
             if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
                 reducing_experts -= experts * compute  # no longer gathered
             peak = profile.compute_unreduced_peak(config.parallel.ep, reducing, reducing_experts)
+            peak -= state.prefetched * (index == first_block)
             yield Moment("backward", saved, peak + self._count_recomputed(index) + pending, gradients)
             saved -= self.saved_bytes[index]
             if profile.is_block:
@@ -103,6 +108,9 @@ class StageMemory:
                 reducing = block * size * reduces_at_once
                 workspace = reducing + block * compute + profile.input_bytes + pending
                 yield Moment("backward", saved, workspace, gradients)
+
+    def _list_blocks(self) -> list[int]:
+        return [index for index in self.parts if self.profiles[index].is_block]
 
     def _list_waiting(self) -> Iterator[tuple[int, int]]:
         """Yield the parts in the order of a backward pass, each with the bytes of gradients of activations that later

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from megatfm.estimate.operators import Operator, Recording
 
-SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
+SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
 LONG_CHAIN = 100
@@ -186,7 +186,7 @@ class PartProfile:
             return input_bytes
         if recompute == "selective":
             sums = [op for op in self.forward if op.collective in ("all_reduce", "reduce_scatter")]
-            saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE] + sums
+            saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE or op.collective == "all_to_all"] + sums
             written = {number: n_bytes for op in saved for number, n_bytes in op.writes.items()}
             if compiled:
                 needed = self._find_needed(written)

@@ -67,14 +67,10 @@ def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
     """Return the operators of a block that recomputation runs again.
 
     "full" repeats all until the last saved tensor exists, which leaves out the block's last sum over ranks; "selective"
-    repeats pointwise kernels, gathers and experts.
+    repeats pointwise kernels and gathers.
     """
     if mode == "selective":
-        return [
-            op
-            for op in part.forward
-            if op.kind == "pointwise" or op.collective == "all_gather" or op.name == "_grouped_mm"
-        ]
+        return [op for op in part.forward if op.kind == "pointwise" or op.collective == "all_gather"]
     saved_numbers = {tensor.number for tensor in part.saved}
     last = max((i for i, op in enumerate(part.forward) if saved_numbers & op.writes.keys()), default=-1)
     return list(part.forward[: last + 1])
@@ -95,11 +91,13 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
 
     Let c ranks have x bytes of keys and values (or latents) each. In a ring, a rank sends (c − 1) · x forward; backward
     it sends the same, and gradients in float32. By Ulysses a rank keeps 1 / c of queries, keys, values and output.
-    Recomputation repeats the forward traffic. Local attention sends the keys of its windows alone.
+    Recomputation repeats the forward traffic; "selective" saves the results of all-to-alls. Local attention sends the
+    keys of its windows alone.
     """
     if axis.size == 1:
         return
-    c, repeats = axis.size, config.train.recompute == "full"
+    c, mode = axis.size, config.train.recompute
+    repeats = mode in ("full", "selective")
     for op in part.forward:
         if op.kind != "attention":
             continue
@@ -116,7 +114,7 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
         copies = 1 if latents else max(1, c // key_heads)
         ulysses = (q + (k + v) * copies + output) * (c - 1) // c
         if _is_ulysses(config, ulysses, ring):
-            flows.add(axis, "all_to_all", ulysses, (2 + repeats) * microbatches)
+            flows.add(axis, "all_to_all", ulysses, (2 + (mode == "full")) * microbatches)
         else:
             flows.add(axis, "send", ring, (1 + repeats) * microbatches)
             flows.add(axis, "send", ring * (1 + max(4, op.itemsize) // op.itemsize), microbatches)
@@ -165,7 +163,7 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
         rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
     row_bytes = config.model.d_model * matmuls[0].itemsize
     sent = rows * row_bytes * (axis.size - 1) // axis.size
-    repeats = config.train.recompute in ("full", "selective")
+    repeats = config.train.recompute == "full"
     flows.add(axis, "all_to_all", sent, (4 + 2 * repeats) * microbatches)
 
 

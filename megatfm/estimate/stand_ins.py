@@ -175,8 +175,8 @@ def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, dims: 
 class EvenRows(SortedRows):
     """Rows of experts as a CPU has them: those of other ranks' experts are cut off. share: of all choices."""
 
-    def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
-        super().__init__(order_M, ends_E, top_k)
+    def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int, **options: bool) -> None:
+        super().__init__(order_M, ends_E, top_k, **options)
         self.order = order_M[: round(share * len(order_M))]
         self._sorted_position = self._is_undefined_M1 = None
 

@@ -78,6 +78,8 @@ class RankBytes:
     """New weights that ZeRO 1 gathers after the optimizer."""
     keeps_whole_gradients: bool
     """Whether a rank accumulates whole gradients of all of its weights."""
+    prefetched: int
+    """Part of `gathered` that is prefetched for the next block; none for the last one."""
     gather_buffer: int
     """Buffer of the last gather, which ZeRO 2 keeps."""
     beyond_in_forward: int
@@ -231,15 +233,16 @@ def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequ
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
     exchanged = (sum(stored[w.name] for w in whole_tensors) + 2 * owned) * size if whole_tensors else 0
     largest, largest_experts = (_list_largest_blocks(stage_weights, is_expert=is_expert) for is_expert in (False, True))
-    gathered = gather_buffer = beyond_in_forward = beyond_outside = 0
+    gathered = prefetched = gather_buffer = beyond_in_forward = beyond_outside = 0
     if zero == 3 and not parallel.splits_backward:
         outside = sum(w.local for w in stage_weights if not w.in_block)
-        block, prefetched, experts = largest[0], sum(largest[1:2]), largest_experts[0]
-        gathered = (outside + block + prefetched + experts) * compute
-        # Experts are gathered by themselves, not ahead. A forward pass keeps what it received until the next gather.
+        block, experts = largest[0], largest_experts[0]
+        prefetched = (sum(largest[1:2]) + sum(largest_experts[1:2])) * compute
+        gathered = (outside + block + experts) * compute + prefetched
+        # A forward pass keeps what it received until the next gather.
         received = experts if count_expert_shards(parallel) > 1 else 0
-        beyond_in_forward = (max(prefetched, experts + received) - prefetched - experts) * compute
-        beyond_outside = ((received if experts else block) - block - prefetched - experts) * compute
+        beyond_in_forward = received * compute
+        beyond_outside = ((received if experts else block) - block - experts) * compute - prefetched
     elif zero >= 2:
         gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
         gather_buffer = (largest_experts[0] or largest[0]) * compute
@@ -258,6 +261,7 @@ def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequ
         reduced=reduced,
         regathered=regathered,
         keeps_whole_gradients=unsharded,
+        prefetched=prefetched,
         gather_buffer=gather_buffer,
         beyond_in_forward=beyond_in_forward,
         beyond_outside=beyond_outside,

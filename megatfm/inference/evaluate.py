@@ -31,6 +31,10 @@ from megatfm.train.init_from import load_weights
 
 log = logging.getLogger("megatfm")
 
+Results = dict[str, Any]
+Baselines = dict[str, dict[str, float]]
+"""Validation set → compressor → bits per byte."""
+
 
 def evaluate_run(
     run_dir: Path,
@@ -39,12 +43,13 @@ def evaluate_run(
     *,
     trust_plugins: bool = False,
     n_images: int = 0,
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
+    show: Callable[[Results, Baselines], None] = lambda results, baselines: None,
+) -> tuple[Results, Baselines] | None:
     """Return the results of each set and of the compressors, which are also written into the run directory.
 
     sets: name → folder or URL of a further corpus. trust_plugins: import the packages that the run's config names.
-    n_images: examples to draw for the report of a run on images. Collective; ranks other than 0 return None. Raises
-    UsageError, MegatfmError.
+    n_images: examples to draw for the report of a run on images. show: called with the results before they are written,
+    which may fail. Collective; ranks other than 0 return None. Raises UsageError, MegatfmError.
     """
     if not (run_dir / "config.toml").is_file():
         refuse_adapter(run_dir)
@@ -92,6 +97,7 @@ def evaluate_run(
         folders = config.data.validation.items()
         log.info("compressing the text of %s by %s", ", ".join(config.data.validation), " and ".join(COMPRESSORS))
         baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
+    show(evaluation, baselines)
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", to_strict_json(evaluation, indent=2) + "\n")
     if images:

@@ -67,12 +67,14 @@ def evaluate_task_files(
     device: distributed.Device = "auto",
     embedding_options: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     out_dir: Path | None = None,
+    show: Callable[[Mapping[str, EvaluatedTask]], None] = lambda results: None,
 ) -> dict[str, EvaluatedTask] | None:
     """Evaluate a model on task files by name and on tasks of the harness; write results and predictions to `out_dir`.
 
     open_model: opens it on a device. embedding_options: fields of a `SentenceEmbedder`, for models that are no run.
-    limit: number of questions of each task; 0: all. Collective: each rank holds the model and takes a share of the
-    questions; ranks other than 0 return None. Raises UsageError.
+    limit: number of questions of each task; 0: all. show: called with the results before they are written, which may
+    fail. Collective: each rank holds the model and takes a share of the questions; ranks other than 0 return None.
+    Raises UsageError.
     """
     if repeated := sorted(files.keys() & set(harness.names if harness else ())):
         raise UsageError(
@@ -94,6 +96,7 @@ def evaluate_task_files(
             results |= _run_harness(loaded, harness, limit, batch_size)
     if not rank.is_main:
         return None
+    show(results)
     if out_dir is not None:
         write_results(out_dir, loaded.step, results)
     return results

@@ -65,18 +65,18 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over channels that tensor parallelism may shard; `total` then sums over shards."""
+    """RMSNorm over channels that tensor parallelism may shard; `reduce_squares` then sums over shards."""
 
-    tp_plan = (("", "shard_last_dim"), ("total", "sum_over_shards"))
+    tp_plan = (("", "shard_last_dim"), ("reduce_squares", "sum_over_shards"))
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.empty(width))
         self.initial = {"weight": Constant(1.0)}
-        self.total = nn.Identity()
+        self.reduce_squares = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = self.total(precise.square().sum(-1, keepdim=True))
+        squares = self.reduce_squares(precise.square().sum(-1, keepdim=True))
         return (precise * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.ops.torch_private import is_fake
-from megatfm.ops.transfer import remember_host_copy, to_host
+from megatfm.ops.transfer import read_on_host
 
 # M rows, G groups, I input width, O output width, W rows of a window
 
@@ -141,9 +141,7 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
     Not run on a GPU yet: a stand-in on the CPU holds its contract. The operator wants bfloat16, contiguous, and the
     groups' sizes as int64 on the host, which has to wait for them: once for all products of these groups.
     """
-    host_ends_G = to_host(ends_G)
-    if host_ends_G is not ends_G:
-        remember_host_copy(ends_G, host_ends_G)
+    host_ends_G = read_on_host(ends_G)
     sizes_G = host_ends_G.diff(prepend=host_ends_G.new_zeros(1)).long()
     rows = int(sizes_G.sum())
     if not rows:  # the operator rejects empty x
@@ -151,6 +149,27 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
     gmm = importlib.import_module("grouped_gemm.ops").gmm
     product_RO: Tensor = gmm(x_MI[:rows].contiguous(), weight_GOI.contiguous(), sizes_G, trans_b=True)
     return F.pad(product_RO, (0, 0, 0, len(x_MI) - rows))
+
+
+def permute_rows(rows_MI: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+    """Return rows[order]. inverse: the inverse permutation, by which the backward pass gathers, too.
+
+    torch's own adjoint of an indexed read zeroes a tensor and adds each row to it.
+    """
+    permuted: Tensor = _PermuteRows.apply(rows_MI, order_M, inverse_M)
+    return permuted
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MI, order_M, inverse_M):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inverse_M)
+        return rows_MI.index_select(0, order_M)
+
+    @staticmethod
+    def backward(ctx, gradient_MI):  # type: ignore[no-untyped-def]
+        (inverse_M,) = ctx.saved_tensors
+        return gradient_MI.index_select(0, inverse_M), None, None
 
 
 KERNELS = {

@@ -5,7 +5,9 @@ different order for other tensors, so that loaded weights would give different b
 brings tensors into a model, an optimizer or a batch therefore aligns them here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,60 @@ def _find_host_copy(tensor: Tensor) -> Tensor | None:
     """Return the host copy of a device tensor, None if there is none or if the tensor was modified since."""
     host_copy, version = _HOST_COPIES.get(tensor, (None, 0))
     return None if host_copy is None or tensor._version != version else host_copy
+
+
+class HostReads:
+    """Values that the host read within a pass, for its recomputation: it needn't wait for the device again."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._remaining: Iterator[Tensor] | None = None
+
+    def make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the context of the pass, in which `read_on_host` records, and that of its recomputation, in which it
+        returns the recorded values in order. The latter may be entered again, as by a backward pass in two parts."""
+        return _HostReadsContext(self, is_recomputation=False), _HostReadsContext(self, is_recomputation=True)
+
+    def start(self, is_recomputation: bool) -> None:
+        """Begin to record, or to return what was recorded."""
+        self._remaining = iter(self._values) if is_recomputation else None
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `read_on_host`."""
+        if self._remaining is not None:
+            return next(self._remaining)
+        self._values.append(tensor.cpu())
+        return self._values[-1]
+
+
+_host_reads: ContextVar[HostReads | None] = ContextVar("host_reads", default=None)
+
+
+class _HostReadsContext(AbstractContextManager[None]):
+    def __init__(self, reads: HostReads, *, is_recomputation: bool) -> None:
+        self._reads, self._is_recomputation = reads, is_recomputation
+
+    def __enter__(self) -> None:
+        self._reads.start(self._is_recomputation)
+        self._token = _host_reads.set(self._reads)
+
+    def __exit__(self, *_: object) -> None:
+        _host_reads.reset(self._token)
+
+
+def read_on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in host memory; waits for the device once a tensor, and not in a recomputation.
+
+    A pass and its recomputation must make the same calls in the same order, so that nothing that calls it is cached.
+    """
+    if is_on_host(tensor):
+        return tensor
+    if (host_copy := _find_host_copy(tensor)) is not None:
+        return host_copy
+    reads = _host_reads.get()
+    host_copy = tensor.cpu() if reads is None else reads.read(tensor)
+    remember_host_copy(tensor, host_copy)
+    return host_copy
 
 
 def find_true_indices(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:

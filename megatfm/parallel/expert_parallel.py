@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.ops.grouped_mm import permute_rows
 from megatfm.ops.torch_private import is_fake
+from megatfm.ops.transfer import read_on_host
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
     all_to_all,
@@ -50,16 +52,18 @@ def dispatch_and_combine(
         send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
         input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, round(len(rows_MD) * reached_share))
-        sent_MD = rows_MD[: sum(input_splits)]
+        is_sent_whole = sum(input_splits) == len(rows_MD)  # no choice was dropped
+        sent_MD = rows_MD if is_sent_whole else rows_MD[: sum(input_splits)]
         if overlapped:
             received_RD = all_to_all_overlapped(overlapped, sent_MD, input_splits, output_splits, group)
         else:
             received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
         order_R, inverse_R = sort_rows_by_expert(recv_counts_PE, sum(output_splits))
         expert_ends = recv_counts_PE.sum(0).cumsum(0, dtype=torch.int32)
-        output_RD = expert_function(received_RD[order_R], expert_ends)[inverse_R]
+        output_RD = expert_function(permute_rows(received_RD, order_R, inverse_R), expert_ends)
+        output_RD = permute_rows(output_RD, inverse_R, order_R)
         output_MD = all_to_all(output_RD, output_splits, input_splits, group)
-        return F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
+        return output_MD if is_sent_whole else F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
 
     return dispatch_run_combine
 
@@ -67,12 +71,11 @@ def dispatch_and_combine(
 def _read_splits(send_counts_PE: Tensor, recv_counts_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return the number of rows to send to and to receive from each rank.
 
-    The host reads the device once here, because it allocates the receive buffer. Fake tensors have no values: `rows`
-    are divided evenly.
+    The host waits for the device once here, because it allocates the receive buffer. Fake tensors have no values:
+    `rows` are divided evenly.
     """
-    counts_2P = torch.stack([send_counts_PE.sum(1), recv_counts_PE.sum(1)])
+    counts_2P = read_on_host(torch.stack([send_counts_PE.sum(1), recv_counts_PE.sum(1)]))
     if is_fake(send_counts_PE):
-        counts_2P.cpu()  # a trace counts this host wait
         even = [rows // len(send_counts_PE)] * len(send_counts_PE)
         return even, even
     input_splits, output_splits = counts_2P.tolist()

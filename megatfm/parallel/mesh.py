@@ -264,7 +264,8 @@ def create_group_of(groups: list[list[int]], others: list[list[int]] | None = No
     ranks, too: hundreds of them on a thousand GPUs.
     """
     default_group = dist.group.WORLD
-    if getattr(default_group, "bound_device_id", None) is not None and torch.accelerator.is_available():
+    group: ProcessGroup | None
+    if default_group and default_group.bound_device_id is not None and torch.accelerator.is_available():
         group = dist.split_group(split_ranks=[*groups, *(others or ())])
     else:
         group, _ = dist.new_subgroups_by_enumeration(groups)

@@ -171,7 +171,7 @@ class RankCall:
 
     @property
     def n_forward_sums(self) -> int:
-        """Number of forward sums over ranks: "selective" recomputation saves their results."""
+        """Number of forward sums over ranks and all-to-alls: "selective" recomputation saves their results."""
         return 1 if self.config.train.recompute == "selective" else self.n_forwards
 
     @property

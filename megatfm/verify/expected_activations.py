@@ -113,8 +113,9 @@ def add_experts(
 ) -> None:
     """Add the bytes that a rank sends for one micro-batch. calls_by_rank: of the ranks that divide experts.
 
-    Dispatch and combine are one all-to-all each, forward and backward. With `parallel.expert_tp = "by_expert"`, tensor
-    parallelism distributes the experts of a rank, and each tensor-parallel rank receives the rows of its own experts.
+    Dispatch and combine are one all-to-all each, forward and backward; "selective" recomputation saves their results.
+    With `parallel.expert_tp = "by_expert"`, tensor parallelism distributes the experts of a rank, and each
+    tensor-parallel rank receives the rows of its own experts.
     """
     element_bytes = PRECISIONS[config.train.precision].compute_dtype.itemsize
     n_ranks, own_rank = len(calls_by_rank), position.ep
@@ -133,7 +134,7 @@ def add_experts(
         width = call.input_numel // call.n_tokens * element_bytes
         dispatched = (sum(rows[own_rank]) - rows[own_rank][own_rank]) * width
         combined = (sum(counts[own_rank] for counts in rows) - rows[own_rank][own_rank]) * width
-        forward, _ = count_forward_collectives(call, config.train.recompute)
+        forward = 1 + (call.in_layer and config.train.recompute == "full")
         traffic.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
         traffic.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
         traffic.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)

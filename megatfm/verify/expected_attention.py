@@ -71,7 +71,8 @@ def _add_ring(call: RankCall, numel_per_token: int) -> None:
 
 
 def _add_ulysses(call: RankCall, qkv: Sequence[Shape]) -> None:
-    """Add Ulysses' all-to-alls of queries, keys with values, and outputs, and of their gradients."""
+    """Add Ulysses' all-to-alls of queries, keys with values, and outputs, and of their gradients; "selective"
+    recomputation saves their results."""
     by_rank = call.positions_by_rank
     c, (n, k) = len(by_rank), count_local_heads(call.config, *qkv[:2])
     (rows, *_, h), (*_, v) = qkv[0], qkv[2]
@@ -79,7 +80,7 @@ def _add_ulysses(call: RankCall, qkv: Sequence[Shape]) -> None:
     remote_rows = rows * sum(len(positions) for i, positions in enumerate(by_rank) if i != call.rank)
     for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
         forward, backward = (local_rows, remote_rows) if to_heads else (remote_rows, local_rows)
-        for _ in range(call.n_forwards):
+        for _ in range(call.n_forward_sums):
             call.traffic.all_to_all(CONTEXT, forward * width * call.compute_bytes)
         if call.has_gradient:
             call.traffic.all_to_all(CONTEXT, backward * width * call.compute_bytes)

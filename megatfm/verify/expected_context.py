@@ -32,7 +32,7 @@ def add_context(
             if is_a(call.module, name):
                 add_traffic(call)
                 break
-        if call.path.endswith(".counted"):
+        if call.path.endswith(".reduce_counts"):
             repeats = call.config.train.recompute == "full" and module_call.in_layer
             times = 1 + (repeats and module_call.saves_tensors_after)
             traffic.all_reduce(CONTEXT, module_call.output_numel * call.reduction_bytes, times=times)

@@ -20,7 +20,6 @@ from megatfm.config import Config, load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.inference.evaluate import evaluate_run
-from megatfm.ops import log_once
 from tests.support import forked_commands
 from tests.support.training_runs import (
     assert_bitwise_equal,
@@ -231,12 +230,6 @@ def test_a_branch_needs_a_checkpoint_and_leave_to_differ(make_config, tmp_path, 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 
-def train_with_fresh_log(config: Config) -> int:
-    """Train as in a process that has logged nothing yet, so that messages logged once are logged."""
-    log_once._LOGGED.clear()
-    return run_training(config)
-
-
 def evaluate_in_one_process(run: Path) -> float:
     actual = evaluate_run(run, {}, False)
     assert actual is not None
@@ -250,7 +243,7 @@ def test_context_ranks_train_like_one_process(
     one_set = f"data.validation={{held-out='{corpus}/validation'}}"
     assert workers.run(run_training, 1, make_config(one_set, run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", one_set, run="cut")
-    assert workers.run(train_with_fresh_log, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    assert workers.run(run_training, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
 
 @cache
 def frozen_builder(name: str) -> Callable[[ModelConfig], nn.Module]:
-    """What builds a model with the frozen weights of this name."""
+    """Return a function that builds a model with the frozen weights of this name."""
     patterns = FREEZE[name]
     named = dict(frozen_model(FAMILY_MODELS[name], patterns).named_parameters())
     assert all(named[n].requires_grad != any(fnmatchcase(n, pattern) for pattern in patterns) for n in named)

@@ -15,8 +15,9 @@ import torch
 from megatfm import registry
 from megatfm.registry import Registry
 
-SIGNALS = sorted(signal.valid_signals())
-OF_LIBRARIES = ("PYTEST_", "TORCH", "TOKENIZERS_", "TRITON_", "ONEDNN_", "DS_", "HF_", "WANDB_")
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM})
+"""Signals of tests without SIGALRM, which pytest-timeout handles until a test fails."""
+OF_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_")
 """Beginnings of the environment variables that libraries set when they are imported or used: these stay."""
 
 
@@ -39,16 +40,26 @@ def describe_process() -> dict[str, object]:
 
 
 @contextmanager
+def restore_environment() -> Iterator[None]:
+    """Restore environment variables and Python's path at the end; both may have been changed by libraries."""
+    variables, path = dict(os.environ), [*sys.path]
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            if not name.startswith(OF_LIBRARIES):
+                del os.environ[name]
+        os.environ.update(variables)
+        sys.path[:] = path
+
+
+@contextmanager
 def assert_unchanged_process() -> Iterator[None]:
-    """Restore environment variables at the end, and assert that the settings are the same."""
-    settings, variables = describe_process(), dict(os.environ)
+    """Assert that the settings are the same at the end."""
+    before = describe_process()
     yield
-    for name in os.environ.keys() - variables.keys():
-        if not name.startswith(OF_LIBRARIES):
-            del os.environ[name]
-    os.environ.update(variables)
     after = describe_process()
-    assert {name: (settings[name], after[name]) for name in after if after[name] != settings[name]} == {}
+    assert {name: (before[name], after[name]) for name in after if after[name] != before[name]} == {}
 
 
 @cache
@@ -61,8 +72,8 @@ def list_registries(n_modules: int) -> list[Registry[Any]]:
 
 @contextmanager
 def forget_plugins() -> Iterator[None]:
-    """At the end, take parts of plugins out of their registries, and the plugins out of Python's modules and paths."""
-    modules, path = set(sys.modules), [*sys.path]
+    """At the end, take parts of plugins out of their registries, and the plugins out of Python's modules."""
+    modules = set(sys.modules)
     known = {(table.kind, name) for table in list_registries(len(modules)) for name in table._places}
     imported, used = set(registry._imported_plugins), dict(registry._places_of_used_parts)
     try:
@@ -72,12 +83,11 @@ def forget_plugins() -> Iterator[None]:
         for table in list_registries(len(sys.modules)):
             for name in [name for name in table._places if (table.kind, name) not in known]:
                 files.add(table._places.pop(name).rpartition(":")[0])
-                del table._parts[name]
+                del table._parts[name], registry._names_of_plugins[table.kind][name]
         plugins = registry._imported_plugins - imported
         for name in sys.modules.keys() - modules:
             if name.partition(".")[0] in plugins or getattr(sys.modules[name], "__file__", None) in files:
                 del sys.modules[name]
-        sys.path[:] = path
         registry._imported_plugins -= plugins
         registry._places_of_used_parts.clear()
         registry._places_of_used_parts.update(used)

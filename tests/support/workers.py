@@ -128,19 +128,20 @@ def clean_state(call: Call) -> Iterator[None]:
     """The environment of a rank, and everything as it was before when the function is done."""
     import torch
 
+    from megatfm.ops import log_once
+    from tests.support.process_state import restore_environment
     from tests.support.uninitialized_memory import fill_memory_with_nan
 
-    environment, folder = dict(os.environ), Path.cwd()
-    size, rank = str(call.world_size), str(call.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    memory = fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext()
+    size, rank, folder = str(call.world_size), str(call.rank), Path.cwd()
     torch.manual_seed(0)
+    log_once._LOGGED.clear()
     try:
-        with warnings.catch_warnings(), fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext():
+        with restore_environment(), warnings.catch_warnings(), memory:
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
             warnings.simplefilter("error")
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
         os.chdir(folder)
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(THREADS)
@@ -154,7 +155,7 @@ def process_group(call: Call) -> Iterator[None]:
 
     dist.init_process_group(
         "gloo", store=dist.FileStore(call.store, call.world_size), rank=call.rank, world_size=call.world_size,
-        timeout=timedelta(seconds=call.timeout),
+        timeout=timedelta(seconds=2 * call.timeout),  # so that a hang is reported first
     )  # fmt: skip
     try:
         yield

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.registry import import_plugins
-from tests.support.process_state import assert_unchanged_process, forget_plugins
+from megatfm.registry import import_plugins, list_plugin_names
+from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment
 from tests.support.seeding import seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
 
@@ -187,7 +187,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     completed = subprocess.run(
         [sys.executable, str(script)], env=dict(os.environ, PYTHONPATH=str(root)), stdout=subprocess.PIPE, text=True,
-        timeout=60,
+        timeout=240,
     )  # fmt: skip
     assert completed.returncode == -signal.SIGKILL
     pids = [int(word) for word in completed.stdout.split()]
@@ -241,7 +241,8 @@ def test_parameters_draw_differently(case: str) -> None:
 def test_changed_settings_of_the_process_are_named() -> None:
     """Environment variables are restored in silence: commands set some."""
     folder = Path.cwd()
-    with pytest.raises(AssertionError, match=r"torch's dtype.*float64"), assert_unchanged_process():
+    refused = pytest.raises(AssertionError, match=r"torch's dtype.*float64")
+    with refused, assert_unchanged_process(), restore_environment():
         leave_a_mess()
     os.chdir(folder)
     torch.set_default_dtype(torch.float32)
@@ -253,9 +254,8 @@ def test_plugins_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code = "ACTIVATIONS.register('passing')(ACTIVATIONS.get('gelu'))"
     (tmp_path / "passing.py").write_text(f"from megatfm.layers.feed_forward import ACTIVATIONS\n{code}\n")
     for _ in range(2):  # the second time it is imported anew
-        with forget_plugins():
+        with restore_environment(), forget_plugins():
             import_plugins(["passing"])
             assert "passing" in ACTIVATIONS.names()
-        assert "passing" not in ACTIVATIONS.names()
-        assert "passing" not in sys.modules
+        assert "passing" not in [*ACTIVATIONS.names(), *list_plugin_names("activation"), *sys.modules]
         assert str(tmp_path) not in sys.path

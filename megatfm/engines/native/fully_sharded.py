@@ -3,6 +3,7 @@ gradients."""
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,15 +153,24 @@ def _shard(model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precisi
 
 def _prefetch(model: nn.Module, depth: int) -> None:
     """Prefetch the weights of the next `depth` blocks before a block runs, and of the previous ones before its backward
-    pass. Only within a stack, whose blocks run in order: prefetched weights that aren't used would stay in memory."""
-    stacks: dict[str, list[FSDPModule]] = {}
+    pass. Only within a stack, whose blocks run in order: prefetched weights that aren't used would stay in memory.
+
+    Experts, which other ranks gather, are prefetched likewise (as in torchtitan), those of the block itself first. On
+    their own, they would be gathered when they run, since the host is not ahead of the device: it waits in each layer
+    for the number of rows that they receive.
+    """
+    if not depth:
+        return
+    stacks: dict[str, list[list[FSDPModule]]] = {}  # of each stack, its blocks, each followed by its experts
     for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers" and isinstance(module, FSDPModule):
-            stacks.setdefault(path.rpartition(".")[0], []).append(module)
+            parts = model.get_submodule(path).modules()
+            groups: list[FSDPModule] = [part for part in parts if isinstance(part, FSDPModule)]
+            stacks.setdefault(path.rpartition(".")[0], []).append(groups)
     for stack in stacks.values():
-        for i, block in enumerate(stack):
-            block.set_modules_to_forward_prefetch(stack[i + 1 : i + 1 + depth])
-            block.set_modules_to_backward_prefetch(stack[max(i - depth, 0) : i][::-1])
+        for i, (block, *experts) in enumerate(stack):
+            block.set_modules_to_forward_prefetch([*experts, *chain(*stack[i + 1 : i + 1 + depth])])
+            block.set_modules_to_backward_prefetch([*experts, *chain(*stack[max(i - depth, 0) : i][::-1])])
 
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -233,8 +234,7 @@ def test_adapters_of_tables_become_trained_tables(tables: list[str], tmp_path: P
 
 def test_a_table_in_bfloat16_rounds_nothing_of_its_adapter_away(tmp_path: Path) -> None:
     save_adapter(build_hf_llama().bfloat16(), tmp_path, ["q_proj", "lm_head"])
-    notes = from_peft(tmp_path / "adapter", tmp_path / "megatfm")
-    assert [note for note in notes if "the adapter of lm_head is merged into it" in note] != []
+    assert "the adapter of lm_head is merged into it" in "".join(from_peft(tmp_path / "adapter", tmp_path / "megatfm"))
     adapter = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     a, b = (adapter[f"base_model.model.lm_head.lora_{letter}.weight"].double() for letter in "AB")
     expected = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"].double() + 1.5 * b @ a
@@ -242,15 +242,13 @@ def test_a_table_in_bfloat16_rounds_nothing_of_its_adapter_away(tmp_path: Path) 
     torch.testing.assert_close(merged, expected.float())
 
 
-@pytest.mark.parametrize(("targets", "reason"), [
-    (["c_attn", "wte"], r"wte\.weight and lm_head\.weight differ, .*ensure_weight_tying"),
-    (["wte"], r"holds no lora_A and lora_B of a linear layer: merge it"),
-])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning")
-def test_adapters_of_tables_that_megatfm_lacks_are_refused(targets: list[str], reason: str, tmp_path: Path) -> None:
-    save_adapter(build_hf_gpt2(), tmp_path, targets)
-    with pytest.raises(UsageError, match=reason):
-        import_adapter(tmp_path)
+def test_adapters_of_tables_that_megatfm_lacks_are_refused(tmp_path: Path) -> None:
+    refused = {"ensure_weight_tying": ["c_attn", "wte"], "no lora_A .* linear layer: merge": ["wte"]}
+    for reason, targets in refused.items():
+        save_adapter(build_hf_gpt2(), tmp_path, targets)
+        with pytest.raises(UsageError, match=reason):
+            import_adapter(tmp_path)
 
 
 TRAINED = {
@@ -368,6 +366,34 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
         save_file({key: tensor for key, tensor in tensors.items() if key != missing}, path)
         with pytest.raises(MegatfmError, match=f"has no {half} beside it"):
             import_adapter(tmp_path)
+    pair = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+    for more, message in (
+        ({"lm_head.weight": torch.ones(4)}, r"lm_head\.weight doesn't start with base_model\.model\."),
+        ({"base_model.model.never.weight": torch.ones(4)}, r"never\.weight is no weight of a LlamaForCausalLM"),
+        (pair, r"of lm_head do not fit its table \[60, 24\]"),
+    ):
+        save_file(tensors | more, path)
+        with pytest.raises(MegatfmError, match=message):
+            import_adapter(tmp_path)
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(MegatfmError, match="can't read it"):
         import_adapter(tmp_path)
+    path.unlink()
+    with pytest.raises(UsageError, match="there is no such file: adapters are read from safetensors only"):
+        import_adapter(tmp_path)
+
+
+def test_adapters_that_peft_lacks_are_refused(tmp_path: Path) -> None:
+    save_adapter(build_hf_gpt2(), tmp_path, ["c_attn"])
+    from_peft(tmp_path / "adapter", tmp_path / "megatfm")
+    source = checkpoint.find_checkpoint(tmp_path / "megatfm")
+    state: Any = copy.deepcopy(dict(checkpoint.read_state(source)))
+    state["config"]["model"]["lora"]["targets"] = ["wq"]
+    tensors = {key: t for key, t in checkpoint.read_tensors(source).items() if not re.search(r"w[kv]\.lora", key)}
+    checkpoint.save(tmp_path / "queries" / "checkpoints", 0, tensors, state)
+    with pytest.raises(UsageError, match=r"transformers holds transformer\.h\.0\..* otherwise than as"):
+        to_peft(tmp_path / "queries", tmp_path / "back")
+    merge_adapters(tmp_path / "megatfm", tmp_path / "plain")
+    with pytest.raises(UsageError, match=r"its model has no adapters \(model\.lora\): use --to hf"):
+        to_peft(tmp_path / "plain", tmp_path / "back")
+    assert not (tmp_path / "back").exists()

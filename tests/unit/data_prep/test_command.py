@@ -304,7 +304,7 @@ def test_every_old_word_is_translated_once() -> None:
     assert migrate_prep(NEW) == NEW
     assert find_renamed_prep_words(NEW) == []
     assert len(find_renamed_prep_words(OLD)) == len(RENAMED_PREP_KEYS) + len(RENAMED_PREP_VALUES)
-    PrepConfig.model_validate(NEW)
+    PrepConfig.model_validate(NEW | {"plugins": ["mine"]})
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -1,4 +1,4 @@
-"""Steps on the imaginary GPU, against executed ranks, the modelled estimate, and the budget of waits."""
+"""Steps on the imaginary GPU: against executed ranks, the modelled estimate, the budget of waits; owners of memory."""
 
 import os
 import re
@@ -19,6 +19,7 @@ from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.traced import Traced, compare_with_trace, name_traced_axis, run_trace
 from megatfm.estimate.traffic import make_axes
 from megatfm.imaginary.guard import build_guard, load_guard
+from megatfm.imaginary.ledger import Ledger
 from megatfm.imaginary.step import make_batches
 from megatfm.parallel.data_ring import DataRing
 from megatfm.parallel.expert_parallel import dispatch_and_combine
@@ -265,3 +266,28 @@ def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name
         if parallel.dp_shard > 1 and parallel.cp > 1:
             joint = str(mesh.flat_group((SHARD, CONTEXT)).group_name)
             assert names[joint] == name_traced_axis("dp_shard × cp", axes)
+
+
+def test_owners_at_the_fullest_moment() -> None:
+    """Two blocks' tensors grow to 90 bytes, then one is freed and a smaller one made."""
+    ledger = Ledger()
+    ledger.add(1, 40, None)
+    ledger.begin("passes")
+    for key, layer, n_bytes in ((2, "layers.0", 20), (3, "layers.1", 30)):
+        ledger.layer = layer
+        ledger.add(key, n_bytes, None)
+    ledger.remove(2)
+    ledger.resize(3, 10)
+    ledger.add(4, 35, None)
+    assert (ledger.live_bytes, ledger.peak) == (85, 90)
+    bytes_by_owner = {tuple(owner.split()[:2]): n_bytes for owner, n_bytes in ledger.at_peak().items()}
+    assert bytes_by_owner == {("build", "-"): 40, ("passes", "layers.1"): 30, ("passes", "layers.0"): 20}
+    ledger.begin("optimizer")
+    assert ledger.peak == sum(ledger.at_peak().values()) == 85
+
+
+def test_a_storage_that_the_ledger_does_not_know_is_no_loss() -> None:
+    ledger = Ledger()
+    ledger.remove(7)
+    assert ledger.live_bytes == 0
+    assert 7 not in ledger

@@ -12,8 +12,9 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import DecodingState, Prompts, generate
+from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.attention.patterns import PATTERNS as SHIPPED
-from megatfm.layers.initialisation import initialise_buffers
+from megatfm.layers.initialisation import initialise, initialise_buffers
 from megatfm.models import build
 from tests.support.reference_gradients import perturb
 
@@ -243,3 +244,29 @@ def test_a_prefix_and_a_window_need_all_of_it() -> None:
     together = steps(model, prompts, cache=False)
     for row in range(len(LENGTHS)):
         torch.testing.assert_close(together[row : row + 1], steps(model, alone(prompts, row), cache=False))
+
+
+@pytest.mark.parametrize(("pattern", "refused"), [
+    ({"name": "window", "width": 3}, True),
+    ({"name": "window", "width": 3, "initial_tokens": 1}, True),
+    ({"name": "chunked", "size": 3}, True),
+    ({"name": "strided", "stride": 3}, True),
+    ({"name": "window", "width": 9}, False),
+    ({"name": "full"}, False),
+], ids=str)  # fmt: skip
+@torch.no_grad()
+def test_a_prefix_in_a_cache_is_kept_or_refused(pattern: dict[str, Any], refused: bool) -> None:
+    """The prefix of 5 of 9 tokens at once, then token by token, as one pass over all."""
+    tokens_BT, prefix_BT = torch.arange(18).view(2, 9) % 11, (torch.arange(9) < 5).expand(2, -1)
+    for attention in ({}, MODELS["latent"]):
+        model = build(ModelConfig.from_dotted({**SMALL, **attention, "attention.pattern": pattern})).double().eval()
+        initialise(model, 3)
+        cache = KVCache(2, 9)
+        if refused:
+            with pytest.raises(UsageError, match=rf"prefix.*{pattern['name'].title()}.*without a cache"):
+                model(tokens_BT[:, :5], prefix=prefix_BT[:, :5], cache=cache)
+            continue
+        parts = [model(tokens_BT[:, :5], prefix=prefix_BT[:, :5], cache=cache).logits]
+        parts += [model(tokens_BT[:, at : at + 1], cache=cache).logits for at in range(5, 9)]
+        at_once = model(tokens_BT, prefix=prefix_BT).logits
+        torch.testing.assert_close(torch.cat(parts, 1), at_once, rtol=1e-10, atol=1e-10)

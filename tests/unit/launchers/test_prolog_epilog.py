@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatfm.launchers import prolog_epilog
-from megatfm.launchers.attempts import UNFINISHED, AttemptLog
+from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import (
@@ -115,6 +115,21 @@ def test_stopped_ahead_of_its_time_it_is_requeued(
     assert "stopped by USR1; the newest checkpoint is of step 40" in capsys.readouterr().err
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.step, attempt.code, attempt.asked, attempt.is_failure) == (40, 75, True, False)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_an_attempt_that_is_no_longer_recorded_is_requeued_all_the_same(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    run_prolog(run)
+    (run / RESTARTS).unlink()
+    if content is not None:
+        (run / RESTARTS).write_text(content)
+    assert run_epilog(run, 75, "--asked", "USR1") == 75
+    assert fake_slurm.calls[-1] == "scontrol requeue 7"
+    assert "restarts.json lacks this attempt: recorded anew\n" in capsys.readouterr().err
+    (attempt,) = AttemptLog(run).attempts
+    assert (attempt.job, attempt.submission, attempt.code, attempt.asked) == ("7", "7", 75, True)
 
 
 def test_failures_are_tried_until_no_gain(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

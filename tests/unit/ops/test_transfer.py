@@ -92,6 +92,31 @@ def test_the_host_computes_functions_of_tensors_it_has_copies_of() -> None:
         module.to_host(module.keep_host_copy(take, *device_tensors))
 
 
+def test_a_recomputation_reads_nothing_on_the_host_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a second one, as a backward pass in two parts takes; and a tensor is read once."""
+    real, waits = Tensor.cpu, []
+    monkeypatch.setattr(module, "is_on_host", lambda _: False)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: (waits.append(1), real(tensor).clone())[1])
+
+    def run() -> list[Tensor]:
+        first, second = torch.arange(3), torch.arange(4) * 2
+        return [module.read_on_host(x) for x in (first, second, first)]
+
+    expected = [torch.arange(3), torch.arange(4) * 2, torch.arange(3)]
+    forward, again = module.HostReads().make_contexts()
+    other_block, _ = module.HostReads().make_contexts()
+    for context in (forward, other_block):
+        with context:
+            assert all(map(torch.equal, run(), expected))
+    assert len(waits) == 4
+    for _ in range(2):
+        with again:
+            assert all(map(torch.equal, run(), expected))
+    assert len(waits) == 4
+    run()
+    assert len(waits) == 6
+
+
 def test_a_captured_pass_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph repeats the copy from the same address, where memory is in use for something else by then."""
     pinned: list[Tensor] = []

@@ -107,6 +107,33 @@ def test_rows_of_experts_are_counted_on_the_device(
         assert reads == 1
 
 
+REPEATED = "_grouped_mm", "all_to_all"
+
+
+def work_of_recomputed_experts(recomputed: str) -> tuple[int, list[int]]:
+    """Host reads of a step's passes on a device that is not the host, and launches of `REPEATED`."""
+    engine = build_engine(MOE, ParallelConfig(dp_shard=2, ep=2), ADAMW, precision="fp32", recomputed=recomputed)
+    batch, real, reads = microbatches(engine, global_batch(seed=0)), Tensor.cpu, []
+    with pytest.MonkeyPatch.context() as patch, Launches() as passes:
+        patch.setattr(transfer, "is_on_host", lambda _: False)
+        patch.setattr(Tensor, "cpu", lambda tensor: (reads.append(1), real(tensor).clone())[1])
+        engine.forward_backward(batch, CAUSAL)
+    launched = {name.replace("alltoall", "all_to_all"): count for name, count in passes.found.items()}
+    return len(reads), [sum(n for name, n in launched.items() if name.startswith(way)) for way in REPEATED]
+
+
+def test_recomputed_experts_wait_for_no_rows_again_and_selected_ones_repeat_no_product(workers: Workers) -> None:
+    """The host knows how many rows arrive; of a block's six all-to-alls, "full" repeats two, and that of the counts."""
+    passes = MOE.n_layers * 2
+    work = {how: workers.run(work_of_recomputed_experts, 2, how) for how in ("none", "selective", "full")}
+    for (reads, [products, exchanges]), selective, full in zip(*work.values(), strict=True):
+        assert reads == passes
+        assert selective == (reads, [products, exchanges])
+        assert full[0] == reads
+        assert full[1][0] > products
+        assert full[1][1] > exchanges
+
+
 class Device(HostWaits):
     """Tensors moved to a device, and operators' results from them, lie there; only their reads are noted.
 

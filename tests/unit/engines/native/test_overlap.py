@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-from megatfm.config import ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native import replicated
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.native.zero import ZeroOptions
+from megatfm.layers.moe.experts import Experts
 from megatfm.parallel.layout import iter_blocks
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from tests.support.batches import CAUSAL, global_batch
@@ -161,17 +162,19 @@ LAYERS = 5
 DEEP = UNTIED_MODEL.with_changes({"n_layers": LAYERS})
 
 
-def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
-    """Gathers and passes of a micro-batch, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
-    gradients, and an evaluation after it."""
-    parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=prefetch, grad_accumulation="sharded")
-    engine = build_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
+def order(
+    parallel: ParallelConfig, recomputed: str, config: ModelConfig = DEEP
+) -> tuple[list[str], dict[str, Tensor], float]:
+    """Gathers and passes of a micro-batch, in order: g2 gathers block 2, e2 its experts, f2 runs it forward, b2
+    backward; the step's gradients, and an evaluation after it."""
+    engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
     actual: list[str] = []
     gather = _fsdp_param_group.foreach_all_gather
 
     def noted(params: Any, *remaining: Any) -> Any:
         module = params[0]._module_info.module
-        actual.extend(f"g{n}" for n, block in enumerate(iter_blocks(engine.model)) if module in block.modules())
+        kind = "e" if isinstance(module, Experts) else "g"
+        actual.extend(f"{kind}{n}" for n, block in enumerate(iter_blocks(engine.model)) if module in block.modules())
         return gather(params, *remaining)
 
     def runs(event: str) -> Any:
@@ -180,7 +183,7 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
     for n, block in enumerate(iter_blocks(engine.model)):
         block.register_forward_pre_hook(runs(f"f{n}"))
         # Of a part of it, as nothing says which comes first of several hooks that wait for one gradient.
-        block.get_submodule("ffn").register_full_backward_pre_hook(runs(f"b{n}"))
+        block.get_submodule("attn").register_full_backward_pre_hook(runs(f"b{n}"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fsdp_param_group, "foreach_all_gather", noted)
         engine.forward_backward(microbatches(engine, global_batch(seed=4))[:1], CAUSAL)
@@ -206,7 +209,8 @@ def compare_prefetched(recomputed: str) -> None:
     assert ParallelConfig().fsdp_prefetch is None
     assert [ZeroOptions().get_prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
-        actual, gradients, evaluated = order(ahead, recomputed)
+        parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=ahead, grad_accumulation="sharded")
+        actual, gradients, evaluated = order(parallel, recomputed)
         assert actual == list(list_expected_gathers(ahead, max(ahead, 1))), (ahead, actual)
         expected = expected or (gradients, evaluated)
         assert evaluated == expected[1]
@@ -217,6 +221,21 @@ def compare_prefetched(recomputed: str) -> None:
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_blocks_are_asked_for_ahead_of_their_turn(workers: Workers, recomputed: str) -> None:
     workers.run(compare_prefetched, 2, recomputed)
+
+
+EXPERTS = DEEP.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
+
+
+def compare_prefetched_experts() -> None:
+    """Each gather of a block brings that of its experts (e)."""
+    parallel = ParallelConfig(dp_shard=4, ep=2, fsdp_prefetch=1)
+    actual, *_ = order(parallel, "none", EXPERTS)
+    pairs = ((event, event.replace("g", "e")) for event in list_expected_gathers(1, 1))
+    assert actual == [event for pair in pairs for event in dict.fromkeys(pair)], actual
+
+
+def test_experts_are_asked_for_with_their_blocks(workers: Workers) -> None:
+    workers.run(compare_prefetched_experts, 4)
 
 
 def allocated(able: bool) -> tuple[set[str], list[str]]:
