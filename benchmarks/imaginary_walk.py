@@ -68,7 +68,7 @@ def format_percent(share: float | None, digits: int = 1, sign: str = "") -> str:
         return "–"
     percent = round(100 * share, digits)
     text = f"{percent:{sign if percent else ''}.{digits}f}".replace("-", "−" if percent else "")
-    return f"{text}\N{NO-BREAK SPACE}%"
+    return f"{text}\u00a0%"
 
 
 def format_layout(layout: str) -> str:

@@ -47,7 +47,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     srun, every rank calls this. Raises UsageError, and MegatfmError, also if a signal stopped the run after saving: the
     same call then resumes it.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+    if vars(multiprocessing.current_process()).get("_inheriting"):  # as multiprocessing itself asks
         raise UsageError('fit: a data worker imports this script: call fit under `if __name__ == "__main__":`')
     if isinstance(config, Config):
         if overrides:

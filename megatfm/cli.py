@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if arguments[:1] in (["train"], ["finetune"]) and "--prepare" not in arguments:
         signal.pthread_sigmask(signal.SIG_BLOCK, (*BLOCKED_SIGNALS, *list_hangup_signals()))
     parser = build_parser(arguments[0] if arguments else "")
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(EXIT_USAGE)
     args = parser.parse_args(arguments)
     try:
         code = args.run(args)
@@ -158,6 +161,7 @@ class Parser(argparse.ArgumentParser):
             hint = _suggest_setting(parsed.command, unknown[0], unparsed) if overrides is not None else ""
             if unknown[0].partition("=")[0] in LAUNCH_FLAGS and hasattr(parsed, "source"):
                 hint = f": `train` is one process; `megatfm launch CONFIG {unknown[0]} …` starts several"
+            hint = hint or f": `megatfm {parsed.command} --help` lists those that there are"
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
             from megatfm.registry import refuse_repeats
@@ -175,9 +179,10 @@ class Parser(argparse.ArgumentParser):
 
         if match := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
             name, value, choices = match.groups()
-            hint = did_you_mean(value, re.findall(r"[\w-]+", choices))
+            known = [*re.findall(r"[\w-]+", choices), *("--help", "--version") * (name == "COMMAND")]
+            hint = did_you_mean(value, known)
             message = f"{name} = {value!r}: there is none{hint}; there are: {choices}"
-        super().error(message)
+        super().error(message.replace(", key=value", ""))  # argparse counts what may be left out among what is missing
 
 
 def _suggest_setting(command: str, flag: str, arguments: Sequence[str]) -> str:

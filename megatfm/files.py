@@ -94,9 +94,15 @@ def fsync_directory(folder: Path) -> None:
 
 
 def is_copied_record(record: Mapping[str, Any], folder: Path) -> bool:
-    """Return whether a record in `folder` names another folder, as its `run`, that still exists: it was copied here."""
+    """Return whether a record in `folder` names another folder, as its `run`, that still exists: it was copied here.
+
+    Devices aren't compared, since a folder of a file server may be mounted twice.
+    """
+    origin = record.get("run")
+    if not isinstance(origin, str) or origin == str(folder):
+        return False
     try:
-        return isinstance(record.get("run"), str) and not folder.samefile(record["run"])
+        return Path(origin).stat().st_ino != folder.stat().st_ino
     except (OSError, ValueError):  # the folder was moved here
         return False
 

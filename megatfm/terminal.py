@@ -171,6 +171,14 @@ def log_progress(items: Sequence[T], task: str, unit: str) -> Iterator[T]:
         progress.advance()
 
 
+def format_file_size(count: float) -> str:
+    """Format the bytes of a file or of text: 3.21 MB."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
 def wrap_line(line: str, indent: int) -> str:
     """Return a line broken at the terminal's width, further lines indented; whole where the output is no terminal."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:

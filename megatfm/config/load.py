@@ -291,9 +291,10 @@ def _suggest_keys(key: str, known_keys: Sequence[str], config_class: type[BaseMo
     section, _, name = key.rpartition(".")
     our_keys = [candidate for candidate in find_keys(name, config_class) if candidate != key]
     elsewhere = f" (did you mean {' or '.join(our_keys)}?)" if our_keys else ""
-    if not section or name.lower() in FOREIGN_KEYS:
-        return elsewhere or did_you_mean(name, known_keys)
-    return did_you_mean(name, known_keys) or elsewhere
+    longer_or_shorter = [known for known in known_keys if known.startswith(name) or name.startswith(known)]
+    if section and name.lower() not in FOREIGN_KEYS and longer_or_shorter:
+        return did_you_mean(name, longer_or_shorter)
+    return elsewhere or did_you_mean(name, known_keys)
 
 
 def find_keys(name: str, config_class: type[BaseModel] = Config) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -368,7 +369,13 @@ def _resolve_path(value: Any, info: ValidationInfo) -> Any:
         raise ValueError(f"{Path(value).parts[0]} is no user of this machine: write the home folder's path") from None
     if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
         raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
-    return os.path.normpath(Path(base or Path.cwd()) / path)
+    resolved = os.path.normpath(Path(base or Path.cwd()) / path)
+    if (variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", value)) and not os.path.lexists(resolved):
+        raise ValueError(
+            f"{value!r}: a config knows no variables of the environment: write what {variable[0]} stands for, or set "
+            "the key on the command line, where the shell does that"
+        )
+    return resolved
 
 
 PathStr = Annotated[str, BeforeValidator(_resolve_path)]

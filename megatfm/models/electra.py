@@ -200,7 +200,7 @@ class Discriminator(Model):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:
                 losses["discriminator"], logits = _compute_detection_loss(logits, replaced), None
-        return self.output(batch, x_BTD, losses, logits)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
 
 
 def _compute_detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:

@@ -264,6 +264,7 @@ def create_group_of(groups: list[list[int]], others: list[list[int]] | None = No
     ranks, too: hundreds of them on a thousand GPUs.
     """
     default_group = dist.group.WORLD
+    group: Any
     if default_group and default_group.bound_device_id is not None and torch.accelerator.is_available():
         group = dist.split_group(split_ranks=[*groups, *(others or ())])
     else:

@@ -31,7 +31,7 @@ from megatfm.report.run import (
     split_sections,
 )
 from megatfm.report.run_charts import MAX_EVENTS, compute_time_shares, make_run_charts
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, format_file_size
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -193,7 +193,7 @@ def list_headlines(run: Run) -> list[Headline]:
         headlines.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
     memory = run.get_curve("memory_bytes").finite
     if memory:
-        headlines.append(Headline("Memory", format_bytes(max(memory)), "highest"))
+        headlines.append(Headline("Memory", format_memory(max(memory)), "highest"))
     return headlines
 
 
@@ -215,7 +215,7 @@ def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             str(step["step"]),
             format_number(step["documents_out"]),
-            format_bytes(step["bytes_out"]),
+            format_file_size(step["bytes_out"]),
             format_number(step["changed"]),
             "; ".join(f"{format_number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()),
         )
@@ -244,7 +244,7 @@ def _load_template(name: str) -> Template:
     )
     environment.filters |= {
         "number": format_number,
-        "size": format_bytes,
+        "size": format_file_size,
         "duration": format_duration,
         "clock": format_utc,
         "step": format_step,
@@ -290,8 +290,8 @@ def sample_axes(run: Run) -> list[list[float]]:
     ]
 
 
-def format_bytes(count: float) -> str:
-    """Format a number of bytes: 812 B, 1.5 GiB."""
+def format_memory(count: float) -> str:
+    """Format bytes of memory: 812 B, 1.5 GiB."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= limit:
             return f"{count / limit:.3g} {unit}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +17,12 @@ from megatfm import terminal
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
+from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
 from megatfm.tracking.run_directory import RunDirectory
 from tests.support.command_line import run_command
+from tests.support.documentation import list_code_blocks
 from tests.support.forked_commands import ForkedCommand
 from tests.support.small_runs import corpus, file, run, texts
 
@@ -142,7 +145,7 @@ def test_commands_say_on_stderr_what_they_do(
 def test_results_that_can_not_be_written_are_shown(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of another user's run, or on a full disk: they may have taken hours."""
+    """On a full disk, or in another user's run: they may have taken hours."""
 
     def refuse(*_: object) -> None:
         raise MegatfmError("evaluation.json: can't write it: Read-only file system")
@@ -181,6 +184,20 @@ def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypat
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(UsageError, match="a data worker imports this script: call fit under `if __name__ == "):
         megatfm.fit("nowhere.toml")
+
+
+def test_the_rows_of_the_questions_are_those_of_the_step(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (text for page, _, text in list_code_blocks("python") if page.name == "faq.md" and "read_rows" in text)
+    monkeypatch.chdir(run.parent.parent)
+    assert "step = 4211" in block
+    page: dict[str, Any] = {}
+    exec(block.replace("step = 4211", "step = 3").replace("runs/mine", str(run)), page)
+    with DataLoader(page["corpora"].train, global_batch=8, micro_batch=4) as loader:
+        third = [next(loader) for _ in range(3)][-1]
+    assert np.array_equal(page["rows"]["tokens"], np.concatenate([batch["tokens"] for batch in third]))
+    assert capsys.readouterr().out.strip()
 
 
 def test_every_offer_is_explained() -> None:

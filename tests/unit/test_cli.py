@@ -120,6 +120,22 @@ def test_flags_of_launch_at_train_are_refused_with_a_hint(capsys: pytest.Capture
     assert "`megatfm launch CONFIG --nproc …` starts several" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "usage: megatfm"),
+    (["help"], "COMMAND = 'help': there is none (did you mean '--help'?)"),
+    (["version"], "COMMAND = 'version': there is none (did you mean '--version'?)"),
+    (["generate", "RUN", "hello"], "unknown argument: hello: `megatfm generate --help` lists those that there are"),
+    (["config", "show"], "the following arguments are required: CONFIG\n"),
+])  # fmt: skip
+def test_a_first_command_that_is_wrong_names_the_way_to_the_list(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*words) == 2
+    output = capsys.readouterr().err
+    assert message in output
+    assert ("quickstart" in output) == (not words or words[0] in ("help", "version"))
+
+
 @pytest.mark.parametrize("flag", ["--num-beams", "--beams"])
 def test_beams_have_one_name_in_both_commands(flag: str) -> None:
     parser = build_parser()

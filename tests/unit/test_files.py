@@ -16,7 +16,7 @@ from megatfm import cli, rng
 from megatfm.checkpoint import file_io
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write, temporary_path
+from megatfm.files import atomic_write, is_copied_record, temporary_path
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
 from megatfm.registry import Registry, did_you_mean, import_plugins
@@ -54,6 +54,21 @@ def test_file_and_name_are_forced_to_the_disk_in_that_order(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", noted)
     atomic_write(tmp_path / "a", "new")
     assert synced == [False, True]
+
+
+def test_a_record_is_copied_if_its_folder_still_exists_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, copy, link = (tmp_path / name for name in ("run", "copy", "link"))
+    run.mkdir()
+    copy.mkdir()
+    link.symlink_to(run)
+    record = {"run": str(run)}
+    is_copied = [is_copied_record(record, folder) for folder in (run, link, copy)]
+    assert is_copied == [False, False, True]
+    assert not any(is_copied_record({"run": origin}, copy) for origin in (None, 3, "a\0b", str(tmp_path / "gone")))
+    monkeypatch.setattr(Path, "samefile", lambda *_: False)  # mounted twice, as two devices
+    assert not is_copied_record(record, link)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])

@@ -41,9 +41,8 @@ class SwitchRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        jitter = require_variant(options.router, SwitchRouterConfig, "model.ffn.router").jitter
-        self.jitter = Jitter(jitter, "router jitter")
+        options = require_variant(self.section, SwitchRouterConfig, "model.ffn.router")
+        self.jitter = Jitter(options.jitter, "router jitter")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(self.jitter(x_BTD, sequence))
@@ -82,16 +81,15 @@ class NoisyTopKRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        router = require_variant(options.router, NoisyTopKRouterConfig, "model.ffn.router")
-        self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
-        self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
+        options = require_variant(self.section, NoisyTopKRouterConfig, "model.ffn.router")
+        self.noise = Noise(0.0, "router noise")
+        self.noise_weight = nn.Parameter(torch.empty(self.n_experts, config.d_model))
         # Starts at 0; muP scales its learning rate like that of the other matrix with the same inputs.
         self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
-        self.balance_losses = [name for name in router.balance_losses if getattr(router, f"{name}_loss_coef")]
+        self.balance_losses = [name for name in options.balance_losses if getattr(options, f"{name}_loss_coef")]
         for name in self.balance_losses:
-            self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
-            self.initial[name] = Constant(1 / options.n_experts)
+            self.register_buffer(name, torch.empty(self.n_experts), persistent=True)
+            self.initial[name] = Constant(1 / self.n_experts)
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         clean_BTE = self.logits(x_BTD)
@@ -138,7 +136,6 @@ class GShardRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
         self.sample_second = SecondExpertSampling(0.0, "second expert")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:

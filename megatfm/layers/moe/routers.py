@@ -46,14 +46,18 @@ class RowRedistribution(nn.Module):
 
 
 class Router(nn.Module):
-    """Base class: computes a logit for each expert, in float32 at least; subclasses choose the experts."""
+    """Base class: computes a logit for each expert, in float32 at least; subclasses choose the experts.
+
+    section: the router's section of the config.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        n_experts, d, self.top_k = options.n_experts, config.d_model, options.top_k
-        self.weight = nn.Parameter(torch.empty(n_experts, d))
-        self.initial = {"weight": initial("dense", d, n_experts)}
+        self.section: Any = options.router
+        self.n_experts, self.top_k, d = options.n_experts, options.top_k, config.d_model
+        self.weight = nn.Parameter(torch.empty(self.n_experts, d))
+        self.initial = {"weight": initial("dense", d, self.n_experts)}
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return logits [B, T, E]. In bfloat16, rounding would decide near ties (Fedus et al. 2022, section 2.4)."""
@@ -86,10 +90,9 @@ class TopKRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        router = require_variant(options.router, TopKRouterConfig, "model.ffn.router")
+        router = require_variant(self.section, TopKRouterConfig, "model.ffn.router")
         self.normalise = router.norm_topk_prob
-        self.bias = nn.Parameter(torch.empty(options.n_experts)) if router.bias else None
+        self.bias = nn.Parameter(torch.empty(self.n_experts)) if router.bias else None
         if router.bias:
             self.initial["bias"] = Constant(0.0)
 
@@ -116,7 +119,6 @@ class ExpertChoiceRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
         # Tensor parallelism gathers full rows, and splits them again, here.
         self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
         # Context parallelism gathers full rows, and splits them again, here.
@@ -164,8 +166,7 @@ class DeepSeekV2Router(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.options = require_variant(options.router, DeepSeekV2RouterConfig, "model.ffn.router")
+        self.options = require_variant(self.section, DeepSeekV2RouterConfig, "model.ffn.router")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
@@ -186,9 +187,8 @@ class DeepSeekV3Router(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.options = require_variant(options.router, DeepSeekV3RouterConfig, "model.ffn.router")
-        self.register_buffer("bias", torch.empty(options.n_experts), persistent=True)
+        self.options = require_variant(self.section, DeepSeekV3RouterConfig, "model.ffn.router")
+        self.register_buffer("bias", torch.empty(self.n_experts), persistent=True)
         self.bias: Tensor
         self.initial |= {"bias": Constant(0.0)}
 

@@ -34,6 +34,13 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
     assert f"stdlib: 4.462 at step 100, {last['loss']:.4g} at step 1,000" in page.charts()[0]
 
 
+def test_files_and_text_are_in_powers_of_ten_as_on_the_page_of_a_corpus(run: Path) -> None:
+    text = report_page(run).text
+    assert "10.9 MB" in text, "text of 3,402,118 tokens"
+    assert "12.9 MB" in text, "text that was read"
+    assert "1.24 GiB" in text, "memory"
+
+
 def test_the_page_has_no_external_references(run: Path) -> None:
     page = report_page(run)
     html = (run / "report.html").read_text()
