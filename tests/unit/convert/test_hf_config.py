@@ -366,7 +366,7 @@ def test_classes_are_a_list_of_names() -> None:
 
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "ModernBertForMaskedLM"])
 def test_learned_positions_are_exported_also_where_all_blocks_have_others(name: str) -> None:
-    """They are added to the embedding, whatever the kinds of blocks override."""
+    """Learned positions are added to the embedding, whatever the kinds of blocks override."""
     config = ARCHITECTURES.get(name).parse_config({}, name)
     assert find_architecture(config, [name])[0] == name
     changes = {"position": {"name": "learned", "max_positions": 64}}
