@@ -3,6 +3,7 @@
 A converted folder holds a config to start from: its [model] is the converted model, the rest are usual values.
 """
 
+import glob
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,6 @@ def _check_is_megatfm_model(source: Path) -> None:
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
-    tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
@@ -131,9 +131,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for mapping in exported.mappings for key in mapping.megatfm]
-        tokenizer_notes, ids = tokenizer_files.export_tokenizer(
-            path, config, model_folder, tokenizer, state.get("begins")
-        )
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, state)
         _check_padding(exported.hf_config, ids)
         log.info("%s: %s of %s", path, format_counted(len(order), "tensor"), exported.name)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
@@ -337,10 +335,16 @@ def check_is_new(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `target` on success and removed on an error."""
+    """Yield a temporary folder that is renamed to `target` on success and removed on an error.
+
+    Warns of those that killed conversions left.
+    """
     target = target.absolute()
     file_io.make_durable_dirs(target.parent)
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    prefix = f".{target.name}.partial-"
+    for path in sorted(target.parent.glob(f"{glob.escape(prefix)}*")):
+        log.warning("%s: left by a conversion that was killed, or still runs: remove it if none does", path)
+    partial = target.with_name(f"{prefix}{secrets.token_hex(4)}")
     file_io.make_dir(partial)
     try:
         yield partial

@@ -22,7 +22,7 @@ from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
-from megatfm.tokenizers.hugging_face import has_own_frame, set_frame
+from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (
@@ -36,14 +36,14 @@ COMPANION_FILES = (
 
 
 def export_tokenizer(
-    checkpoint: Path, config: Config, folder: Path, tokenizer_hash: str | None, prefix_ids: object = None
+    checkpoint: Path, config: Config, folder: Path, state: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of its config, to an exported folder; returns notes, and keys of config.json.
 
-    One that says nothing of special tokens around a text gets those of the model's training. tokenizer_hash: of the
-    tokenizer that the model was trained with; None without one. prefix_ids: `begins` of the checkpoint's state. Raises
-    UsageError if the tokenizer has another hash.
+    One that says nothing of special tokens around a text gets those of the model's training, unless the model came from
+    transformers. state: of the checkpoint. Raises UsageError if this is not the tokenizer that its hash names.
     """
+    tokenizer_hash = digest if isinstance(digest := state.get("tokenizer"), str) else None
     run = checkpoint.absolute().parent.parent
     path = tokenizers.find_tokenizer_file(run)
     if path is None and config.data.tokenizer:
@@ -63,11 +63,13 @@ def export_tokenizer(
     if config.task is not None and config.task.chat_template is not None:
         notes += _copy_chat_template(Path(config.task.chat_template), folder)
     tokenizer_json = folder / "tokenizer.json"
-    is_framed = tokenizer_json.is_file() and has_own_frame(tokenizer_json.read_bytes())
-    is_own = is_framed or not (folder / TOKENIZER_CONFIG).is_file()
+    frame_kind = find_frame_kind(tokenizer_json.read_bytes()) if tokenizer_json.is_file() else None
+    is_own = frame_kind == "own" or not (folder / TOKENIZER_CONFIG).is_file()
+    is_own = is_own or (frame_kind == "none" and "origin" not in state)
     if is_own:
-        prefix = list_token_ids(prefix_ids) if isinstance(prefix_ids, list) else [tokenizer.bos]
-        notes += _write_tokenizer_config(tokenizer, folder, _choose_frame(tokenizer, config, prefix))
+        begins = state.get("begins")
+        prefix_ids = list_token_ids(begins) if isinstance(begins, list) else [tokenizer.bos]
+        notes += _write_tokenizer_config(tokenizer, folder, _choose_frame(tokenizer, config, prefix_ids))
     if config.model.embedding.n_segments > 1 and (is_own or config.task is not None):
         _enable_segment_ids(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
@@ -161,7 +163,10 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
         notes = [
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
         ]
-    _replace_file(folder / TOKENIZER_CONFIG, json.dumps(tokenizer_config, indent=2).encode() + b"\n")
+    path = folder / TOKENIZER_CONFIG
+    present = read_json_object(path) if path.is_file() else {}
+    merged = tokenizer_config | present | {key: tokenizer_config[key] for key in (ADD_BOS_KEY, ADD_EOS_KEY)}
+    _replace_file(path, json.dumps(merged, indent=2).encode() + b"\n")
     return notes
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -273,10 +273,10 @@ def set_frame(data: bytes, before: Sequence[int], between: Sequence[int], after:
     return _OWN_FRAME.sub(lambda _: line, data, count=1)
 
 
-def has_own_frame(data: bytes) -> bool:
-    """Return whether a tokenizer.json has a post-processor of `set_frame`."""
+def find_frame_kind(data: bytes) -> Literal["none", "own", "foreign"]:
+    """Return whether a tokenizer.json has no post-processor, one of `set_frame`, or one of others."""
     match = _OWN_FRAME.search(data)
-    return match is not None and match[0] != _NO_FRAME
+    return "foreign" if match is None else "none" if match[0] == _NO_FRAME else "own"
 
 
 def _read(data: bytes, name: str) -> tokenizers.Tokenizer:

@@ -174,10 +174,13 @@ def test_damaged_folders_are_named(spoil: Callable[[Path], Any] | dict[str, Any]
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "nothing half-made is left"
 
 
-def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
+def test_the_target_must_be_new_and_the_format_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", ".empty.partial-0123", ".other.partial-0123"):
+        (tmp_path / name).mkdir()
     convert(tmp_path / "theirs", tmp_path / "empty", "megatfm")
+    assert "/.empty.partial-0123: left by a conversion that was killed" in caplog.text
+    assert ".other.partial" not in caplog.text
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")

@@ -20,11 +20,13 @@ from megatfm import checkpoint, tokenizers
 from megatfm.commands import generation
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
+from megatfm.config.prep import TokenizerConfig
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.starting_config import OBJECTIVES
+from megatfm.data_prep.tokenize import make_tokenizer_files
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import generate_text_beam, open_text_model
@@ -173,7 +175,7 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
     config = Config.model_validate({
         "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
         "objective": {"name": OBJECTIVES[family]},
-        "data": {"train": "x", "tokenizer": str(folder / next(iter(files))), "sequence_length": 48},
+        "data": {"train": "x", "tokenizer": str(tokenizers.find_tokenizer_file(folder)), "sequence_length": 48},
         "train": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     })  # fmt: skip
     built = build(model)
@@ -187,11 +189,12 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
 TOKENIZERS = {
     "sentencepiece": lambda: {"tokenizer.model": train_sentencepiece(TEXTS, vocab_size=400, sentinels=4)},
     "byte-bpe": lambda: {"tokenizer.json": train_byte_bpe(TEXTS, vocab_size=400, sentinels=4)},
+    "prep": lambda: make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=400, sentinels=4), TEXTS),
     "wordpiece": lambda: {"tokenizer.json": train_wordpiece(TEXTS, vocab_size=400, sentinels=4)},
 }
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "byte-bpe"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-bpe", "prep"])
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kind: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
