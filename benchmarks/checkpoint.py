@@ -102,7 +102,7 @@ def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
     for name, value in seconds.items():
         print(f"  {name:40}{value:8.3f} s")
     for name, value in ratios.items():
-        print(f"  {name:40}{value:8.1%}")
+        print(f"  {name:40}{100 * value:8.1f} %")
     return {"ranks": world, "seconds": seconds, "ratios": ratios, "rounds": rounds}
 
 

@@ -33,15 +33,15 @@ import torch.distributed as dist
 
 from megatfm.checkpoint import writer
 from megatfm.checkpoint.file_format import FileEntry
-from megatfm.checkpoint.metadata import encode_metadata, parse_metadata, run_lengths
+from megatfm.checkpoint.metadata import encode_metadata, encode_runs, parse_metadata
 from megatfm.checkpoint.planner import WritePlan, group_shards, hash_group, merge_plans
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.config import load_config
 from megatfm.errors import MegatfmError
 from megatfm.files import raise_descriptor_limit
-from megatfm.parallel.distributed import _wait_for_all_ranks
 from megatfm.parallel.process_environment import ProcessEnvironment
+from megatfm.parallel.rendezvous import wait_for_all_ranks
 from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import build_model
 from megatfm.train.hang_detector import HangDetector, Heartbeat
@@ -190,7 +190,7 @@ def time_meeting(world_size: int, present: Sequence[int], seconds: float) -> tup
         store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60))
         try:
             place = ProcessEnvironment("srun", rank, world_size)
-            _wait_for_all_ranks(store, place, timedelta(seconds=seconds), time.monotonic())
+            wait_for_all_ranks(store, place, timedelta(seconds=seconds), time.monotonic())
         except (MegatfmError, dist.DistError) as error:
             errors.append(str(error))
 
@@ -308,7 +308,7 @@ def write_result(plan: Any, rank: int) -> writer.WriteResult:
         files[f"rank-{rank:05d}-{number:03d}.safetensors"] = FileEntry(bytes=2**40, blake3="0" * 64)
         for item in items:
             numbers[item.group, item.piece].append(number)
-    return writer.WriteResult(files, {piece: run_lengths(indices) for piece, indices in numbers.items()})
+    return writer.WriteResult(files, {piece: encode_runs(indices) for piece, indices in numbers.items()})
 
 
 PARTS = {"ranks": run_ranks, "checkpoint": run_checkpoint}

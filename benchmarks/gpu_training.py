@@ -34,7 +34,7 @@ from megatfm.describe.description import describe
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.profiling import memory_bytes
+from megatfm.train.profiling import get_memory_bytes
 
 # ----------------------------------------------------------------------------------------------------- steps
 
@@ -142,7 +142,7 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> str:
     cells = (
         f"{rate:,.0f}",
         case.target,
-        f"{memory_bytes(device) / 1e9:.2f}",
+        f"{get_memory_bytes(device) / 1e9:.2f}",
         *("–" if peak is None else f"{100 * rate * flops / peak:.1f} %" for flops in flops_a_token),
     )
     return f"| {case.preset} | {description.parameters:,} | {case.sizes} | {' | '.join(cells)} |"

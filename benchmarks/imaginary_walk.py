@@ -62,13 +62,29 @@ def compute_traffic_error(row: dict[str, Any]) -> float | None:
     return max((abs(a - b) / max(a, b) for a, b in flows), default=0.0) if row.get("differences") else None
 
 
+def format_percent(share: float | None, digits: int = 1, sign: str = "") -> str:
+    """Format a share for a narrow cell, as 12.5 %; with sign "+" as +1.9 %, −0.1 % or 0.0 %."""
+    if share is None:
+        return "–"
+    percent = round(100 * share, digits)
+    text = f"{percent:{sign if percent else ''}.{digits}f}".replace("-", "−" if percent else "")
+    return f"{text}\u00a0%"
+
+
+def format_layout(layout: str) -> str:
+    """Leave out axes of one rank, as "dp_replicate 1 × "."""
+    sizes, comma, experts = layout.partition(",")
+    return " × ".join(axis for axis in sizes.split(" × ") if not axis.endswith(" 1")) + comma + experts
+
+
 def format_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a Markdown table, with a summary above it."""
     errors = [abs(error) for row in rows if (error := compute_error(row, "peak")) is not None]
     yield (
         f"{len(rows)} layouts, {sum('error' in row for row in rows)} failed. Error of the modelled peak: median "
-        f"{median(errors):.1%}, 90 % of layouts below {sorted(errors)[int(0.9 * (len(errors) - 1))]:.1%}, "
-        f"largest {max(errors):.1%}. {sum(row['seconds'] for row in rows) / 60:.0f} minutes in all."
+        f"{format_percent(median(errors))}, 90 % of layouts below "
+        f"{format_percent(sorted(errors)[int(0.9 * (len(errors) - 1))])}, largest {format_percent(max(errors))}. "
+        f"{sum(row['seconds'] for row in rows) / 60:.0f} minutes in all."
     )
     yield ""
     columns = ["Preset", "GPUs", "Layout", "Memory used", "Error of peak", "Saved by blocks", "Error of traffic"]
@@ -84,11 +100,11 @@ def format_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         traffic = compute_traffic_error(row)
         waits = ", ".join(f"{times} `{path}`" for path, times in row["waits"].items())
         cells += [
-            row["layout"],
-            f"{row['full_share']:.0%}" if "full_share" in row else "–",
-            f"{peak:+.1%}" if peak is not None else "–",
-            f"{saved:+.1%}" if saved is not None else "–",
-            f"{traffic:.2%}" if traffic is not None else "–",
+            format_layout(row["layout"]),
+            format_percent(row.get("full_share"), 0),
+            format_percent(peak, sign="+"),
+            format_percent(saved, sign="+"),
+            format_percent(traffic, 2),
             waits or "none",
             ", ".join(row["all_pairs"]) or "none",
         ]

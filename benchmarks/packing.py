@@ -165,7 +165,7 @@ def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     packing = sum(map(np.sum, real)) / (time_best_of_three(lambda: plan().read_rows(range(n_rows))) - planning)
     return (
         f"| {name} | {family} | {BUILT * n / time_best_of_three(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
-        f"{planning / sequences * 1e6:.1f} | {', '.join(f'{np.mean(side):.1%}' for side in real)} |"
+        f"{planning / sequences * 1e6:.1f} | {', '.join(f'{100 * np.mean(side):.1f} %' for side in real)} |"
     )
 
 

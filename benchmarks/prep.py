@@ -233,7 +233,10 @@ def run_recall(args: argparse.Namespace) -> None:
     for language in LETTERS:
         for share in SHARES:
             exact, estimated, near, recalled = measure_recall(language, share, args.rounds)
-            page.add(f"| {language} | {share:.1%} | {exact:.2f} | {estimated:.2f} | {near:.0%} | {recalled:.0%} |")
+            page.add(
+                f"| {language} | {100 * share:.1f} % | {exact:.2f} | {estimated:.2f} | {100 * near:.0f} % | "
+                f"{100 * recalled:.0f} % |"
+            )
 
 
 def measure_recall(language: str, share: float, rounds: int) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
-from megatfm.data_prep.readers import check_format, find_format
+from megatfm.data_prep.readers import find_format
 from megatfm.data_prep.readers.record import replace_surrogates
 from megatfm.errors import MegatfmError, UsageError
 
@@ -57,7 +57,6 @@ class InputFiles:
     """
 
     def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
-        check_format(config.format)
         self.config = config
         self._remote = RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
         self._remote_files: dict[str, RemoteFile] = {}

@@ -62,6 +62,8 @@ def run(
     """
     reporter = reporter or Reporter()
     import_plugins(config.plugins)
+    if error := config.find_unknown_part():
+        raise UsageError(error)
     _check_folders(config)
     workspace = Workspace(config)
     executor = make_executor(workspace.folder) if make_executor else LocalExecutor()

@@ -15,6 +15,8 @@ INTRODUCTION = (
     "What `import megatfm` offers; everything else may change between versions. Importing it loads no torch: "
     "that comes with the first use."
 )
+MAX_WIDTH = 88
+"""Longest line of a signature."""
 PAGE, HEADING = Path(__file__).parent / "reference" / "python.md", "## Reference"
 
 
@@ -35,19 +37,26 @@ def sections() -> Iterator[str]:
     for name in sorted(megatfm.__all__):
         offer = getattr(megatfm, name)
         if callable(offer):
-            yield f"## `megatfm.{name}`\n\n{told(name, offer)}"
+            yield f"## `megatfm.{name}`\n\n{describe(name, offer)}"
             for method, value in vars(offer).items() if name == "Model" else ():
                 if not method.startswith("_"):
                     shown = value.fget if isinstance(value, property) else value
-                    yield f"### `Model.{method}`\n\n{told(method, shown, isinstance(value, property))}"
+                    yield f"### `Model.{method}`\n\n{describe(method, shown, isinstance(value, property))}"
 
 
-def told(name: str, offer: Any, is_property: bool = False) -> str:
+def describe(name: str, offer: Any, is_property: bool = False) -> str:
     """A signature, and the docstring as paragraphs."""
     text = inspect.getdoc(offer) or ""
     if name == "Config" or is_property:
         return text + (" Its keys are in [the training config](config.md)." if name == "Config" else "")
-    parameters = inspect.signature(offer).parameters.values()
-    shown = inspect.Signature([each for each in parameters if each.name != "self"])
-    signature = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", f"{name}{shown}")  # Path, not pathlib.Path
-    return f"```{{.python}}\n{signature}\n```\n\n{text}"
+    return f"```{{.python}}\n{format_signature(name, offer)}\n```\n\n{text}"
+
+
+def format_signature(name: str, offer: Any) -> str:
+    """A signature without `self`, with a line for each parameter where one line would be too long."""
+    parameters = [p for p in inspect.signature(offer).parameters.values() if p.name != "self"]
+    signature = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", f"{name}{inspect.Signature(parameters)}")  # Path, no pathlib.
+    if len(signature) <= MAX_WIDTH:
+        return signature
+    arguments = re.split(r", (?![^\[]*\])", signature[len(name) + 1 : -1])  # at no comma in brackets
+    return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"

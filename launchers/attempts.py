@@ -101,6 +101,11 @@ class AttemptLog:
         self._save()
         return ended
 
+    def discard(self, attempt: Attempt) -> None:
+        """Remove an attempt that was refused."""
+        self.attempts = [stored for stored in self._read() if (stored.job, stored.time) != (attempt.job, attempt.time)]
+        self._save()
+
     def find_unfinished_attempt(self, submission: str) -> Attempt | None:
         """Return the last attempt of a submission if its end isn't recorded."""
         last = next((attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None)

@@ -16,7 +16,7 @@ from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.slurm import SlurmLauncher
 from megatfm.launchers.slurm_site import Site, load_site
 from megatfm.launchers.validation import find_launch_errors, find_launch_warnings
-from megatfm.registry import check_foreign_plugins
+from megatfm.registry import check_foreign_plugins, import_plugins
 
 SLURM_FLAGS = {
     "nodes": ("N", "nodes of the job (1); with MIN-MAX, the run continues on fewer nodes when some fail"),
@@ -122,7 +122,7 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job, list[str]]:
     )
     site = _make_site(args) if args.slurm else None
     partition = scheduler.find_partition(site.partition) if site else None
-    notes = []
+    notes = _import_plugins(resolved.plugins) if site and kind != "evaluate" else []
     for problem in find_launch_errors(job, site, partition):
         if not args.dry_run:
             raise UsageError(problem)
@@ -131,6 +131,18 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job, list[str]]:
         return SlurmLauncher(site), job, [*notes, *find_launch_warnings(job, site, partition)]
     launcher_class = LocalLauncher if args.mpi is None else MpiLauncher
     return launcher_class(args.max_restarts or 0), job, notes
+
+
+def _import_plugins(plugins: Sequence[str]) -> list[str]:
+    """Import a job's plugins, so that names of their parts can be checked; return a note if one can't be imported.
+
+    A login node may lack what a plugin imports, so that this is no error.
+    """
+    try:
+        import_plugins(plugins)
+    except UsageError as error:
+        return [f"{error}; names of parts are not checked: make sure that the nodes of the job can import it"]
+    return []
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatfm.errors import (
     EXIT_OK,
     EXIT_REQUEUE,
     EXIT_USAGE,
+    LOCKED,
     NO_PROGRESS,
     MegatfmError,
     UsageError,
@@ -27,8 +28,14 @@ from megatfm.errors import (
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, RESTARTS, UNFINISHED, Attempt, AttemptLog
 from megatfm.launchers.job import Job, make_python_path
-from megatfm.launchers.record import LAUNCH, is_finished, read_last_state_event, write_launch_record
-from megatfm.launchers.run_jobs import refuse_concurrent_launch
+from megatfm.launchers.record import (
+    LAUNCH,
+    is_finished,
+    read_last_state_event,
+    read_launch_record,
+    write_launch_record,
+)
+from megatfm.launchers.run_jobs import describe_process, refuse_concurrent_launch
 from megatfm.launchers.supervisor import Child, supervise
 
 # Below Linux's default range of ephemeral ports, so that no outgoing connection takes the port before rank 0 does.
@@ -42,6 +49,15 @@ class ForegroundLauncher:
 
     def __init__(self, max_restarts: int = 0) -> None:
         self.max_restarts = max_restarts
+        self._is_told_to_stop = False
+
+    def supervise(self, children: Sequence[Child]) -> int:
+        """Run all children to their end, and note whether they were told to stop; return their common exit code."""
+
+        def note_signal() -> None:
+            self._is_told_to_stop = True
+
+        return supervise(children, note_signal)
 
     def run(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Run the job to its end, with restarts; return the last exit code, or 76 if restarts make no progress.
@@ -64,7 +80,7 @@ class ForegroundLauncher:
             # state of a run that is there already stays.
             if code == EXIT_USAGE and new_paths.is_new(run) and new_paths.holds_all_of(run):
                 new_paths.remove()
-            elif code == EXIT_USAGE:
+            elif code in (EXIT_USAGE, LOCKED):
                 new_paths.restore()
         return code
 
@@ -72,15 +88,18 @@ class ForegroundLauncher:
         """Record this process in the run directory while the job runs, for `megatfm status` and `megatfm cancel`."""
         launch_record: dict[str, Any] = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
         launch_record |= job.corpus_url
-        started = psutil.Process().create_time()
-        write_launch_record(job.run_dir, **launch_record, pid=os.getpid(), started=started)
+        process = describe_process(psutil.Process())
+        write_launch_record(job.run_dir, **launch_record, **process)
         try:
             if job.kind == "train":
                 return self._run_with_restarts(job, attempt, new_paths)
             launch_record["exit_code"] = code = attempt(new_paths.is_new(job.run_dir))
             return code
         finally:
-            write_launch_record(job.run_dir, **launch_record)
+            if read_launch_record(job.run_dir).items() >= process.items():
+                write_launch_record(job.run_dir, **launch_record)
+            else:  # another launcher has begun since
+                new_paths.replaced.clear()
 
     def _run_with_restarts(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Start attempts until one ends for good, or until restarts make no progress."""
@@ -93,6 +112,10 @@ class ForegroundLauncher:
                 Attempt(time.time(), submission=submission, job=submission, nodes=[socket.gethostname()])
             )
             code, is_new = attempt(is_new), False
+            if code == LOCKED:  # the records are those of the run that holds the lock
+                new_paths.replaced.pop(run / RESTARTS, None)
+                attempt_log.discard(started_attempt)
+                return code
             if code == EXIT_REQUEUE and is_finished(run, steps):  # it was told to stop after its last step
                 code = EXIT_OK
             elif code == EXIT_OK and not is_finished(run, steps):
@@ -103,8 +126,11 @@ class ForegroundLauncher:
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
-            ended_attempt = attempt_log.end(replace(started_attempt, ended=time.time(), code=code, reason=reason))
-            if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
+            asked = self._is_told_to_stop and code not in FINAL_EXIT_REASONS
+            ended_attempt = attempt_log.end(
+                replace(started_attempt, ended=time.time(), code=code, reason=reason, asked=asked)
+            )
+            if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or asked or not self.max_restarts:
                 return code
             if limit_reason := attempt_log.explain_restart_limit(submission, self.max_restarts):
                 print(f"megatfm: no progress: {limit_reason}", file=sys.stderr)
@@ -129,7 +155,9 @@ class LocalLauncher(ForegroundLauncher):
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run the job to its end; return the ranks' common exit code."""
-        return self.run(job, lambda is_new: supervise(self._make_children(job, find_free_port(), is_new)), new_paths)
+        return self.run(
+            job, lambda is_new: self.supervise(self._make_children(job, find_free_port(), is_new)), new_paths
+        )
 
     def _make_children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
         ranks = range(job.world_size)
@@ -226,7 +254,7 @@ class MpiLauncher(ForegroundLauncher):
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.world_size}"
             )
-        return self.run(job, lambda is_new: supervise([self._make_child(job, is_new)]), new_paths)
+        return self.run(job, lambda is_new: self.supervise([self._make_child(job, is_new)]), new_paths)
 
     def _make_child(self, job: Job, is_new: bool = False) -> Child:
         return Child(

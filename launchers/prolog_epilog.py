@@ -13,13 +13,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from megatfm.config import Config, load_config
-from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, NO_PROGRESS, MegatfmError
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, NO_PROGRESS, MegatfmError, UsageError
 from megatfm.files import atomic_write
 from megatfm.launchers import scheduler
 from megatfm.launchers.attempts import (
@@ -43,7 +44,11 @@ from megatfm.launchers.run_jobs import get_job_state, read_job_ids
 from megatfm.launchers.status import describe_prep_progress
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
 
+T = TypeVar("T")
+
 PREFIX = "megatfm job: "
+RETRY_SECONDS = (5.0, 15.0, 45.0)
+"""Waits before SLURM is asked again: a busy controller often times out, and without its answer the run would end."""
 LOG_BYTES = 2**24
 """Bytes at the end of a log that are searched for SLURM's messages."""
 PROLOG_MARK = f"{PREFIX}attempt"
@@ -143,8 +148,10 @@ def epilog(args: argparse.Namespace) -> int:
     """Record how the attempt ended; requeue the job, leave the run to the next job of its chain, or stop."""
     attempt_log, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
     started_attempt = attempt_log.find_attempt_of_job(job, _read_restart_count())
-    if started_attempt is None:
-        raise MegatfmError(f"{args.run / RESTARTS}: job {job} is not recorded: was the file removed?")
+    if started_attempt is None:  # somebody removed the file, or another job replaced it at the same moment
+        log(f"{RESTARTS} lacks this attempt: recorded anew")
+        submission = get_submission_id(args.run, job)
+        started_attempt = attempt_log.begin(Attempt(time.time(), submission, job, _read_restart_count()))
     code = args.code
     # A rank dies of USR1 if the signal arrives before its handler is installed.
     stop_signal = args.asked or ("USR1" if code == 128 + signal.SIGUSR1 else "")
@@ -189,16 +196,37 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
             "--time"
         )
         return NO_PROGRESS
-    if get_job_state(job).name == "RUNNING":  # else it was cancelled
-        scheduler.requeue(job)
+    if ask_slurm(lambda: _get_known_state(job)) == "RUNNING":  # else it was cancelled
+        ask_slurm(lambda: scheduler.requeue(job))
         log(f"task {task} is requeued, and will continue")
     return EXIT_REQUEUE
+
+
+def ask_slurm(ask: Callable[[], T]) -> T:
+    """Return SLURM's answer; ask again where it gives none. Raises MegatfmError after the last time."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return ask()
+        except UsageError:
+            raise
+        except MegatfmError as error:
+            log(f"{error}: asking again in {seconds:.0f} s")
+            time.sleep(seconds)
+    return ask()
+
+
+def _get_known_state(job: str) -> str:
+    """Return the name of a job's state. Raises MegatfmError if it is unknown."""
+    state = get_job_state(job)
+    if state.is_unknown:
+        raise MegatfmError(state.reason)
+    return state.name
 
 
 def _requeue_or_chain(args: argparse.Namespace, attempt_log: AttemptLog, attempt: Attempt) -> None:
     """Requeue the job, or leave the run to the next job of its chain; exclude nodes that failed twice."""
     job = attempt.job
-    record = scheduler.show_job(job)
+    record = ask_slurm(lambda: scheduler.show_job(job))
     state = record.get("JobState", "")
     is_out_of_time = (scheduler.parse_time(record.get("RunTime", "")) or 0) >= (
         scheduler.parse_time(record.get("TimeLimit", "")) or sys.maxsize
@@ -212,7 +240,7 @@ def _requeue_or_chain(args: argparse.Namespace, attempt_log: AttemptLog, attempt
         log(f"SLURM has requeued job {job}")
         next_jobs = [job]
     elif args.requeue:
-        scheduler.requeue(job)
+        ask_slurm(lambda: scheduler.requeue(job))
         log(f"job {job} is requeued, and will resume from its checkpoint")
         next_jobs = [job]
     elif next_jobs:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, is_copied_record
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -57,21 +57,25 @@ def get_texts(record: Mapping[str, Any], key: str) -> list[str]:
 def read_launch_record(run: Path) -> dict[str, Any]:
     """Read launch.json, which describes the last launch of a run: launcher, jobs or process, command; {} if missing.
 
-    Its `evaluations` are SLURM jobs that evaluate the run, and may still run.
+    Its `evaluations` are SLURM jobs that evaluate the run, and may still run. In a copy of another run's folder, jobs
+    and process are that run's, so only `kind` counts.
     """
     record = read_json_if_valid(run / LAUNCH, {})
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    return {key: record[key] for key in record.keys() & {"kind"}} if is_copied_record(record, run) else record
 
 
 def write_launch_record(run: Path, **fields: object) -> None:
     """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError."""
-    record = {"evaluations": get_texts(read_launch_record(run), "evaluations"), **fields}
+    record = {"run": str(run), "evaluations": get_texts(read_launch_record(run), "evaluations"), **fields}
     atomic_write(run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
 
 
 def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
     """Write the ids of evaluation jobs into launch.json, without changing its other fields. Raises OSError."""
-    atomic_write(run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n")
+    record = {**read_launch_record(run), "run": str(run), "evaluations": list(jobs)}
+    atomic_write(run / LAUNCH, json.dumps(record, indent=1) + "\n")
 
 
 def list_checkpoint_steps(run: Path) -> list[int]:

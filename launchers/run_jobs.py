@@ -3,16 +3,21 @@
 A job's state comes from SLURM, and from the run's own files once SLURM has forgotten the job.
 """
 
+import math
+import os
 import re
 import shlex
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, LockedError, MegatfmError, UsageError
+from megatfm.files import is_copied_record
 from megatfm.launchers import scheduler
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, AttemptLog
 from megatfm.launchers.job import UNKNOWN, Job, JobState
@@ -21,12 +26,17 @@ from megatfm.launchers.record import (
     LAUNCH,
     get_number,
     get_texts,
+    read_json_if_valid,
     read_last_state_event,
     read_launch_record,
 )
 
 HELD_ADVICE = "it is held: `scontrol release {job}` releases it"
 RELAUNCH = "cancel it, and launch with"
+HEARTBEAT_SECONDS = 30.0
+"""Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
+CLOCK_SKEW_SECONDS = 60.0
+"""Largest assumed difference between the clocks of two machines."""
 PENDING_ADVICE = {
     "JobHeldUser": HELD_ADVICE,
     "JobHeldAdmin": "the site holds it, or it was requeued too often: ask, or `scontrol release {job}`",
@@ -181,6 +191,13 @@ def check_no_process(run: Path) -> None:
         raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
 
+def describe_process(process: psutil.Process) -> dict[str, float]:
+    """Return a process's pid and start: `started` in seconds since 1970, by the clock as it is set now, and `uptime` in
+    seconds since the machine started."""
+    started = process.create_time()
+    return {"pid": process.pid, "started": started, "uptime": started - psutil.boot_time()}
+
+
 def find_launcher_process(run: Path) -> psutil.Process | None:
     """Return the process that launched a run, if it lives on this machine."""
     launch_record = read_launch_record(run)
@@ -188,8 +205,9 @@ def find_launcher_process(run: Path) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(get_number(launch_record, "pid") or 0))
-        # If the start time differs, another process has the pid now.
-        is_same = abs(process.create_time() - (get_number(launch_record, "started") or 0)) < 1
+        # If the start time differs, another process has the pid now, unless the clock was set.
+        started = describe_process(process)
+        is_same = any(abs(started[key] - (get_number(launch_record, key) or 0)) < 1 for key in ("started", "uptime"))
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
@@ -223,6 +241,44 @@ def _read_recorded_end(run: Path) -> JobState | None:
         return None
     name = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED"}.get(int(code), "FAILED")
     return JobState(name, f"exit code {int(code)}", get_number(launch_record, "time"))
+
+
+def get_locked_state(run: Path) -> JobState | None:
+    """Return the state of a run that a process trains, however it was started; None if its lock isn't held.
+
+    SLURM knows sooner when one of the run's jobs is over: its last heartbeat may be half a minute old.
+    """
+    holder = read_json_if_valid(run / "lock", {})
+    if not isinstance(holder, dict) or "pid" not in holder or holder.get("job") in read_job_ids(run):
+        return None
+    if not _is_lock_held(run, holder):
+        return None
+    return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
+
+
+def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:
+    """Return whether a run's lock is held: by a live process here, or on another machine by a recent heartbeat."""
+    if is_copied_record(holder, run):
+        return False
+    if holder.get("host") == socket.gethostname():
+        lock_time, pid = get_number(holder, "time"), get_number(holder, "pid")
+        try:
+            # A process that began after the lock was taken has only inherited the pid of a dead one.
+            return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
+        except (psutil.Error, ValueError, OverflowError):
+            return False
+    try:
+        last_heartbeat = (run / "lock").stat().st_mtime
+    except OSError:
+        return False
+    try:  # measure the age by the file server's clock, from which this machine's may differ
+        probe = run / f".now.{os.getpid()}"
+        probe.touch()
+        age = probe.stat().st_mtime - last_heartbeat
+        probe.unlink()
+        return age < HEARTBEAT_SECONDS
+    except OSError:  # the directory is not writable
+        return time.time() - last_heartbeat < HEARTBEAT_SECONDS + CLOCK_SKEW_SECONDS
 
 
 def cancel_run(run: Path) -> str:
@@ -276,10 +332,10 @@ def _cancel_jobs(jobs: Sequence[str]) -> str:
 
 def _explain_no_jobs(run: Path) -> str:
     launch_record = read_launch_record(run)
-    if launch_record.get("launcher") == "slurm" or launch_record.get("evaluations"):
-        return "none of its jobs is in the queue"
-    if not (run / LAUNCH).exists():
-        return "was not started by `megatfm launch`: send its process SIGTERM, and it saves and stops"
     if launch_record.get("host") not in (None, socket.gethostname()):
         return f"was started on {launch_record['host']}: cancel it there"
+    if state := get_locked_state(run):
+        return f"was not started by `megatfm launch`: send its process ({state.reason}) SIGTERM, and it saves and stops"
+    if launch_record.get("launcher") == "slurm" or launch_record.get("evaluations"):
+        return "none of its jobs is in the queue"
     return "nothing runs"

@@ -1,18 +1,13 @@
 """Status of a run or a preparation, from the files in its directory. Imports no torch: it runs on login nodes."""
 
 import math
-import os
 import re
-import socket
 import statistics
-import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
@@ -24,24 +19,21 @@ from megatfm.launchers.record import (
     METRICS,
     find_latest_checkpoint_step,
     get_number,
-    read_json_if_valid,
     read_last_state_event,
     read_launch_record,
     tail_jsonl,
 )
 from megatfm.launchers.run_jobs import (
+    CLOCK_SKEW_SECONDS,
     find_active_jobs,
     get_foreground_state,
+    get_locked_state,
     get_run_job_state,
     read_evaluation_job_ids,
 )
 
 SPEED_STEPS = 50
 """Number of last steps whose median gives speed and time left."""
-HEARTBEAT_SECONDS = 30.0
-"""Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
-CLOCK_SKEW_SECONDS = 60.0
-"""Largest assumed difference between the clocks of two machines."""
 _PART = re.compile(r"([a-z0-9_-]+)\.\d{5}\.json")
 """Commit of a part of a stage, such as `clean.00007.json` or `dedup-0-minhash-sort.00007.json`."""
 
@@ -125,11 +117,16 @@ def get_run_status(run: Path) -> RunStatus:
 
 
 def get_launched_state(run: Path) -> JobState | None:
-    """Return the state of a run's last launch; None if no launch is recorded."""
+    """Return the state of a run's last launch, or of a process that was started by hand since; None if no launch is
+    recorded."""
     launcher = read_launch_record(run).get("launcher")
-    if launcher == "slurm":
-        return get_run_job_state(run)
-    return get_foreground_state(run) if launcher in ("local", "mpi") else None
+    if launcher not in ("slurm", "local", "mpi"):
+        return None
+    state = get_run_job_state(run) if launcher == "slurm" else get_foreground_state(run)
+    last_event_time = get_number(read_last_state_event(run), "time") or 0.0
+    ended_at = math.inf if state.since is None else state.since + CLOCK_SKEW_SECONDS * (launcher == "slurm")
+    is_continued = get_locked_state(run) is not None or last_event_time > ended_at
+    return _infer_state(run) if state.is_over and is_continued else state
 
 
 def _read_steps(run: Path) -> int | None:
@@ -150,34 +147,9 @@ def _count_restarts(run: Path) -> int:
 
 def _infer_state(run: Path) -> JobState:
     """Return the state of a run without launch record: RUNNING if its lock is held, else from its events."""
-    holder = read_json_if_valid(run / "lock", {})
-    if isinstance(holder, dict) and "pid" in holder and _is_lock_held(run, holder):
-        return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
     event = read_last_state_event(run)
-    return JobState(EVENT_STATES.get(str(event.get("event")), "ENDED"), str(event.get("detail", "")))
-
-
-def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:
-    """Return whether a run's lock is held: by a live process here, or on another machine by a recent heartbeat."""
-    if holder.get("host") == socket.gethostname():
-        lock_time, pid = get_number(holder, "time"), get_number(holder, "pid")
-        try:
-            # A process that began after the lock was taken has only inherited the pid of a dead one.
-            return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
-        except (psutil.Error, ValueError, OverflowError):
-            return False
-    try:
-        last_heartbeat = (run / "lock").stat().st_mtime
-    except OSError:
-        return False
-    try:  # measure the age by the file server's clock, from which this machine's may differ
-        probe = run / f".now.{os.getpid()}"
-        probe.touch()
-        age = probe.stat().st_mtime - last_heartbeat
-        probe.unlink()
-        return age < HEARTBEAT_SECONDS
-    except OSError:  # the directory is not writable
-        return time.time() - last_heartbeat < HEARTBEAT_SECONDS + CLOCK_SKEW_SECONDS
+    ended = JobState(EVENT_STATES.get(str(event.get("event")), "ENDED"), str(event.get("detail", "")))
+    return get_locked_state(run) or ended
 
 
 # --- preparations ---------------------------------------------------------------------------------------------------

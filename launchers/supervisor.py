@@ -54,13 +54,14 @@ class Child:
         return not (self.log or self.stop_signal or self.forward_signal)
 
 
-def supervise(children: Sequence[Child]) -> int:
+def supervise(children: Sequence[Child], on_signal: Callable[[], None] = lambda: None) -> int:
     """Run all children to their end; return the exit code that they agree on (0, 2, 75, 76 or 77), else 1.
 
     Forwards TERM, INT, USR1 and HUP once each; a second SIGINT ends the children. If a child fails, ends the
-    others within seconds, and prints to stderr which child failed first, with the end of its log.
+    others within seconds, and prints to stderr which child failed first, with the end of its log. on_signal: called for
+    each signal.
     """
-    group = _ChildGroup(children)
+    group = _ChildGroup(children, on_signal)
     with group.capture_signals():
         try:
             group.start()
@@ -76,8 +77,8 @@ def supervise(children: Sequence[Child]) -> int:
 class _ChildGroup:
     """The running children of a supervisor: their processes, exit codes, and the signals to forward."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
-        self.children = children
+    def __init__(self, children: Sequence[Child], on_signal: Callable[[], None]) -> None:
+        self.children, self._on_signal = children, on_signal
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ended: set[str] = set()
         self.codes: dict[str, int] = {}  # exit codes of children that ended by themselves
@@ -104,6 +105,7 @@ class _ChildGroup:
 
         def receive(signum: int, _: FrameType | None) -> None:
             self._received.append(signum)
+            self._on_signal()
             if signum == signal.SIGHUP:
                 mute_closed_streams()
 

@@ -1,6 +1,7 @@
 """Checks of a job before it is queued: layout and batch against processes, paths, time limits. Imports no torch."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -83,8 +84,17 @@ def find_launch_errors(job: Job, site: Site | None, partition: scheduler.SlurmPa
     if site is None or not site.container:
         yield from find_missing_paths(job)
         yield from _check_deepspeed(job)
+    if site and (problem := _find_unknown_part(job)):
+        yield problem
     if site:
         yield from _find_time_limit_errors(job, site, partition)
+
+
+def _find_unknown_part(job: Job) -> str | None:
+    """Return an error for a name that neither megatfm nor a plugin registers; None if a plugin was not imported."""
+    if job.kind == "evaluate" or not all(name in sys.modules for name in job.config.plugins):
+        return None
+    return job.config.find_unknown_part()
 
 
 def _check_unfinished(job: Job) -> str | None:

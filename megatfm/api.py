@@ -1,5 +1,6 @@
 """The public Python interface, loaded at first use of `megatfm.fit`, `load` or `Model`, since it imports torch."""
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +47,11 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     srun, every rank calls this. Raises UsageError, and MegatfmError, also if a signal stopped the run after saving: the
     same call then resumes it.
     """
+    if vars(multiprocessing.current_process()).get("_inheriting"):  # as multiprocessing itself asks
+        raise UsageError('fit: a data worker imports this script: call fit under `if __name__ == "__main__":`')
     if isinstance(config, Config):
         if overrides:
-            raise UsageError("fit: overrides are for a file or preset; for a config use config.changed({...})")
+            raise UsageError("fit: overrides are for a file or preset; for a config use config.with_changes({...})")
     elif isinstance(config, str | Path):
         refuse_repeats(overrides)
         config = load_config(config, overrides)

@@ -1,8 +1,8 @@
 """The command line. The module of a command is imported only when the command runs."""
 
 import argparse
+import errno
 import importlib
-import os
 import re
 import select
 import signal
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm.errors import EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
-from megatfm.terminal import list_hangup_signals, open_closed_streams, spell_unencodable
+from megatfm.errors import EXIT_FAILED, EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
+from megatfm.terminal import discard_output, list_hangup_signals, open_closed_streams, spell_unencodable
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -62,7 +62,7 @@ COMMANDS = {
     "data": ("megatfm.commands.data", "inspect, check, export or index a corpus"),
     "config": ("megatfm.commands.config", "print a resolved config, the presets or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "check what this machine can run"),
-    "completion": ("megatfm.commands.config", "print a completion script for bash, zsh or fish"),
+    "completion": ("megatfm.commands.completion", "print a completion script for bash, zsh or fish"),
     "quickstart": (
         "megatfm.commands.quickstart",
         "prepare a small corpus, train on it, stop, resume, sample, evaluate and report: each command once",
@@ -77,6 +77,8 @@ returns the exit code, or raises a MegatfmError, which is printed and whose `exi
 LAUNCH_FLAGS = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
 """Flags of `launch` that users may give to `train` by mistake."""
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write for which there is no room."""
 BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """Stop signals, with that of a closed terminal. Training blocks them until its handlers are installed, since they would
 kill it before."""
@@ -87,9 +89,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     open_closed_streams()
     spell_unencodable()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] in (["train"], ["finetune"]):
+    if arguments[:1] in (["train"], ["finetune"]) and "--prepare" not in arguments:
         signal.pthread_sigmask(signal.SIG_BLOCK, (*BLOCKED_SIGNALS, *list_hangup_signals()))
     parser = build_parser(arguments[0] if arguments else "")
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(EXIT_USAGE)
     args = parser.parse_args(arguments)
     try:
         code = args.run(args)
@@ -97,22 +102,25 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output(sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except MegatfmError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         code = error.exit_code
     except Exception as error:
-        message = describe_impossible_path(error)
+        message, code = describe_impossible_path(error), EXIT_USAGE
+        if isinstance(error, OSError) and error.errno in FULL_DISK and error.filename is None:  # of a stream
+            _discard_unwritable_output()
+            message = f"the output can't be written: {error.strerror}: make room, or write it elsewhere"
+            code = EXIT_FAILED
         if args.debug or message is None:
             from megatfm.registry import add_plugin_note
 
             add_plugin_note(error)
             raise
-        print(f"error: {message}", file=sys.stderr)
-        code = EXIT_USAGE
+        _print_error(message)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
@@ -123,6 +131,22 @@ def _is_stdout_closed() -> bool:
     output = select.poll()
     output.register(sys.stdout.fileno())
     return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def _discard_unwritable_output() -> None:
+    """Discard what stdout still holds if it can't be written, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output(sys.stdout.fileno())
+
+
+def _print_error(message: str) -> None:
+    """Print an error to stderr, if that can be written: the exit code says the rest."""
+    try:
+        print(f"error: {message}", file=sys.stderr)
+    except OSError:
+        discard_output(sys.stderr.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -137,6 +161,7 @@ class Parser(argparse.ArgumentParser):
             hint = _suggest_setting(parsed.command, unknown[0], unparsed) if overrides is not None else ""
             if unknown[0].partition("=")[0] in LAUNCH_FLAGS and hasattr(parsed, "source"):
                 hint = f": `train` is one process; `megatfm launch CONFIG {unknown[0]} …` starts several"
+            hint = hint or f": `megatfm {parsed.command} --help` lists those that there are"
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
             from megatfm.registry import refuse_repeats
@@ -154,9 +179,10 @@ class Parser(argparse.ArgumentParser):
 
         if match := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
             name, value, choices = match.groups()
-            hint = did_you_mean(value, re.findall(r"[\w-]+", choices))
+            known = [*re.findall(r"[\w-]+", choices), *("--help", "--version") * (name == "COMMAND")]
+            hint = did_you_mean(value, known)
             message = f"{name} = {value!r}: there is none{hint}; there are: {choices}"
-        super().error(message)
+        super().error(message.replace(", key=value", ""))  # argparse counts what may be left out among what is missing
 
 
 def _suggest_setting(command: str, flag: str, arguments: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
-"""Files: atomic writes, strict JSON, opening without following links, errors of the disk, descriptors, and removal of
-a refused run's files."""
+"""Files: atomic writes, strict JSON, hashes, opening without following links, errors of the disk, descriptors, and
+removal of a refused run's files."""
 
 import contextlib
 import errno
@@ -12,7 +12,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from blake3 import blake3
 
 from megatfm.errors import MegatfmError
 
@@ -57,6 +59,14 @@ def replace_non_finite(value: Any) -> Any:
     return value
 
 
+def hash_content(file: IO[bytes]) -> str:
+    """Return the BLAKE3 hash, in hexadecimal, of an open file from its position to its end. Raises OSError."""
+    digest = blake3()
+    while data := file.read(2**20):
+        digest.update(data)
+    return digest.hexdigest()
+
+
 def open_nofollow(path: str, flags: int) -> int:
     """Open a file, but refuse a symbolic link; for `open(path, "ab", opener=open_nofollow)`. Raises OSError."""
     try:
@@ -81,6 +91,20 @@ def fsync_directory(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_copied_record(record: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a record in `folder` names another folder, as its `run`, that still exists: it was copied here.
+
+    Devices aren't compared, since a folder of a file server may be mounted twice.
+    """
+    origin = record.get("run")
+    if not isinstance(origin, str) or origin == str(folder):
+        return False
+    try:
+        return Path(origin).stat().st_ino != folder.stat().st_ino
+    except (OSError, ValueError):  # the folder was moved here
+        return False
 
 
 def temporary_path(path: Path) -> Path:

@@ -21,6 +21,8 @@ MIN_PREFIX = 3
 
 _places_of_used_parts: dict[str, str] = {}
 """Kind and name of each part of a plugin that was looked up → file and line of its registration."""
+_names_of_plugins: dict[str, dict[str, None]] = {}
+"""Kind of part → names that plugins registered, in their order."""
 _imported_plugins: set[str] = set()
 """Top-level packages of the plugins that were imported."""
 
@@ -46,6 +48,7 @@ class Registry(Generic[Part]):
                 )
             if place is not None:
                 self._places[name] = place
+                _names_of_plugins.setdefault(self.kind, {})[name] = None
             return part
 
         return add
@@ -63,6 +66,11 @@ class Registry(Generic[Part]):
     def names(self) -> list[str]:
         """Return all registered names, sorted."""
         return sorted(self._parts)
+
+
+def list_plugin_names(kind: str) -> list[str]:
+    """Return the names of the parts of a kind that plugins have registered so far."""
+    return [*_names_of_plugins.get(kind, ())]
 
 
 def refuse_repeats(overrides: Sequence[str]) -> None:

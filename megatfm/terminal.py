@@ -1,26 +1,33 @@
 """A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
 
-Also counts with their noun, as `1 layer` and `2 layers`.
+Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, and the progress of long tasks.
 """
 
 import codecs
 import errno
 import io
+import logging
 import os
 import select
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Container, Iterable
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.style import StyleType
     from rich.table import Table
 
+log = logging.getLogger("megatfm")
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Seconds between two lines of a `ProgressLog`."""
 SPELLINGS = {
     "→": "->", "←": "<-", "×": "x", "·": "*", "•": "*", "–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=",
     "≠": "!=", "≈": "~", "±": "+-", "²": "2", "₀": "0", "₁": "1", "‘": "'", "’": "'", "“": '"', "”": '"',
@@ -58,8 +65,14 @@ def mute_closed_streams() -> None:
         output = select.poll()
         output.register(stream, 0)
         if any(event & select.POLLERR for _, event in output.poll(0)):
-            with open(os.devnull, "wb") as devnull:
-                os.dup2(devnull.fileno(), stream)
+            discard_output(stream)
+
+
+def discard_output(stream: int) -> None:
+    """Write a stream (its number) to the null device from now on, with what is still in its buffer: Python would try
+    again to write that when it ends, and change the exit code where it fails."""
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), stream)
 
 
 def spell_unencodable() -> None:
@@ -126,6 +139,44 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
 def format_counted(count: int, singular: str, plural: str = "") -> str:
     """Return a count and its noun: "1 layer", "12,000 layers". plural: `singular` with an s by default."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def join_first(names: Sequence[str], limit: int) -> str:
+    """Join the first `limit` names with commas, and append how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+class ProgressLog:
+    """Logs every ten seconds how much of a task is done, as `validation: 30 % of 1,200 rows`."""
+
+    def __init__(self, task: str, total: int, unit: str) -> None:
+        self._task, self._total, self._unit = task, total, unit
+        self._done, self._last_line = 0, time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """Count further units as done."""
+        self._done += count
+        if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            percent = min(100, 100 * self._done // max(1, self._total))
+            log.info("%s: %d %% of %s", self._task, percent, format_counted(self._total, self._unit))
+
+
+def log_progress(items: Sequence[T], task: str, unit: str) -> Iterator[T]:
+    """Yield items, and log how many are done (`ProgressLog`)."""
+    progress = ProgressLog(task, len(items), unit)
+    for item in items:
+        yield item
+        progress.advance()
+
+
+def format_file_size(count: float) -> str:
+    """Format the bytes of a file or of text: 3.21 MB."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def wrap_line(line: str, indent: int) -> str:

@@ -26,7 +26,9 @@ from xdist.scheduler import LoadScopeScheduling
 gc.disable()  # until libraries and test modules are imported: they make much and drop little
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
+from megatfm.ops import log_once  # noqa: E402
 from tests.support.page_cache import leave_files_in_page_cache  # noqa: E402
+from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment  # noqa: E402
 from tests.support.seeding import seed_by_name  # noqa: E402
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
 from tests.support.workers import GARBAGE_THRESHOLD, Workers  # noqa: E402
@@ -102,6 +104,21 @@ def unchanged_signal_mask() -> Iterator[None]:
     """Restore the signals that a command in this process blocks: processes of later tests would inherit that."""
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, SIGNAL_MASK)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def restored_environment() -> Iterator[None]:
+    """Variables that fixtures of a module set, or libraries for them, reach no other module."""
+    with restore_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Lines are logged once in each test, plugins that it imports are forgotten, and it changes nothing else."""
+    log_once._LOGGED.clear()
+    with assert_unchanged_process(), restore_environment(), forget_plugins():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,16 +1,14 @@
 """The identity of a preparation's config: the settings, and the hashes of files, that determine the result."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig, SplitConfig, TokenizerConfig
 from megatfm.config.prep_steps import PluginStepConfig
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
+from megatfm.files import hash_content
 
 VERSION = 5
 """Increased when a change of the code changes the corpus that a config gives."""
@@ -85,7 +83,7 @@ def _hash_file(path: str) -> str:
     """Return the hash of a file. Raises UsageError if it can't be read."""
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: blake3()).hexdigest()  # type: ignore[arg-type,return-value]
+            return hash_content(file)
     except OSError as error:
         raise UsageError(f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out") from None
 

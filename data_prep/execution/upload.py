@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from blake3 import blake3
-
 from megatfm.corpus.files import write_whole
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
 from megatfm.errors import UsageError
+from megatfm.files import hash_content
 
 RESULT_FILE = "prep.json"
 IN_PROGRESS_FILE = ".prep-begun.json"
@@ -107,7 +106,8 @@ class RemoteOutput:
         """Upload a file, unless it was uploaded before, and remove the local copy unless `keep`."""
         name = path.relative_to(self._folder).as_posix()
         note = self._notes / f"{name.replace('/', '.')}.json"
-        fingerprint = blake3().update_mmap(path).hexdigest()
+        with open(path, "rb") as file:
+            fingerprint = hash_content(file)
         if self._read_sent_hash(note, name) != fingerprint:
             remote_file = self._remote.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
+from megatfm.config.parts import find_unread_key
 from megatfm.config.section import Section
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.errors import UsageError
-from megatfm.registry import Registry, did_you_mean
+from megatfm.registry import Registry
 
 
 class Filter(Protocol):
@@ -115,21 +116,15 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def make_filter(config: Section) -> CountingFilter:
-    """Make the filter of a `[[steps]]` table. Raises UsageError for an unknown name, or an unusable list or file."""
+    """Make the filter of a `[[steps]]` table. Raises UsageError for an unusable list or file, or an unread key."""
     name: str = getattr(config, "name")  # noqa: B009 (all sections of steps have one)
     for module, names in _MODULES.items():
         if name in names:
             import_module(f"megatfm.data_prep.filters.{module}")
-    if name not in (known_names := list_filter_names()):
-        raise UsageError(
-            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}"
-        )
-    return CountingFilter(STEPS.get(name)(config))
-
-
-def list_filter_names() -> list[str]:
-    """Return the names of all filters: ours, and those that plugins have registered so far."""
-    return sorted({*STEPS.names(), *(name for names in _MODULES.values() for name in names)})
+    step = CountingFilter(STEPS.get(name)(config))
+    if error := find_unread_key(config, "steps: "):
+        raise UsageError(error)
+    return step
 
 
 def pass_through(steps: Sequence[CountingFilter], documents: Iterable[Document]) -> Iterator[Document]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
-from megatfm.config.prep import ReadConfig
+from megatfm.config.prep import READ_FORMATS, ReadConfig
 from megatfm.data_prep.readers.record import BadRecord, Record
 from megatfm.errors import UsageError
-from megatfm.registry import Registry, did_you_mean
+from megatfm.registry import Registry
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files."""
@@ -42,8 +42,6 @@ _MODULES = {
     "webdataset": "webdataset",
 }
 """The module of each format, which has a function `read_FORMAT`."""
-_TEXT_FORMATS = ("text", *FORMATS)
-_IMPORT_FORMATS = ("images", "megatron", "tokens")
 Reader = Callable[[Path, ReadConfig], Iterator[Record | BadRecord]]
 READERS: Registry[Reader] = Registry("format")
 """Formats of plugins."""
@@ -77,19 +75,9 @@ def register(name: str, *suffixes: str) -> Callable[[Reader], Reader]:
     """Register the reader of a plugin's format, and the suffixes of its files, as a decorator."""
 
     def enter(read: Reader) -> Reader:
-        if name in (*_TEXT_FORMATS, *_IMPORT_FORMATS):
+        if name in READ_FORMATS:
             raise UsageError(f"format {name!r} is one of megatfm's: give the plugin's another name")
         FORMATS[name] = suffixes
         return READERS.register(name)(read)
 
     return enter
-
-
-def check_format(name: str | None) -> None:
-    """Raise UsageError for an unknown format."""
-    if name is not None and name not in (*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()):
-        known_formats = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
-        raise UsageError(
-            f"read.format = {name!r} is no format{did_you_mean(name, known_formats)}; "
-            f"there are: {', '.join(known_formats)}"
-        )

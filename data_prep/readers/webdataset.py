@@ -5,10 +5,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, Self, cast
 
 from megatfm.config.prep import ReadConfig
-from megatfm.corpus.safe_tar import check_nothing_follows, is_oversized_extension
+from megatfm.corpus.safe_tar import SafeTarInfo, check_nothing_follows
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
     BadFileError,
@@ -99,24 +99,19 @@ class _BoundedFile:
         return data
 
 
-class _StrictTarInfo(tarfile.TarInfo):
-    """A header that refuses damage that tarfile accepts: a missing end, or a name of any size."""
+class _StrictTarInfo(SafeTarInfo):
+    """A header that refuses damage that tarfile accepts, such as a missing end."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictTarInfo":
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         if not buf:
             raise tarfile.ReadError("the blocks that end it are missing")
         try:
-            member = super().frombuf(buf, encoding, errors)
+            return super().frombuf(buf, encoding, errors)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the blocks of zeros that end it
             raise
         except tarfile.HeaderError as error:  # tarfile would take it for the end
             raise tarfile.ReadError(f"a damaged header: {error}") from None
-        if member.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError(f"a sparse file: {member.name!r}")
-        if is_oversized_extension(member):
-            raise tarfile.ReadError(f"a header of {member.size:,} bytes")
-        return member
 
 
 def _read_members(

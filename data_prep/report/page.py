@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from megatfm.data_prep.documents import SPLITS
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, format_file_size
 
 
 def format_count(value: float) -> str:
@@ -19,14 +19,6 @@ def format_count(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.3g} {unit}"
     return f"{value:,.0f}"
-
-
-def format_file_size(count: float) -> str:
-    """Format a number of bytes: 3.21 MB."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import secrets
 from pathlib import Path
 
 from megatfm import object_collectives
-from megatfm.checkpoint import file_format, file_io, reader
-from megatfm.checkpoint.file_format import FileEntry
+from megatfm.checkpoint import file_io, reader
 from megatfm.checkpoint.metadata import METADATA_FILENAME, NewerFormatError, parse_metadata, read_metadata
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import name_disk_errors
@@ -18,6 +17,21 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
 """Name of a damaged checkpoint that `commit` replaced; kept until a later one has been verified."""
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
+
+
+def name_checkpoint(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_from_path(path: Path) -> int:
+    """Return the step of a checkpoint, from its folder name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def name_staging_dir(final: Path) -> Path:
+    """Return a new path beside `final`, in which a checkpoint is written before it is renamed."""
+    return final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
 
 
 def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
@@ -111,7 +125,7 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
         if path.is_symlink():
             raise MegatfmError("it is a symbolic link")
         metadata = read_metadata(path)
-        if path.name != f"step-{metadata.step:08d}":
+        if path.name != name_checkpoint(metadata.step):
             raise MegatfmError(f"it holds step {metadata.step}, so its folder was renamed")
         if hashes:
             reader.verify_checkpoint(path)
@@ -119,15 +133,6 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
             reader.check_sizes(path, metadata)
     except NewerFormatError:
         raise
-    except MegatfmError as error:
-        return str(error)
-    return None
-
-
-def check_file(path: Path, entry: FileEntry) -> str | None:
-    """Read every byte of a file of tensors. Return its fault, or None if it is intact."""
-    try:
-        file_format.read_safetensors(path, entry, {})
     except MegatfmError as error:
         return str(error)
     return None
@@ -191,11 +196,6 @@ def try_to_remove(path: Path) -> None:
         remove(path)
     except MegatfmError as error:
         log.warning("an old checkpoint could not be removed: %s", error)
-
-
-def step_from_path(path: Path) -> int:
-    """Return the step of a checkpoint, from its folder name."""
-    return int(path.name.removeprefix("step-"))
 
 
 def remove_leftovers(folder: Path) -> list[Path]:

@@ -178,12 +178,7 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
             continue
         destination = destinations[key]
         if destination is None or not can_read_in_place(destination, dtype, entry.shape):
-            destination = _allocate_aligned(entry.shape, dtype)
+            destination = torch.from_numpy(allocate_aligned(end - start)).view(dtype).view(entry.shape)
         tensors[key] = destination
         file.read_into(view_as_bytes(destination).numpy().data)
     return tensors
-
-
-def _allocate_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate an aligned tensor on the CPU."""
-    return torch.from_numpy(allocate_aligned(prod(shape) * dtype.itemsize)).view(dtype).view(shape)

@@ -7,7 +7,6 @@ and fetches the files that a node's ranks need and the node lacks.
 
 import contextlib
 import logging
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from torch import Tensor
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io
 from megatfm.checkpoint.directory import (
-    check_file,
     list_checkpoints,
+    name_checkpoint,
+    name_staging_dir,
     remove,
     remove_leftovers,
     step_from_path,
@@ -87,7 +87,7 @@ class NodeTopology:
     @property
     def is_node_leader(self) -> bool:
         """Whether this rank does the shared work of its node."""
-        return self.list_ranks_on(self.node_of_rank[self.rank])[0] == self.rank
+        return self.find_leader(self.node_of_rank[self.rank]) == self.rank
 
     def find_leader(self, node: int) -> int:
         """Return the lowest rank of a node."""
@@ -122,9 +122,8 @@ def save_local(
     are killed before the end lack the checkpoint.
     """
     action, group = f"checkpoint of step {step} not saved on the nodes", nodes.group
-    token = object_collectives.run_on_rank_0(action, lambda: secrets.token_hex(4), group)
-    final = nodes.folder / f"step-{step:08d}"
-    staging_dir = final.with_name(f".{final.name}.partial-{token}")
+    final = nodes.folder / name_checkpoint(step)
+    staging_dir = final.with_name(object_collectives.run_on_rank_0(action, lambda: name_staging_dir(final).name, group))
     _make_staging_dir(action, nodes, staging_dir)
     per_rank = object_collectives.run_and_gather(
         action, lambda: write_rank_files(staging_dir, nodes.rank, plan.items, pieces()), group
@@ -206,8 +205,8 @@ def fetch_missing_files(nodes: NodeTopology, local: LocalCheckpoint, shards: Map
     """Fetch the files that this node's ranks need for their shards; returns the checkpoint's path on this node. A
     collective."""
     action = f"checkpoint of step {local.step} not fetched from the nodes"
-    final = nodes.folder / f"step-{local.step:08d}"
-    staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+    final = nodes.folder / name_checkpoint(local.step)
+    staging_dir = name_staging_dir(final)
     metadata = local.metadata(nodes.folder)
     needed = object_collectives.run_on_all_ranks(action, lambda: Reader(final, metadata, shards).files, nodes.group)
     missing = _find_missing_files(nodes, local, object_collectives.all_gather_object(needed, nodes.group))
@@ -280,7 +279,7 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
         try:
             raw = file_io.read_file(path / METADATA_FILENAME)
             metadata = parse_metadata(path, raw)
-            if path.name != f"step-{metadata.step:08d}":  # its files would be looked for in the folder of that step
+            if path.name != name_checkpoint(metadata.step):  # its files would be looked for in the folder of that step
                 raise MegatfmError(f"it holds step {metadata.step}, so its folder was renamed")
         except NewerFormatError:
             raise
@@ -288,9 +287,18 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
             log.warning("%s is not used: %s", path, error)
             continue
         intact_files[metadata.step, raw] = [
-            name for name, entry in metadata.files.items() if check_file(path / name, entry) is None
+            name for name, entry in metadata.files.items() if _is_intact(path / name, entry)
         ]
     return intact_files
+
+
+def _is_intact(path: Path, entry: FileEntry) -> bool:
+    """Read every byte of a file of tensors; return whether it is intact."""
+    try:
+        file_format.read_safetensors(path, entry, {})
+    except MegatfmError:
+        return False
+    return True
 
 
 def transfer_files(

@@ -285,7 +285,7 @@ def _upgrade_from_v1(old: _MetadataV1) -> Metadata:
     tensor_groups = []
     for (dtype, shape, regions), members in groups.items():
         group_pieces = tuple(
-            Piece(offsets=offsets, sizes=sizes, runs=run_lengths(indices[i] for indices in members.values()))
+            Piece(offsets=offsets, sizes=sizes, runs=encode_runs(indices[i] for indices in members.values()))
             for i, (offsets, sizes) in enumerate(regions)
         )
         tensor_groups.append(TensorGroup(dtype=dtype, shape=shape, names=tuple(members), pieces=group_pieces))
@@ -293,7 +293,7 @@ def _upgrade_from_v1(old: _MetadataV1) -> Metadata:
 
 
 def list_positions(runs: Iterable[tuple[int, int]], numbers: Collection[int]) -> list[int]:
-    """Return the positions of some numbers in what `run_lengths` has encoded: of 5 in (3, 2), (5, 1), position 2."""
+    """Return the positions of some numbers in what `encode_runs` has encoded: of 5 in (3, 2), (5, 1), position 2."""
     positions: list[int] = []
     start = 0
     for number, count in runs:
@@ -303,6 +303,6 @@ def list_positions(runs: Iterable[tuple[int, int]], numbers: Collection[int]) ->
     return positions
 
 
-def run_lengths(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Count equal neighbours: 3, 3, 5 → (3, 2), (5, 1)."""
+def encode_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Run-length encode numbers: 3, 3, 5 → (3, 2), (5, 1)."""
     return tuple((number, len(list(equal))) for number, equal in groupby(numbers))

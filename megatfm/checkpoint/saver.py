@@ -107,8 +107,7 @@ class Saver:
         self.keep, self.keep_every, self.verify_after_write = keep, keep_every, verify_after_write
         self.verified: Path | None = None
         """The newest checkpoint that was verified after it was written; retention keeps it."""
-        self.pinned: Path | None = None
-        """A checkpoint that retention must keep, set by the caller."""
+        self._pinned: Path | None = None
         self._group = (
             dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if object_collectives.is_distributed() else None
         )
@@ -131,11 +130,13 @@ class Saver:
         *,
         wait_for_staging: bool = True,
         local: bool = False,
+        pinned: Path | None = None,
     ) -> None:
         """Save `tensors` (see the function `save`) and rank 0's `state` as they are now.
 
         Waits for a running save first. wait_for_staging: return only once the tensors may change; otherwise call
         `wait_for_staging` before changing them. local: save to the node-local folders instead of the shared one.
+        pinned: a checkpoint, maybe this one, that retention keeps once this one is committed.
 
         Raises MegatfmError on every rank if the previous save failed, or this one before its background part; later
         failures are raised by `wait_for_save`.
@@ -150,7 +151,7 @@ class Saver:
             self._group,
         )
         plan = self._get_write_plan(action, shards)
-        self._step, self._is_local = step, local
+        self._step, self._is_local, self._pinned = step, local, pinned
         self._staging.mark_ready(shard.tensor for shard in shards.values())
         if self.mode == "async":
             self._copied.clear()
@@ -264,7 +265,7 @@ class Saver:
                 self.verified = path
             if self.keep is not None and object_collectives.rank(self._group) == 0:
                 _remove_old_checkpoints(
-                    path, self.keep, every=self.keep_every, verified=self.verified, pinned=self.pinned
+                    path, self.keep, every=self.keep_every, verified=self.verified, pinned=self._pinned
                 )
             self._path = path
         except BaseException as error:

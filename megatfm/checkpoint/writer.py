@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io
+from megatfm.checkpoint.directory import name_checkpoint, name_staging_dir
 from megatfm.checkpoint.file_format import DTYPE_NAMES, FileEntry
 from megatfm.checkpoint.metadata import (
     METADATA_FILENAME,
@@ -23,7 +24,7 @@ from megatfm.checkpoint.metadata import (
     TensorGroup,
     check_json_round_trip,
     encode_metadata,
-    run_lengths,
+    encode_runs,
 )
 from megatfm.checkpoint.planner import PlannedGroup, TensorSpec, WriteItem, WritePlan
 from megatfm.checkpoint.reader import check_sizes, verify_checkpoint
@@ -64,13 +65,13 @@ def write_checkpoint(
     all ranks if anything fails on any; then no trace of this save is left.
     """
     action = f"checkpoint of step {step} not saved"
-    final = folder / f"step-{step:08d}"
+    final = folder / name_checkpoint(step)
     created_dir: Path | None = None  # on rank 0, to be removed after an error
 
     def make_staging_dir() -> Path:
         nonlocal created_dir
         file_io.make_durable_dirs(final.parent)
-        created_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        created_dir = name_staging_dir(final)
         file_io.make_dir(created_dir)
         return created_dir
 
@@ -114,7 +115,7 @@ def write_rank_files(
         for item in file_items:
             file_indices[item.group, item.piece].append(file_index)
     file_io.sync_folder(folder)
-    return WriteResult(files, {piece: run_lengths(indices) for piece, indices in file_indices.items()})
+    return WriteResult(files, {piece: encode_runs(indices) for piece, indices in file_indices.items()})
 
 
 def build_metadata(
@@ -206,9 +207,9 @@ def write_checkpoint_from_iterator(
 
     Names must be unique. Raises MegatfmError if anything fails; then no trace of this save is left.
     """
-    final = folder / f"step-{step:08d}"
+    final = folder / name_checkpoint(step)
     file_io.make_durable_dirs(folder)
-    staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+    staging_dir = name_staging_dir(final)
     file_io.make_dir(staging_dir)
     try:
         groups, files = _write_full_tensors(staging_dir, tensors)
@@ -248,5 +249,5 @@ def _write_full_tensors(
 def _make_full_group(spec: TensorSpec, file_indices: Mapping[str, int]) -> TensorGroup:
     """Return a group of full tensors. file_indices: name → index of its file, sorted by name."""
     dtype, shape = spec
-    piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(file_indices.values()))
+    piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=encode_runs(file_indices.values()))
     return TensorGroup(dtype=dtype, shape=shape, names=tuple(file_indices), pieces=(piece,))

@@ -5,6 +5,7 @@ import re
 import sys
 
 from megatfm.commands.arguments import add_trust_argument
+from megatfm.commands.training import show_log
 from megatfm.errors import MegatfmError, UsageError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -51,6 +52,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     experts.add_argument("--seed", type=int, metavar="N", help="seed of noise and routers (0)")
 
 
+@show_log()
 def convert_command(args: argparse.Namespace) -> int:
     """Convert, and print where the result is."""
     from megatfm.convert.convert import convert
@@ -99,8 +101,8 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
     from megatfm import checkpoint
     from megatfm.checkpoint.locate import is_peft_folder
     from megatfm.config.load import parse_stored_config
+    from megatfm.convert.convert import merge_adapters
     from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.merge_adapters import merge_adapters
     from megatfm.convert.peft import to_peft
     from megatfm.convert.peft_import import from_peft
 

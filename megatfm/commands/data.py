@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides
+from megatfm.commands.training import show_log
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 from megatfm.errors import UsageError
 from megatfm.terminal import format_counted
 
 if TYPE_CHECKING:
     from megatfm.tokenizers import Tokenizer
+
+
+DEFAULT_COUNT = 32
+"""Images that `data show --images` draws."""
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +32,8 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw training images, after all transforms of --config, into this PNG",
     )
-    show.add_argument("--config", metavar="CONFIG", help="the training config or preset that reads the images")
-    show.add_argument("--count", type=int, default=32, metavar="N", help="images to draw (32)")
+    show.add_argument("--config", metavar="CONFIG", help="with --images: the training config or preset that reads them")
+    show.add_argument("--count", type=int, metavar="N", help=f"with --images: images to draw ({DEFAULT_COUNT})")
     stats = actions.add_parser("stats", help="count lengths, sources and ids")
     export = actions.add_parser("export", help="convert a corpus for other programs; the name of OUT says the format")
     for action in (show, stats, export):
@@ -53,6 +58,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     index.add_argument("--to", metavar="FOLDER", help="copy the samples there, as a megatfm corpus")
 
 
+@show_log()
 def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus, and print the result."""
     print(ACTIONS[args.action](args))
@@ -74,6 +80,9 @@ def _show(args: argparse.Namespace) -> str:
 
     if args.images:
         return _draw_images(args)
+    for flag in ("config", "count"):
+        if getattr(args, flag) is not None:
+            raise UsageError(f"--{flag} is for --images: give --images FILE, or leave --{flag} out")
     tokenizer = _load_tokenizer(args)
     if tokenizer is None:
         return str(describe_corpus(args.dir, args.sample, None, describe_padding, None))
@@ -154,11 +163,14 @@ def _draw_images(args: argparse.Namespace) -> str:
     from megatfm.files import atomic_write, name_write_errors
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
+    if args.sample is not None or args.tokenizer:
+        raise UsageError("--images draws what training reads: leave --sample and --tokenizer out")
+    count = DEFAULT_COUNT if args.count is None else args.count
     if not args.config:
         raise UsageError("--images needs --config, the training config with the transforms of images")
-    if args.count < 1 or not args.images.endswith(".png"):
+    if count < 1 or not args.images.endswith(".png"):
         raise UsageError(
-            f"--images {args.images} --count {args.count}: give a name that ends in .png, and a count of at least 1"
+            f"--images {args.images} --count {count}: give a name that ends in .png, and a count of at least 1"
         )
     config, tokenizer = open_tokenizer(load_config(args.config, [f"data.train={args.dir}", "data.validation={}"]))
     rows = open_corpora(config, tokenizer).train
@@ -171,7 +183,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     names = Corpus.open(args.dir).manifest.class_names
     embedding = config.model.patch_embedding
     patch_size, images, position = embedding.patch_size if embedding else 1, list[CaptionedImage](), 0
-    while len(images) < args.count:
+    while len(images) < count:
         decode = tokenizer.decode if tokenizer else None
         image_token = config.model.connector.image_token_id if config.model.connector else None
         images += iter_captioned_images(rows.read_rows([position]), patch_size, names, decode, image_token)
@@ -181,10 +193,10 @@ def _draw_images(args: argparse.Namespace) -> str:
                 f"--images: no sample of {args.dir} has an image outside quarantine: name a corpus of images"
             )
     out = io.BytesIO()
-    draw_contact_sheet(images[: args.count]).save(out, "PNG")
+    draw_contact_sheet(images[:count]).save(out, "PNG")
     with name_write_errors(Path(args.images)):
         atomic_write(Path(args.images), out.getvalue())
-    return f"{args.images}: {format_counted(args.count, 'image')} of {position} rows of training"
+    return f"{args.images}: {format_counted(count, 'image')} of {position} rows of training"
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], str]] = {

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,24 +100,25 @@ def estimate_command(args: argparse.Namespace) -> int:
     from megatfm.estimate.text import as_dict
 
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
-    with open_estimator(config, cluster, sizes) as opened_estimator:
+    with open_estimator(config, cluster, sizes) as estimator:
         if args.search:
-            estimate = _find_best_layout(opened_estimator, args.json)
+            estimate = _find_best_layout(estimator, args.json)
         else:
-            estimate = opened_estimator.estimate(opened_estimator.base)
+            estimate = estimator.estimate(estimator.base)
         if args.json:
             print(to_strict_json(as_dict(estimate), indent=2))
         else:
-            _print_estimate(opened_estimator, estimate)
-        if args.html:
-            from megatfm.estimate.page import write_estimate_page
+            _print_estimate(estimator, estimate)
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():
+            if args.html:
+                from megatfm.estimate.page import write_estimate_page
 
-            write_estimate_page(opened_estimator, estimate, args.html)
-            print(f"written: {args.html}", file=sys.stderr if args.json else sys.stdout)
-        if args.traced:
-            _print_traced_step(args, opened_estimator, estimate)
-    if args.write:
-        _write_job(args, estimate)
+                write_estimate_page(estimator, estimate, args.html)
+                print(f"written: {args.html}")
+            if args.traced:
+                _print_traced_step(args, estimator, estimate)
+            if args.write:
+                _write_job(args, estimate)
     return 0 if estimate.fits else 1
 
 
@@ -146,7 +148,7 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     import torch
 
     from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
-    from megatfm.estimate.clock import ROUNDS, Clock
+    from megatfm.estimate.clock import MIN_ROUNDS, ROUNDS, Clock
     from megatfm.estimate.devices import NODE
     from megatfm.estimate.trial_configs import list_trials
 
@@ -166,21 +168,22 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     except UsageError as error:
         print(f"{error}; operators are measured in trials of {TRIAL_PRESET}", file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
-    print(f"measuring matrix products and {len(trials)} trial steps in {ROUNDS} rounds: some minutes", file=notes)
+    steps = f"{len(trials)} trial steps"
+    print(f"measuring matrix products and {steps} in {MIN_ROUNDS} to {ROUNDS} rounds: some minutes", file=notes)
     table, _ = measure_device(Clock(device), precision, trials)
     write_table(table, args.calibrate)
     print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}", file=notes)
     args.hardware, args.device = args.calibrate, NODE
 
 
-def _find_best_layout(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
+def _find_best_layout(estimator: "Estimator", is_quiet: bool) -> "Estimate":
     """Search for the best layout, print a table, and return the best estimate. Raises UsageError if nothing fits."""
     from megatfm.estimate.search import search
     from megatfm.estimate.text import describe_search, make_search_table
 
-    result = search(opened_estimator)
+    result = search(estimator)
     if not result.best:
-        raise UsageError(_describe_failed_search(opened_estimator, result))
+        raise UsageError(_describe_failed_search(estimator, result))
     if not is_quiet:
         for line in describe_search(result):
             print(line)
@@ -188,20 +191,20 @@ def _find_best_layout(opened_estimator: "Estimator", is_quiet: bool) -> "Estimat
     return result.best[0]
 
 
-def _describe_failed_search(opened_estimator: "Estimator", result: "SearchResult") -> str:
+def _describe_failed_search(estimator: "Estimator", result: "SearchResult") -> str:
     """Return the error message of a search without a result: the memory of the smallest layout."""
-    cluster = opened_estimator.cluster
+    cluster = estimator.cluster
     if result.smallest is None:
         reasons = "; ".join(reason for reason, _ in result.refused.most_common(2))
-        return f"--search: no layout of {opened_estimator.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
+        return f"--search: no layout of {estimator.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
     smallest_gib = result.smallest.score.n_bytes / 2**30
     return (
-        f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest "
+        f"--search: none of {result.tried:,} layouts of {estimator.base.name} fits {cluster}: the smallest "
         f"takes {smallest_gib:.0f} GiB of {cluster.device.memory_gib:.0f}: use more GPUs, or shorter rows"
     )
 
 
-def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
+def _print_traced_step(args: argparse.Namespace, estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
     from megatfm.estimate.text import describe_trace, make_traced_table
     from megatfm.estimate.traced import compare_with_trace, count_traced_microbatches, make_trace_overrides, run_trace
@@ -214,7 +217,7 @@ def _print_traced_step(args: argparse.Namespace, opened_estimator: "Estimator", 
     ]
     traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
     config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
-    bf16_estimate = opened_estimator.estimate(config)
+    bf16_estimate = estimator.estimate(config)
     print_table(make_traced_table(compare_with_trace(bf16_estimate, traced), traced))
     for line in describe_trace(traced):
         print(line)
@@ -242,7 +245,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
 
 
-def _print_estimate(opened_estimator: "Estimator", estimate: "Estimate") -> None:
+def _print_estimate(estimator: "Estimator", estimate: "Estimate") -> None:
     """Print whether the run fits, and tables of its memory, time and traffic."""
     from megatfm.estimate.stalls import describe_failures
     from megatfm.estimate.text import (
@@ -260,19 +263,19 @@ def _print_estimate(opened_estimator: "Estimator", estimate: "Estimate") -> None
     for table in (make_memory_table(estimate), make_time_table(estimate), make_traffic_table(estimate)):
         if table.rows:
             print_table(table)
-    _print_advice(opened_estimator, estimate)
+    _print_advice(estimator, estimate)
 
 
-def _print_advice(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
+def _print_advice(estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
     """Print a larger micro-batch that fits, too; or, if the run doesn't fit or needs less memory, what to change."""
     from megatfm.estimate.advice import find_fitting_changes, find_largest_micro_batch
 
     if estimate.fits and not needs_less:
-        largest = find_largest_micro_batch(opened_estimator, estimate)
+        largest = find_largest_micro_batch(estimator, estimate)
         if largest and largest > estimate.config.train.micro_batch:
             print(f"train.micro_batch={largest} fits as well")
         return
-    changes = find_fitting_changes(opened_estimator, estimate)
+    changes = find_fitting_changes(estimator, estimate)
     if not changes:
         print("none of the common changes makes it fit: use more GPUs, or shorter rows")
     for change in changes[:MAX_CHANGES]:
@@ -303,11 +306,11 @@ def explain_oom_command(args: argparse.Namespace) -> int:
 
     folder = resolve_run_dir(args.folder)
     recorded = read_recorded(folder)
-    with run_estimator(folder, recorded, args.device, args.hardware) as opened:
-        estimate = opened.estimate(opened.base)
+    with run_estimator(folder, recorded, args.device, args.hardware) as estimator:
+        estimate = estimator.estimate(estimator.base)
         for line in (*describe_run(estimate), describe_fit(estimate), *describe_recorded(estimate, recorded)):
             print(line)
         print_table(make_memory_table(estimate))
         print_table(make_phases_table(estimate))
-        _print_advice(opened, estimate, needs_less=bool(recorded.failures))
+        _print_advice(estimator, estimate, needs_less=bool(recorded.failures))
     return 0

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatfm.commands.arguments import add_trust_argument
 from megatfm.commands.generation import load_text_model
+from megatfm.commands.training import show_log
 from megatfm.errors import UsageError
 from megatfm.terminal import make_table, print_table
 
@@ -99,6 +100,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--out", metavar="FOLDER", help="folder for results (RUN, if that is a run directory)")
 
 
+@show_log()
 def evaluate_command(args: argparse.Namespace) -> int:
     """Evaluate, print a table, and write the results into the run directory."""
     if not args.harness:
@@ -130,7 +132,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     path = Path(args.run_dir)
     is_hf = is_hf_folder(path) or is_electra_folder(path)
     is_run = (path / "config.toml").is_file()
-    evaluated = evaluate_task_files(
+    evaluate_task_files(
         lambda device: load_text_model(path, device, args.dtype, args.trust_plugins),
         parse_task_files(args.task),
         HarnessTasks(args.harness, args.harness_path, args.shots, args.chat_template),
@@ -139,9 +141,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         device=args.device,
         embedding_options=partial(read_sentence_transformer_options, path) if is_hf else None,
         out_dir=Path(args.out) if args.out else path if is_run else None,
+        show=partial(_print_tasks, args.run_dir),
     )
-    if evaluated is not None:
-        _print_tasks(args.run_dir, evaluated)
     return 0
 
 
@@ -163,7 +164,6 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     baselines.json, confusion.json and pictures.json."""
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.inference.evaluate import evaluate_run
-    from megatfm.report.evaluation_charts import LOSS_UNITS
 
     if args.images < 0:
         raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
@@ -178,10 +178,18 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
         args.baselines,
         trust_plugins=args.trust_plugins,
         n_images=args.images,
+        show=partial(_print_sets, args.run_dir),
     )
-    if evaluated is None:
-        return 0
-    results, baselines = evaluated
+    if evaluated is not None and args.images:
+        from megatfm.inference.pictures import FOLDER
+
+        print(f"pictures in {Path(args.run_dir) / FOLDER}; `megatfm report {args.run_dir}` shows them")
+    return 0
+
+
+def _print_sets(run_dir: str, results: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> None:
+    from megatfm.report.evaluation_charts import LOSS_UNITS
+
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
     unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
@@ -189,7 +197,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     has_likelihood = bool(baselines) or any("bits_per_byte" in result for result in results["sets"].values())
     text_columns = ["bits per byte", "bytes"] if has_likelihood else []
     headings = ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text_columns)
-    table = make_table(headings, ("set",), f"{args.run_dir}, step {results['step']}")
+    table = make_table(headings, ("set",), f"{run_dir}, step {results['step']}")
     for name, result in results["sets"].items():
         cells = [f"{result['terms'][term]:.4f}" for term in terms]
         cells += [f"{100 * result['metrics'][metric]:.2f} %" for metric in metrics]
@@ -201,11 +209,6 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
             padding = [""] * (1 + len(terms) + len(metrics))
             table.add_row(f"  {compressor}", *padding, f"{bits_per_byte:.3f}", "")
     print_table(table)
-    if args.images:
-        from megatfm.inference.pictures import FOLDER
-
-        print(f"pictures in {Path(args.run_dir) / FOLDER}; `megatfm report {args.run_dir}` shows them")
-    return 0
 
 
 def _parse_sets(arguments: list[str]) -> dict[str, str]:

@@ -14,7 +14,13 @@ from megatfm.commands.arguments import (
     add_trust_argument,
     split_config,
 )
-from megatfm.commands.training import enable_expandable_segments, print_notes, remove_on_refusal, write_run_config
+from megatfm.commands.training import (
+    enable_expandable_segments,
+    print_notes,
+    remove_on_refusal,
+    show_log,
+    write_run_config,
+)
 from megatfm.config import Config, load_config
 from megatfm.config.load import get_overridden_keys, read_values
 from megatfm.config.sources import ConfigFile, is_stored_by_us, read_files
@@ -52,10 +58,13 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@show_log()
 def finetune_command(args: argparse.Namespace) -> int:
     """Fine-tune or resume, then evaluate the best checkpoint; return an exit code as `megatfm train` does."""
     enable_expandable_segments(os.environ)
     start_sentinel()
+    if args.prepare and args.export:
+        raise UsageError("--export is for a run that trains: leave it or --prepare out")
     if args.seeds is None:
         return finetune_once(args, args.overrides)[0]
     config, overrides = split_config(args.config, args.overrides)
@@ -267,6 +276,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@show_log()
 def predict_command(args: argparse.Namespace) -> int:
     """Write the predicted label and probabilities of each row of a file."""
     from megatfm.inference.task_evaluation import predict_file

@@ -16,10 +16,10 @@ from megatfm.convert.electra_pair import is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
+from megatfm.parallel.process_environment import read_process_environment
 
 CONVERTED_DIR = "from"
 """Folder in the run directory for a converted Hugging Face model, with a marker of its path."""
-WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 RUN_SPECIFIC_KEYS = (
     "run_dir", "data.validation", "data.mixture", "data.mixture_schedule", "data.rampup", "train.init_include",
     "train.branch_from", "train.freeze", "resume", "parallel",
@@ -85,7 +85,7 @@ def _convert_hf_once(
     target = run / f"{CONVERTED_DIR}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
     if (target / "config.toml").is_file():
         return target, []
-    if any(os.environ.get(key, "1") not in ("", "1") for key in WORLD_SIZE_VARS):
+    if read_process_environment(os.environ).world_size > 1:
         raise UsageError(
             f"{source}: is in the Hugging Face format, which one process must convert first: run `megatfm convert "
             f"{source} NEW --to megatfm` once, and give --from NEW"

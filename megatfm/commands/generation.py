@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,8 +151,8 @@ def generate_command(args: argparse.Namespace) -> int:
         _append_samples(model, args.prompt, [text])
         return 0
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, vocab_size=model.tokenizer.vocab_size)
-    print_text = _print_text if args.num_samples == 1 else _ignore_text
-    texts = generate_text(model, args.prompt, sampling, args.max_tokens, args.num_samples, options, print_text)
+    on_text = partial(print, end="", flush=True) if args.num_samples == 1 else lambda text: None
+    texts = generate_text(model, args.prompt, sampling, args.max_tokens, args.num_samples, options, on_text)
     if args.num_samples > 1:
         for number, text in enumerate(texts, start=1):
             print(f"--- sample {number} of {args.num_samples}\n{args.prompt}{separator}{text}")
@@ -188,12 +189,3 @@ def _choose_device(name: str) -> str:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: torch can't use it here ({reason}): choose cpu") from None
     return name
-
-
-def _print_text(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _ignore_text(text: str) -> None:
-    """Take a text that is printed later."""

@@ -1,6 +1,7 @@
 """`megatfm train` and `megatfm launch`: train or resume, in this process or through a launcher."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -58,6 +59,25 @@ def print_notes(notes: Sequence[str]) -> None:
     if read_process_environment(os.environ).rank == 0:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
+
+
+@contextmanager
+def show_log() -> Iterator[None]:
+    """Print the log's messages to stderr on rank 0, with the time, as training does, but for a run's own log."""
+    if read_process_environment(os.environ).rank:
+        yield
+        return
+    log, handler = logging.getLogger("megatfm"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    handler.addFilter(lambda _: log.handlers == [handler])
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def train_command(args: argparse.Namespace) -> int:

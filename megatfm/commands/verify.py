@@ -10,11 +10,12 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.errors import UsageError
 from megatfm.terminal import make_table, print_table
+from megatfm.verify.layouts import LAYOUTS, Documents
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from megatfm.verify.verify import Difference, GradientComparison, PresetResult
 
 MAX_SHOWN = 8
-DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +33,9 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--documents",
         metavar="KIND",
-        choices=DOCUMENTS,
-        default=DOCUMENTS[0],
-        help=f"kind of documents in the rows: {', '.join(DOCUMENTS)}",
+        choices=get_args(Documents),
+        default="mixed",
+        help=f"kind of documents in the rows: {', '.join(get_args(Documents))}",
     )
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {MAX_SHOWN} worst")
     parser.add_argument(
@@ -80,7 +80,9 @@ def verify_command(args: argparse.Namespace) -> int:
     print_table(_make_gradient_table(comparison, len(differences)))
     print_table(_make_traffic_table(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
-        axes = {flow.axis for flow in comparison.flows if comparison.axes_without_closed_form.get(flow.axis) == reason}
+        axes = {
+            flow.axis for flow in comparison.traffic if comparison.axes_without_closed_form.get(flow.axis) == reason
+        }
         if axes:
             console.print(f"The traffic over {', '.join(sorted(axes))} is not predicted: {reason}.", markup=False)
     console.print(_format_conclusion(comparison), markup=False)
@@ -104,8 +106,9 @@ def _verify_presets(args: argparse.Namespace) -> int:
     from megatfm.config.load import read_values
     from megatfm.registry import did_you_mean
     from megatfm.verify import forkserver
-    from megatfm.verify.layouts import LAYOUTS
 
+    if args.all:
+        raise UsageError("--all shows every parameter of one CONFIG: leave it or --presets out")
     first_arguments = [args.presets] if "=" in args.presets else args.presets.split(",")
     arguments = [argument for argument in (*first_arguments, args.config, *args.overrides) if argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -213,9 +216,9 @@ def _make_traffic_table(comparison: "GradientComparison") -> "Table":
     headings = ("axis", "collective", "calls", "bytes sent", "expected")
     title = "Counted in this step, for the rank that sends most"
     table = make_table(headings, ("axis", "collective"), title, title_justify="left")
-    flows = {(flow.axis, flow.collective): flow for flow in comparison.flows}
-    for key in sorted(flows.keys() | comparison.expected.keys()):
-        flow, (_, expected_bytes) = flows.get(key), comparison.expected.get(key, (0, 0))
+    flows = {(flow.axis, flow.collective): flow for flow in comparison.traffic}
+    for key in sorted(flows.keys() | comparison.expected_traffic.keys()):
+        flow, (_, expected_bytes) = flows.get(key), comparison.expected_traffic.get(key, (0, 0))
         sent_bytes = flow.sent_bytes if flow else 0
         has_expectation = key[0] not in comparison.axes_without_closed_form
         row = (

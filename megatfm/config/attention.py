@@ -4,7 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, ByName, DropProbability, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, DropProbability, Section
 
 
 class FullPatternConfig(Section):
@@ -87,7 +88,7 @@ class PluginPatternConfig(Section):
     """A pattern that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_pattern"])
+    name: Annotated[str, PartName("attention pattern")] = Field(examples=["my_pattern"])
     """The name under which it is registered."""
 
 
@@ -290,7 +291,7 @@ class PluginAttentionConfig(GQAAttentionConfig):
     """An attention layer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_attention"])  # type: ignore[assignment]
+    name: Annotated[str, PartName("attention")] = Field(examples=["my_attention"])  # type: ignore[assignment]
     """The name under which it is registered."""
 
 

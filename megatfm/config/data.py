@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.images import ImagesConfig
 from megatfm.config.section import MAX_LENGTH, PathStr, Section, find_nearest_divisor
@@ -13,8 +13,9 @@ class MixtureSource(Section):
 
     path: PathStr
     """Folder or URL of the corpus."""
-    weight: PositiveFloat
-    """Weight; the corpus's share of the rows is this over the sum of all weights."""
+    weight: NonNegativeFloat
+    """Weight; the corpus's share of the rows is this over the sum of all weights. 0: not read, until
+    data.mixture_schedule gives it a weight."""
     quarantine: list[str] = Field(default_factory=list)
     """Samples that become padding, as in `data.quarantine`."""
 

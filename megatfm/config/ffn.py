@@ -12,14 +12,25 @@ from pydantic import (
     model_validator,
 )
 
+from megatfm.config.parts import ByName, PartName
 from megatfm.config.section import (
     MAX_LENGTH,
     MAX_WIDTH,
-    ByName,
     DropProbability,
     Section,
     find_nearest_divisor,
 )
+
+ActivationName = Annotated[
+    str,
+    PartName(
+        "activation",
+        (
+            *("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "swish"),
+            *("geglu", "geglu_tanh", "swiglu", "clamped_swiglu"),
+        ),
+    ),
+]
 
 
 class DenseFFNConfig(Section):
@@ -28,8 +39,9 @@ class DenseFFNConfig(Section):
     name: Literal["dense"] = "dense"
     d_ff: PositiveInt = Field(examples=[1024], le=MAX_WIDTH)
     """Inner width of the network."""
-    activation: str = "swiglu"
-    """Activation: gelu, swiglu or another registered one."""
+    activation: ActivationName = "swiglu"
+    """Activation: relu, relu2, gelu, gelu_tanh, quick_gelu or swish; gated: geglu, geglu_tanh, swiglu or
+    clamped_swiglu."""
     bias: bool = False
     """Biases in the projections."""
     dropout: DropProbability = 0.0
@@ -45,7 +57,7 @@ class PluginFFNConfig(DenseFFNConfig):
     """A feed-forward network that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
+    name: Annotated[str, PartName("feed-forward network")] = Field(examples=["my_ffn"])  # type: ignore[assignment]
     """The name under which it is registered."""
 
     @property
@@ -159,7 +171,7 @@ class PluginRouterConfig(RouterSection):
     """A router that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_router"])
+    name: Annotated[str, PartName("router (model.ffn.router)")] = Field(examples=["my_router"])
     """The name under which it is registered."""
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.model_parts import WidthFactor
-from megatfm.config.section import MAX_WIDTH, ByName, DropProbability, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
 
 class HeadConfig(Section):
@@ -142,7 +143,7 @@ class PluginHeadConfig(Section):
     """A head that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_head"])
+    name: Annotated[str, PartName("head (model.extra_heads)")] = Field(examples=["my_head"])
     """The name under which it is registered; left out, that of the table."""
 
 

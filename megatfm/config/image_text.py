@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatfm.config.ffn import ActivationName
 from megatfm.config.model_parts import PatchEmbeddingConfig
 from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
@@ -64,7 +65,7 @@ class VisionTowerConfig(Section):
     """Attention heads of the image encoder."""
     d_ff: PositiveInt = Field(default=4096, le=MAX_WIDTH)
     """Inner width of its feed-forward network."""
-    activation: str = "quick_gelu"
+    activation: ActivationName = "quick_gelu"
     """Activation of its feed-forward network (SigLIP: gelu_tanh)."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of its norms (SigLIP: 1e-6)."""

@@ -12,7 +12,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.section import ByName, Fraction, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import Fraction, Section
 
 Range = tuple[PositiveFloat, PositiveFloat]
 
@@ -103,7 +104,7 @@ class PluginTransform(TransformSection):
     """A transform that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_transform"])
+    name: Annotated[str, PartName("transform (data.images.transforms)")] = Field(examples=["my_transform"])
     """The name under which it is registered."""
 
 

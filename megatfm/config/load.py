@@ -40,6 +40,8 @@ prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Config class → the command that takes it."""
 
+NULLS = ("null", "Null", "NULL", "None")
+"""Words of other languages for no value, as an override's value."""
 MAX_SUGGESTIONS = 3
 """Most keys that an error suggests for one of a name that several sections have."""
 
@@ -192,6 +194,8 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if not text:
             table.pop(path[-1], None)
             continue
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         value = _parse(override, text)
         if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
@@ -287,9 +291,10 @@ def _suggest_keys(key: str, known_keys: Sequence[str], config_class: type[BaseMo
     section, _, name = key.rpartition(".")
     our_keys = [candidate for candidate in find_keys(name, config_class) if candidate != key]
     elsewhere = f" (did you mean {' or '.join(our_keys)}?)" if our_keys else ""
-    if not section or name.lower() in FOREIGN_KEYS:
-        return elsewhere or did_you_mean(name, known_keys)
-    return did_you_mean(name, known_keys) or elsewhere
+    longer_or_shorter = [known for known in known_keys if known.startswith(name) or name.startswith(known)]
+    if section and name.lower() not in FOREIGN_KEYS and longer_or_shorter:
+        return did_you_mean(name, longer_or_shorter)
+    return elsewhere or did_you_mean(name, known_keys)
 
 
 def find_keys(name: str, config_class: type[BaseModel] = Config) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     ConfigDict,
@@ -19,7 +19,7 @@ from megatfm.config.ffn import FFNConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.heads import HeadConfig, HeadsConfig
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
-from megatfm.config.model_checks import check_combinations
+from megatfm.config.model_checks import FAMILIES, check_combinations, suggest_family
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
     EmbeddingConfig,
@@ -34,6 +34,7 @@ from megatfm.config.model_parts import (
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
+from megatfm.config.parts import PartName
 from megatfm.config.position import PositionConfig, RopeConfig
 from megatfm.config.section import (
     MAX_LAYERS,
@@ -52,7 +53,7 @@ class ModelConfig(Section):
 
     model_config = ConfigDict(json_schema_extra=make_layers_optional)
 
-    family: str = "decoder"
+    family: Annotated[str, PartName("model family (model.family)", tuple(FAMILIES), suggest_family)] = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone), hierarchical (Swin),
     masked_autoencoder (MAE), two_towers (CLIP, SigLIP) or vision_language (LLaVA)."""
     vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)

@@ -11,7 +11,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, ByName, DropProbability, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, DropProbability, Section
 
 POST_NORM_PLACEMENTS = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs no final norm."""
@@ -29,8 +30,11 @@ class NormSection(Section):
     name: str
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
-    placement: str = "pre"
-    """Position of the norms around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
+    placement: Annotated[
+        str, PartName("norm position", ("pre", "post", "res_post", "sandwich", "deepnorm", "none"))
+    ] = "pre"
+    """Position of the norms around a sublayer: pre, post, res_post (on its output), sandwich, deepnorm or
+    none."""
     final_norm: bool | None = None
     """A norm at the end of each stack; left out, if blocks don't end in one."""
     first_attention_norm: bool = True
@@ -77,7 +81,7 @@ class PluginNormConfig(NormSection):
     """A normalisation layer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_norm"])
+    name: Annotated[str, PartName("norm")] = Field(examples=["my_norm"])
     """The name under which it is registered."""
 
 
@@ -169,7 +173,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
     """An embedding that a package in `plugins` registers, for inputs other than tokens, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_vectors"])
+    name: Annotated[str, PartName("embedding (model.embedding.name)")] = Field(examples=["my_vectors"])
     """The name under which it is registered."""
 
 
@@ -232,7 +236,7 @@ class PluginInitConfig(InitSection):
     """An initialisation that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_init"])
+    name: Annotated[str, PartName("initialisation (model.init)")] = Field(examples=["my_init"])
     """The name under which it is registered."""
 
 

@@ -4,7 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.section import ByName, Fraction, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import Fraction, Section
 
 
 class CausalObjective(Section):
@@ -247,7 +248,7 @@ class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_objective"])
+    name: Annotated[str, PartName("objective")] = Field(examples=["my_objective"])
     """The name under which it is registered."""
 
 

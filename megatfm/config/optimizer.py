@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.section import ByName, Fraction, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import Fraction, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -117,7 +118,7 @@ class PluginOptimizer(OptimizerSection):
     """An optimizer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_optimizer"])
+    name: Annotated[str, PartName("optimizer")] = Field(examples=["my_optimizer"])
     """The name under which it is registered."""
 
 
@@ -188,7 +189,7 @@ class PluginSchedule(ScheduleSection):
     """A schedule that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_schedule"])
+    name: Annotated[str, PartName("schedule")] = Field(examples=["my_schedule"])
     """The name under which it is registered."""
 
 

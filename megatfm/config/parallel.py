@@ -1,20 +1,18 @@
 """The `[parallel]` section: the layout, its mesh axes and pipeline schedule."""
 
 from math import prod
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from megatfm.config.parts import PartName
 from megatfm.config.section import MAX_WIDTH, Section, find_nearest_divisor
-
-ENGINES = ("native", "deepspeed")
-"""Names of the engines that megatfm has."""
 
 
 class ParallelConfig(Section):
     """The layout: the product of all axes is the number of processes."""
 
-    engine: str = Field(default="native", min_length=1)
+    engine: Annotated[str, PartName("engine", ("native", "deepspeed"))] = Field(default="native", min_length=1)
     """Engine that runs the steps: "native", "deepspeed", or the name of a plugin's engine."""
     dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Data-parallel replicas, each with a copy of all shards (with dp_shard > 1: HSDP)."""

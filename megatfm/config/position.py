@@ -4,7 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, ByName, Section
+from megatfm.config.parts import ByName, PartName
+from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, Section
 
 
 class PositionSection(Section):
@@ -274,7 +275,7 @@ class PluginPositionConfig(PositionSection):
     """A position encoding that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_position"])
+    name: Annotated[str, PartName("position")] = Field(examples=["my_position"])
     """The name under which it is registered."""
 
 

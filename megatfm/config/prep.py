@@ -8,8 +8,16 @@ from blake3 import blake3
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.key_migrations import find_renamed_prep_words
+from megatfm.config.parts import PartName, explain_unknown_name, iter_part_names
 from megatfm.config.prep_steps import DedupConfig, StepConfig, TokensConfig
 from megatfm.config.section import PathStr, Section
+
+PASSTHROUGH_FORMATS = ("images", "megatron", "tokens")
+"""Formats whose files are imported unchanged, without cleaning, split by source or dedup."""
+READ_FORMATS = (
+    *("text", "jsonl", "json", "csv", "parquet", "arrow", "warc", "mediawiki", "webdataset"),
+    *PASSTHROUGH_FORMATS,
+)
 
 
 class LabelsConfig(Section):
@@ -49,7 +57,7 @@ class ReadConfig(Section):
     """File names to read, as patterns; left out, every file of a folder."""
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
-    format: str | None = Field(None, examples=["jsonl"])
+    format: Annotated[str | None, PartName("format", READ_FORMATS)] = Field(None, examples=["jsonl"])
     """The format of all files: text, jsonl, json, csv, parquet, arrow, warc, mediawiki, webdataset, images, megatron,
     tokens, or a plugin's; left out, by each file's suffix, and text without a known one. Images, megatron and tokens
     are imported unchanged: images (`.jpg`, `.png`, `.webp`) with `.cls`, `.json` or `.txt` beside them, in folders or
@@ -77,7 +85,7 @@ class ReadConfig(Section):
     @property
     def is_passthrough(self) -> bool:
         """Whether files are imported unchanged, without cleaning, split by source or dedup."""
-        return self.format in ("images", "megatron", "tokens")
+        return self.format in PASSTHROUGH_FORMATS
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -214,6 +222,16 @@ class PrepConfig(Section):
         if renamed := find_renamed_prep_words(values):
             raise ValueError(f"words of an earlier version: {', '.join(renamed)}: write these")
         return values
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if not self.plugins and (error := self.find_unknown_part()):
+            raise ValueError(error)
+        return self
+
+    def find_unknown_part(self) -> str | None:
+        """Return an error for a name that neither megatfm nor an imported plugin registers; None without one."""
+        return explain_unknown_name(iter_part_names(self), self.plugins)
 
     @model_validator(mode="after")
     def _check_out(self) -> Self:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from megatfm.config.parts import ByName, PartName
 from megatfm.config.prep_scores import (
     ClassifierConfig,
     FastTextConfig,
@@ -11,7 +12,7 @@ from megatfm.config.prep_scores import (
     PerplexityConfig,
     PresidioConfig,
 )
-from megatfm.config.section import ByName, Fraction, PathStr, Section
+from megatfm.config.section import Fraction, PathStr, Section
 
 
 class NormalizeConfig(Section):
@@ -220,7 +221,7 @@ class PluginStepConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str
+    name: Annotated[str, PartName("cleaning step")]
     """The name under which the plugin registers it."""
 
 

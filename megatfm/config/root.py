@@ -1,8 +1,7 @@
 """The whole training config."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, get_args, get_origin
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +9,6 @@ from megatfm.config import layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.model import ModelConfig
-from megatfm.config.model_checks import FAMILIES, suggest_family
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import (
     CosineSchedule,
@@ -19,8 +17,9 @@ from megatfm.config.optimizer import (
     ScheduleFreeConfig,
     WSDSchedule,
 )
-from megatfm.config.parallel import ENGINES, ParallelConfig
-from megatfm.config.section import PathStr, Section, check_path, get_value_type, list_variants
+from megatfm.config.parallel import ParallelConfig
+from megatfm.config.parts import explain_unknown_name, iter_part_names
+from megatfm.config.section import PathStr, Section, check_path
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -31,7 +30,6 @@ from megatfm.config.training import (
     ResumeConfig,
     TrainConfig,
 )
-from megatfm.registry import did_you_mean
 
 
 class Config(Section):
@@ -62,14 +60,8 @@ class Config(Section):
     def _check_parts(self) -> Self:
         if self.data.tokenizer is None and self.reads_text:
             raise ValueError("data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'")
-        family = self.model.family
-        if family not in FAMILIES and not self.plugins:
-            raise ValueError(
-                f"model.family = {family!r}: unknown{did_you_mean(suggest_family(family), FAMILIES)}; there are: "
-                f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
-            )
-        if not self.plugins:
-            self._check_names()
+        if not self.plugins and (error := self.find_unknown_part()):
+            raise ValueError(error)
         self._check_weight_average()
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
@@ -91,18 +83,12 @@ class Config(Section):
                 "adamw, lion, muon, soap, adafactor or lamb, without moments_dtype, or leave ema_decay out"
             )
 
-    def _check_names(self) -> None:
-        """Refuse names that only a plugin could register, before a job waits for them."""
-        unknown = [*iter_unknown_names(self)]
+    def find_unknown_part(self) -> str | None:
+        """Return an error for a name that neither megatfm nor an imported plugin registers; None without one."""
+        names = [*iter_part_names(self)]
         for kind in self.model.layer_type:
-            unknown += iter_unknown_names(self.model.type_config(kind), f"model.layer_type.{kind}.")
-        if self.parallel.engine not in ENGINES:
-            unknown.append(("parallel.engine", self.parallel.engine, ENGINES))
-        for key, name, known_names in unknown:
-            raise ValueError(
-                f"{key} = {name!r}: unknown{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}; "
-                "others need the package that registers them in plugins"
-            )
+            names += iter_part_names(self.model.type_config(kind), f"model.layer_type.{kind}.")
+        return explain_unknown_name(names, self.plugins)
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
@@ -184,29 +170,3 @@ def list_global_batches(config: Config) -> dict[int, str]:
         if stage.global_batch:
             batches.setdefault(stage.global_batch, f"data.rampup[{number}].global_batch")
     return batches
-
-
-def iter_unknown_names(section: Section, path: str = "") -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield each `name` below a section that megatfm has not registered: its key, the name, those that there are."""
-    for key, field in type(section).model_fields.items():
-        value = getattr(section, key)
-        entries = {f"{path}{key}": value}
-        if isinstance(value, Mapping):
-            entries = {f"{path}{key}.{name}": entry for name, entry in value.items()}
-        elif isinstance(value, list | tuple):
-            entries = {f"{path}{key}[{number}]": entry for number, entry in enumerate(value)}
-        for place, entry in entries.items():
-            if isinstance(entry, Section):
-                if type(entry).__name__.startswith("Plugin"):
-                    yield f"{place}.name", str(getattr(entry, "name", "")), list_variant_names(field.annotation)
-                yield from iter_unknown_names(entry, f"{place}.")
-
-
-def list_variant_names(annotation: Any) -> list[str]:
-    """Return the names of the section classes in a field's type, also of a table or a list, without plugins'."""
-    if get_origin(annotation) is list:
-        annotation = get_args(annotation)[0]
-    defaults = [
-        section.model_fields["name"].default for section in list_variants(get_value_type(annotation) or annotation)
-    ]
-    return [name for name in defaults if isinstance(name, str)]

@@ -1,9 +1,10 @@
-"""The base class of config sections: frozen, typed, no unknown keys; unions by name; paths relative to their file."""
+"""The base class of config sections: frozen, typed, no unknown keys; paths relative to their file."""
 
 import ast
 import inspect
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -17,7 +18,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
@@ -25,7 +25,6 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticUndefined
-from pydantic_core.core_schema import with_info_before_validator_function
 
 from megatfm.config.marked_strings import FromCommandLine, FromFile
 from megatfm.errors import UsageError
@@ -105,14 +104,23 @@ class Section(BaseModel):
         }
         return {**values, **words}
 
+    @property
+    def model_extra(self) -> dict[str, Any] | None:
+        """A plugin's own keys, all of which count as read."""
+        get_keys_read(self).update(self.__pydantic_extra__ or ())
+        return self.__pydantic_extra__
+
     if not TYPE_CHECKING:  # else mypy accepts every attribute
 
         def __getattr__(self, key: str) -> Any:
             """Return a plugin's key. Raises LacksOptionError for a key that a part's section lacks."""
+            is_option = not key.startswith("_") and "name" in type(self).model_fields
+            if is_option:
+                get_keys_read(self).add(key)
             try:
                 return super().__getattr__(key)
             except AttributeError:
-                if key.startswith("_") or "name" not in type(self).model_fields:
+                if not is_option:
                     raise
                 name, is_plugin = self.name, type(self).model_config.get("extra") == "allow"
                 out = f"give it {key}" if is_plugin else "choose another part"
@@ -134,10 +142,19 @@ class Section(BaseModel):
         return type(self).model_validate(_merge_into_section(self, keys))
 
 
+_keys_read: dict[tuple[type[Section], str], set[str]] = {}
+"""Class and name of a section → keys that parts asked it for in this process: its copies are read by the same part."""
+
+
+def get_keys_read(section: Section) -> set[str]:
+    """Return the keys that parts have asked sections of this class and name for."""
+    return _keys_read.setdefault((type(section), str(getattr(section, "name", ""))), set())
+
+
 def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section's values with changes; changed sections below it become tables."""
     values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
-    values |= section.model_extra or {}  # a plugin's keys
+    values |= section.__pydantic_extra__ or {}  # a plugin's keys
     annotations = {key: field.annotation for key, field in type(section).model_fields.items()}
     return _merge_into_table(values, keys, annotations)
 
@@ -296,12 +313,12 @@ def split_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _list_types(annotation: Any) -> list[Any]:
+def list_types(annotation: Any) -> list[Any]:
     """Return the types in a union, and the values of a Literal."""
     if get_origin(annotation) is Annotated:
-        return _list_types(get_args(annotation)[0])
+        return list_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _list_types(part)]
+        return [kind for part in get_args(annotation) for kind in list_types(part)]
     return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
 
 
@@ -309,7 +326,7 @@ def _find_bool_as_number(value: Any, annotation: Any) -> str:
     """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
     if not isinstance(value, bool | list | tuple | Mapping):
         return ""  # nearly every value; a deep model's layers validate thousands
-    kinds = _list_types(annotation)
+    kinds = list_types(annotation)
     if isinstance(value, bool):
         numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
         if not numbers or any(kind is bool or isinstance(kind, bool) for kind in kinds):
@@ -352,7 +369,13 @@ def _resolve_path(value: Any, info: ValidationInfo) -> Any:
         raise ValueError(f"{Path(value).parts[0]} is no user of this machine: write the home folder's path") from None
     if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
         raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
-    return os.path.normpath(Path(base or Path.cwd()) / path)
+    resolved = os.path.normpath(Path(base or Path.cwd()) / path)
+    if (variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", value)) and not os.path.lexists(resolved):
+        raise ValueError(
+            f"{value!r}: a config knows no variables of the environment: write what {variable[0]} stands for, or set "
+            "the key on the command line, where the shell does that"
+        )
+    return resolved
 
 
 PathStr = Annotated[str, BeforeValidator(_resolve_path)]
@@ -367,33 +390,3 @@ def check_path(path: Path) -> Path:
     except UnicodeEncodeError:
         raise UsageError(f"{str(path)!r}: a run directory's path must be UTF-8: choose another") from None
     return path
-
-
-class ByName:
-    """Annotation of a union of sections: a table is validated as the section class of its `name`.
-
-    The last class of the union, a plugin's, takes every other name. A table without a name is the first class; with
-    `noun`, it is an error that names `noun`.
-    """
-
-    def __init__(self, noun: str = "") -> None:
-        self.noun = noun
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        *builtin_variants, plugin = list_variants(source)
-        sections = {get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants}
-
-        def choose(value: Any, info: ValidationInfo) -> Any:
-            if isinstance(value, (*builtin_variants, plugin)):
-                return value
-            name = value.get("name") if isinstance(value, Mapping) else None
-            if self.noun and (not isinstance(name, str) or not name):
-                raise ValueError(
-                    f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
-                )
-            if not name:
-                return builtin_variants[0].model_validate(value, context=info.context)
-            section = sections.get(name, plugin) if isinstance(name, str) else plugin
-            return section.model_validate(value, context=info.context)
-
-        return with_info_before_validator_function(choose, handler(source))

@@ -133,7 +133,13 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, deep lists
-        hint = "" if path.suffix == ".toml" else "; configs are TOML files, not YAML, JSON or Python"
+        hint = ""
+        if path.suffix != ".toml":
+            hint = "; configs are TOML files, not YAML, JSON or Python"
+        elif isinstance(error, UnicodeDecodeError):
+            hint = ": save the file as UTF-8"
+        elif str(error).startswith("Invalid value"):
+            hint = ": text needs quotes, a boolean is true or false, and a key without a value is left out"
         raise UsageError(f"{path}: not valid TOML: {error}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error

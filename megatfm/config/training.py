@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatfm.config.parts import PartName
 from megatfm.config.section import MAX_LENGTH, PathStr, Section
 
 
@@ -133,6 +134,12 @@ class LogConfig(Section):
     """Records written while training."""
 
     @model_validator(mode="after")
+    def _check_sinks(self) -> Self:
+        if repeated := [name for name in self.sinks if self.sinks.count(name) > 1]:
+            raise ValueError(f"sinks = {self.sinks} names {repeated[0]!r} twice: name it once")
+        return self
+
+    @model_validator(mode="after")
     def _check_profile(self) -> Self:
         first, end = map(int, self.profile.split(":")) if self.profile else (0, 1)
         if first >= end:
@@ -144,7 +151,9 @@ class LogConfig(Section):
 
     every: PositiveInt = 10
     """Steps between lines on the screen and in the log; metrics hold every step."""
-    sinks: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    sinks: Annotated[list[str], PartName("log sink", ("tensorboard", "wandb"))] = Field(
+        default_factory=lambda: ["tensorboard"]
+    )
     """Sinks of metrics besides metrics.jsonl: tensorboard, wandb."""
     wandb_project: str = "megatfm"
     """Project name for the wandb sink."""

@@ -14,6 +14,7 @@ from megatfm.config.model import PER_LAYER_KEYS
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, resolve_hf_config, supported_values
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
+from megatfm.layers.position import POSITIONS
 from megatfm.registry import Registry
 
 MapWeights = Callable[[ModelConfig], Sequence[WeightMapping]]
@@ -228,11 +229,14 @@ def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> di
     by_layer: expand by layer, so that names of block kinds don't matter.
     """
     if by_layer:
-        return {
+        by_depth = {
             key: value
             for depth in range(max(config.n_layers, config.encoder_layers))
             for key, value in _name_by_layer(depth, list_functional_values(config.layer_config(depth)))
         }
+        # An absolute position is added to the embedding, also where all kinds of blocks have another encoding.
+        is_absolute = POSITIONS.get(config.position.name).absolute is not None
+        return by_depth | {"position": config.position.model_dump() if is_absolute else None}
     values = {
         key: value for key, value in _flatten(config.with_resolved_factors().model_dump()) if key not in TRAINING_ONLY
     }

@@ -1,8 +1,9 @@
-"""Convert a model to or from the Hugging Face format, with a few tensors in memory at a time.
+"""Convert a model to or from the Hugging Face format, or merge its adapters, a few tensors in memory at a time.
 
 A converted folder holds a config to start from: its [model] is the converted model, the rest are usual values.
 """
 
+import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,9 +35,13 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
+from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
+from megatfm.terminal import ProgressLog, format_counted
 from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
+
+log = logging.getLogger("megatfm")
 
 UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
@@ -120,14 +125,17 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     checkpoint.check_tensor_names(path, tensors, list_tensor_shapes(config.model))
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
+    dtype = find_main_dtype(tensors.values())
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
     for exported in exported_models:
         model_folder = folder / exported.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for mapping in exported.mappings for key in mapping.megatfm]
-        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(
+            path, config, model_folder, tokenizer, state.get("begins")
+        )
         _check_padding(exported.hf_config, ids)
+        log.info("%s: %s of %s", path, format_counted(len(order), "tensor"), exported.name)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
         size = write_weights(model_folder, exported.mappings, tensors, reader.read, shard_bytes)
         non_finite += reader.non_finite
@@ -169,6 +177,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tokenizer_file, notes = tokenizer_files.import_tokenizer(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
+    log.info("%s: %s of %s", source, format_counted(len(shapes), "tensor"), hf_model.name)
     config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
     state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
@@ -184,6 +193,41 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
+
+
+def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
+    """Write a megatfm model with its adapters merged to a new folder; returns notes for the user.
+
+    trust_plugins: import the packages that its config names. Raises UsageError, MegatfmError; then there is no target.
+    """
+    source, target = Path(source), Path(target)
+    check_is_new(target)
+    path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
+    options = config.model.lora
+    assert options is not None
+    plain: Config = config.with_changes(
+        {"model.lora": None, "train.init_from": str(target.absolute()), "train.branch_from": None}
+    )
+    scale, shapes = options.alpha / options.rank, list_tensor_shapes(plain.model)
+
+    def merge_tensors() -> Iterator[tuple[str, Tensor]]:
+        stored, progress = checkpoint.read_tensor_specs(path), ProgressLog("merged", len(shapes), "tensor")
+        for name in shapes:
+            progress.advance()
+            factors = {f"model.{factor}" for factor in name_factors(name)} & stored.keys()
+            tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})
+            yield f"model.{name}", merge_lora(tensors, scale)[f"model.{name}"]
+
+    kept_state: dict[str, JsonValue] = {
+        key: state[key] for key in ("tokenizer", "begins", "stop", "origin") if key in state
+    }
+    tokenizer_file = tokenizers.find_tokenizer_file(path.absolute().parent.parent) or config.data.tokenizer
+    comment = f"# Made by `megatfm convert --to megatfm` from {source}, whose adapters are merged.\n\n"
+    with new_folder(target) as folder:
+        if tokenizer_file and Path(tokenizer_file).exists():
+            tokenizer_files.copy_tokenizer(Path(tokenizer_file), folder)
+        write_model(folder, plain, merge_tensors(), kept_state, comment)
+    return [f"adapters of {path} merged, {len(shapes)} tensors"]
 
 
 def write_model(
@@ -219,7 +263,7 @@ def read_converted_tensors(
 
     shapes: name → expected shape. Raises MegatfmError for a tensor of another shape.
     """
-    missing = set(shapes)
+    missing, progress = set(shapes), ProgressLog("converted", len(shapes), "tensor")
     non_finite: list[str] = []
     for mapping in folder.mappings:
         for name, tensor in folder.megatfm_tensors(mapping).items():
@@ -229,6 +273,7 @@ def read_converted_tensors(
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
+            progress.advance()
             non_finite += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
@@ -262,6 +307,7 @@ class _CheckpointReader:
         """tensors: on the meta device. scale: of the adapters; 0 without adapters."""
         self.path, self.order, self.tensors, self.scale = path, list(order), tensors, scale
         self._pending: dict[str, Tensor] = {}
+        self._progress = ProgressLog("converted", len(order), "tensor")
         self.non_finite: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -275,6 +321,7 @@ class _CheckpointReader:
         size = self.tensors[batch[0]].nbytes
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
+        self._progress.advance(len(batch))
         adapters = [factor for name in batch for factor in name_factors(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(stored, self.scale)
@@ -283,8 +330,8 @@ class _CheckpointReader:
 
 
 def check_is_new(target: Path) -> None:
-    """Raise UsageError unless a target is new or an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Raise UsageError unless a target is new or an empty folder, and no link, which a folder can't replace."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(f"{target}: exists already: give a new folder")
 
 

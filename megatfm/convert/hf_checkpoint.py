@@ -24,8 +24,12 @@ from megatfm.convert.architecture import (
 from megatfm.convert.hf_values import PIXEL_KEYS
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.models.dtypes import DTYPES
+from megatfm.terminal import join_first
 
 PREPROCESSOR = "preprocessor_config.json"
+READ_DTYPES = [DTYPE_NAMES[dtype] for dtype in DTYPES.values()]
+"""Names in safetensors files of the dtypes that weights are read in."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -61,7 +65,7 @@ class HfFolder:
         if missing_names and self.json.get("architectures"):
             self.notes.insert(
                 0,
-                f"opened without its head: its files lack {_abbreviate_names(missing_names)} of a {names[0]}",
+                f"opened without its head: its files lack {join_first(missing_names, 3)} of a {names[0]}",
             )
 
     @property
@@ -118,7 +122,7 @@ class HfFolder:
                 raise MegatfmError(
                     f"{self.path}: {name} is in its files, but is no weight of a {self.name} that megatfm knows"
                 )
-        return [f"not read, as it belongs to no {self.name}: {_abbreviate_names(unexpected)}"] * bool(unexpected)
+        return [f"not read, as it belongs to no {self.name}: {join_first(unexpected, 3)}"] * bool(unexpected)
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the mappings, into aligned memory. Raises MegatfmError."""
@@ -127,6 +131,12 @@ class HfFolder:
             if file not in self._open:
                 _check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
+            dtype = self._open[file].get_slice(stored_name).get_dtype()
+            if dtype not in READ_DTYPES:
+                raise UsageError(
+                    f"{self.path / file}: {stored_name} is stored as {dtype}, and megatfm reads "
+                    f"{', '.join(READ_DTYPES)}: dequantise the model first"
+                )
             return self._open[file].get_tensor(stored_name).clone()
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored_name}: {error}") from None
@@ -153,10 +163,6 @@ def _check_regular(path: Path) -> None:
     """Raise MegatfmError for a path that is not a regular file: opening a FIFO would wait for a writer."""
     if path.exists() and not path.is_file():
         raise MegatfmError(f"{path}: not a regular file")
-
-
-def _abbreviate_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -210,18 +216,21 @@ def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
 
 
 def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
-    """Return tensor name → file. name: of the architecture, for errors."""
-    if (path / INDEX).is_file():
-        weight_map = read_json_object(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-            raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
-        return dict(weight_map)
+    """Return tensor name → file, of the one file if there is an index, too, as transformers does.
+
+    name: of the architecture, for errors.
+    """
     if (path / WEIGHTS).is_file():
         try:
             with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights_file:
                 return dict.fromkeys(weights_file.keys(), WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{path / WEIGHTS}: can't read it: {error}") from None
+    if (path / INDEX).is_file():
+        weight_map = read_json_object(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+            raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
+        return dict(weight_map)
     pickled = (
         f" (pickled weights are never opened; transformers' {name}.from_pretrained({str(path)!r}).save_pretrained(NEW) "
         "writes safetensors)"

@@ -4,8 +4,9 @@ These are token ids, dropout rates and generation_config.json: a checkpoint keep
 export.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from tokenizers import Tokenizer as Library
 from megatfm import tokenizers
 from megatfm.checkpoint import file_io
 from megatfm.config import Config
-from megatfm.convert.hf_checkpoint import read_json_object, write_json
+from megatfm.convert.hf_checkpoint import read_json_object
 from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
+from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
+from megatfm.tokenizers.hugging_face import has_own_frame, set_frame
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (
@@ -33,12 +36,13 @@ COMPANION_FILES = (
 
 
 def export_tokenizer(
-    checkpoint: Path, config: Config, folder: Path, tokenizer_hash: str | None
+    checkpoint: Path, config: Config, folder: Path, tokenizer_hash: str | None, prefix_ids: object = None
 ) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of its config, to an exported folder; returns notes, and keys of config.json.
 
-    tokenizer_hash: of the tokenizer that the model was trained with; None without one. Raises UsageError if the
-    tokenizer has another hash.
+    One that says nothing of special tokens around a text gets those of the model's training. tokenizer_hash: of the
+    tokenizer that the model was trained with; None without one. prefix_ids: `begins` of the checkpoint's state. Raises
+    UsageError if the tokenizer has another hash.
     """
     run = checkpoint.absolute().parent.parent
     path = tokenizers.find_tokenizer_file(run)
@@ -58,9 +62,13 @@ def export_tokenizer(
     notes: list[str] = []
     if config.task is not None and config.task.chat_template is not None:
         notes += _copy_chat_template(Path(config.task.chat_template), folder)
-    if not (folder / TOKENIZER_CONFIG).is_file():
-        notes += _write_tokenizer_config(tokenizer, folder, config.model.family)
-    if config.model.embedding.n_segments > 1 and config.task is not None:
+    tokenizer_json = folder / "tokenizer.json"
+    is_framed = tokenizer_json.is_file() and has_own_frame(tokenizer_json.read_bytes())
+    is_own = is_framed or not (folder / TOKENIZER_CONFIG).is_file()
+    if is_own:
+        prefix = list_token_ids(prefix_ids) if isinstance(prefix_ids, list) else [tokenizer.bos]
+        notes += _write_tokenizer_config(tokenizer, folder, _choose_frame(tokenizer, config, prefix))
+    if config.model.embedding.n_segments > 1 and (is_own or config.task is not None):
         _enable_segment_ids(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     if config.model.family == "encoder_decoder":
@@ -72,8 +80,7 @@ def _copy_chat_template(path: Path, folder: Path) -> list[str]:
     """Copy the template that a run was trained with, in place of the tokenizer's; returns a note if it is gone."""
     if not path.is_file():
         return [f"no chat template: task.chat_template = {path} is gone: put it into the folder as {CHAT_TEMPLATE}"]
-    (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
-    file_io.write_file(folder / CHAT_TEMPLATE, [memoryview(path.read_bytes())])
+    _replace_file(folder / CHAT_TEMPLATE, path.read_bytes())
     return []
 
 
@@ -114,27 +121,54 @@ def copy_tokenizer(path: Path, target: Path) -> str:
     return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
 
 
-def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
-    """Write tokenizer_config.json, with which transformers reads the same tokenizer; returns a note if it can't."""
+def _choose_frame(tokenizer: Tokenizer, config: Config, prefix_ids: Sequence[int]) -> Frame:
+    """Return the special tokens around texts in a model's training. prefix_ids: before a decoder's text."""
+    family, objective = config.model.family, config.objective.name
+    is_causal = family in ("decoder", "vision_language")
+    if family == "encoder_decoder" or (is_causal and not config.model.extra_heads):
+        before = [] if family == "encoder_decoder" or objective == "span_corruption" else prefix_ids
+        if objective == "ul2" and "S" in tokenizer.modes:
+            before = [tokenizer.modes["S"]]
+        end = (tokenizer.eos,) if family == "encoder_decoder" else ()
+        return Frame(tuple(before), end, end)
+    if is_causal or (family in TEXT_ENCODERS and tokenizer.cls is not None and tokenizer.sep is not None):
+        return build_frame(tokenizer, ExampleFormat(0, is_causal=is_causal, ends_in_cls=family == "xlnet"))
+    return Frame((), (), ())
+
+
+def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) -> list[str]:
+    """Write tokenizer_config.json, with which transformers reads the same tokenizer, and its frame; returns a note if
+    it can't."""
+    begins, ends = frame.before == (tokenizer.bos,), frame.after == (tokenizer.eos,)
     tokenizer_config: dict[str, Any] = {
         f"{role}_token": tokenizer.id_to_piece(token)
         for role in ("bos", "eos", "unk", "pad", "mask", "cls", "sep")
         if (token := getattr(tokenizer, role)) is not None
-    }
+    } | {ADD_BOS_KEY: begins, ADD_EOS_KEY: ends, "clean_up_tokenization_spaces": False}
     notes = []
     if tokenizer.kind == "sentencepiece":
         tokenizer_config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
-    elif (folder / "tokenizer.json").is_file():
+        if (frame.before and not begins) or (frame.after and not ends):
+            before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
+            notes = [
+                "transformers' class of a SentencePiece model puts neither of them around a text: the model was "
+                f"trained with {before or 'nothing'} before it and {after or 'nothing'} after it"
+            ]
+    elif (path := folder / "tokenizer.json").is_file():
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if family == "decoder":  # was trained with a BOS before each text
-            tokenizer_config["add_bos_token"] = True
+        _replace_file(path, set_frame(path.read_bytes(), frame.before, frame.between, frame.after))
     else:
         notes = [
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
         ]
-    tokenizer_config["clean_up_tokenization_spaces"] = False
-    write_json(folder / TOKENIZER_CONFIG, tokenizer_config)
+    _replace_file(folder / TOKENIZER_CONFIG, json.dumps(tokenizer_config, indent=2).encode() + b"\n")
     return notes
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    """Write a file in an unfinished folder, in place of one of that name."""
+    path.unlink(missing_ok=True)
+    file_io.write_file(path, [memoryview(content)])
 
 
 def _enable_segment_ids(config_file: Path) -> None:
@@ -143,17 +177,18 @@ def _enable_segment_ids(config_file: Path) -> None:
         return
     names = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer_config = {"model_input_names": names} | read_json_object(config_file)
-    config_file.unlink()
-    write_json(config_file, tokenizer_config)
+    _replace_file(config_file, json.dumps(tokenizer_config, indent=2).encode() + b"\n")
 
 
+TEXT_ENCODERS = ("encoder", "discriminator", "electra", "xlnet")
+"""Families that read texts between [CLS] and [SEP], or before [SEP] and [CLS]."""
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
 LABELS = ("id2label", "label2id")
 TEXT_CONFIG = "text_config"
 """Section of config.json for the text tower of a model of images and text; it has separate special ids."""
-ADD_BOS_KEY = "add_bos_token"
+ADD_BOS_KEY, ADD_EOS_KEY = "add_bos_token", "add_eos_token"
 
 
 def record_origin(source: Path, name: str, hf_config: Json, written_config: Json) -> Json:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.files import AtomicFile, check_local, write_whole
+from megatfm.corpus.inspect import start_progress
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.writer import ShardWriter, measure_members
 from megatfm.errors import MegatfmError, UsageError
@@ -94,8 +95,11 @@ def _write(corpus: Corpus, out: Path, detokenizer: Detokenizer | None) -> str:
 
 
 def _iter_samples(corpus: Corpus) -> Iterator[Sample]:
+    progress = start_progress("exported", corpus)
     for block in range(corpus.n_blocks):
-        yield from corpus.read_block_samples(block)
+        for sample in corpus.read_block_samples(block):
+            progress.advance()
+            yield sample
 
 
 def _iter_records(corpus: Corpus, detokenizer: Detokenizer) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Inspect a corpus: verify every byte, show its contents, count its lengths, sources, fields and ids."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.errors import MegatfmError
-from megatfm.terminal import format_counted, wrap_line
+from megatfm.terminal import ProgressLog, format_counted, wrap_line
+
+log = logging.getLogger("megatfm")
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
 MAX_LISTED = 20
@@ -45,9 +48,17 @@ class CheckReport:
         )
 
 
+def start_progress(verb: str, corpus: Corpus) -> ProgressLog:
+    """Log what a task over all samples of a corpus will read; return its progress. verb: of the finished ones."""
+    shards = format_counted(len(corpus.manifest.shards), "shard")
+    log.info("%s: %s in %s", corpus.folder, format_counted(corpus.n_samples, "sample"), shards)
+    return ProgressLog(verb, corpus.n_samples, "sample")
+
+
 def check_corpus(folder: str | Path) -> CheckReport:
     """Re-read every sample and re-hash every file. Raises a MegatfmError that locates the first damage."""
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
+    progress = start_progress("checked", corpus)
     samples = tokens = 0
     for shard_index, shard in enumerate(corpus.manifest.shards):
         fingerprint, keys = blake3(), corpus.indexes.complete(shard_index).samples["key"]
@@ -59,6 +70,7 @@ def check_corpus(folder: str | Path) -> CheckReport:
         for block in corpus.shard_blocks(shard_index):
             fingerprint.update(corpus.read_frame(block))
             for sample in corpus.read_block_samples(block):
+                progress.advance()
                 samples += 1
                 tokens += len(sample.tokens)
         if fingerprint.hexdigest() != shard.blake3:
@@ -183,8 +195,10 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     lengths = corpus.lengths()
     by_source, by_field = _Totals("source"), dict[str, _Totals]()
     uses, has_more_fields = np.zeros(0, np.int64), False
+    progress = start_progress("counted", corpus)
     for block in range(corpus.n_blocks):
         for sample in corpus.read_block_samples(block):
+            progress.advance()
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
             for field, value in select_countable_fields(sample.metadata).items():

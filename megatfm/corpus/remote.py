@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from urllib.parse import unquote
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import hash_content
 
 ATTEMPTS = 10
 """Attempts of an operation that makes no progress, which take about four minutes."""
@@ -336,9 +336,5 @@ def _iter_parts(path: Path) -> Iterator[bytes]:
 
 def _has_same_content(fs: Any, remote_path: str, path: Path) -> bool:
     """Return True if the bytes of a remote file equal those of the local file `path`."""
-    remote, local = blake3(), blake3()
-    with fs.open(remote_path, "rb") as source:
-        while chunk := source.read(CHUNK_BYTES):
-            remote.update(chunk)
-    local.update_mmap(os.fspath(path))
-    return remote.digest() == local.digest()
+    with fs.open(remote_path, "rb") as remote, open(path, "rb") as local:
+        return hash_content(remote) == hash_content(local)

@@ -5,7 +5,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import zstandard
@@ -29,9 +29,26 @@ _EXTENSIONS = (
 )
 
 
-def is_oversized_extension(member: tarfile.TarInfo) -> bool:
-    """Return whether a member is a header extension, such as a long name, over MAX_EXTENSION_BYTES."""
-    return member.type in _EXTENSIONS and member.size > MAX_EXTENSION_BYTES
+class SafeTarInfo(tarfile.TarInfo):
+    """A header that refuses sparse files, and extensions over MAX_EXTENSION_BYTES, which are read as a whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Read a header. Raises tarfile.TarError."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.type == tarfile.GNUTYPE_SPARSE:
+            member._refuse_sparse(member)
+        if member.type in _EXTENSIONS and member.size > MAX_EXTENSION_BYTES:
+            raise tarfile.ReadError(f"a header of {member.size:,} bytes")
+        return member
+
+    def _refuse_sparse(self, member: tarfile.TarInfo, *more: Any) -> None:
+        headers: dict[str, str] = next((part for part in more if isinstance(part, dict)), {})
+        name = headers.get("GNU.sparse.name", member.name)
+        raise tarfile.ReadError(f"a sparse file: {name!r}: write the tar again without --sparse")
+
+    # What tarfile calls for the sparse files of POSIX tars, by the version of their map.
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 
 class TokenArray(NamedTuple):
@@ -126,20 +143,14 @@ def iter_tar_members(
     """
     has_end_marker = False
 
-    class Header(tarfile.TarInfo):
-        """A header that refuses huge extensions, and notes whether the last one read was the end marker."""
+    class Header(SafeTarInfo):
+        """A header that notes whether the last one read was the end marker."""
 
         @classmethod
         def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Any:
             nonlocal has_end_marker
             has_end_marker = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
             return super().frombuf(buf, encoding, errors)
-
-        def _proc_member(self, tar: Any) -> Any:
-            # These would be read into memory as a whole.
-            if is_oversized_extension(self):
-                raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
-            return super()._proc_member(tar)  # type: ignore[misc]
 
     try:
         with tarfile.open(fileobj=file, mode="r|", bufsize=2**18, tarinfo=Header) as tar:
@@ -178,7 +189,7 @@ def check_nothing_follows(tar: tarfile.TarFile) -> None:
 
 
 def _check_member(member: tarfile.TarInfo, location: str) -> None:
-    if not member.isreg() or member.issparse():
+    if not member.isreg():
         raise RefusedMemberError(f"{location}: is a link, a device or another special file: refused")
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
         raise RefusedMemberError(f"{location}: its name leads out of the folder: refused")

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from megatfm.corpus.files import RESTORE, check_size, open_descriptor, read_at, read_range
-from megatfm.corpus.remote import CHUNK_BYTES, DiskError, download_rest, with_retries
+from megatfm.corpus.remote import DiskError, download_rest, with_retries
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import name_disk_errors
+from megatfm.files import hash_content, name_disk_errors
 
 MAX_MANIFEST_BYTES = 2**30
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -194,10 +194,7 @@ def _hash_and_sync(path: Path) -> str:
     """Sync a file to the disk and return its BLAKE3 hash. Raises OSError."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        fingerprint = blake3()
-        while chunk := file.read(CHUNK_BYTES):
-            fingerprint.update(chunk)
-        return fingerprint.hexdigest()
+        return hash_content(file)
 
 
 def _read_manifest_bytes(fs: Any, path: str) -> bytes:

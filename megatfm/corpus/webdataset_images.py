@@ -28,6 +28,7 @@ from megatfm.corpus.webdataset_index import (
     write_shard_index,
 )
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.terminal import log_progress
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SAMPLE_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls", "json", "txt")
@@ -164,7 +165,7 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     check_index_names(paths)
     names = read_class_names(classes, f"--classes {classes}") if classes else []
     labels, shards = dict[str, str](), []
-    for path in paths:
+    for path in log_progress(paths, "indexed", "file"):
         shards.append(_index_shard(path, LabelRule(rule.by, rule.key, names), labels))
     if not names and not all(_CLASS_NUMBER.fullmatch(label) for label in labels):
         _check_no_captions(rule, labels, sum(shard.samples for shard in shards))

@@ -32,7 +32,8 @@ from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, hash_frame, make_sample_dtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
-from megatfm.terminal import format_counted
+from megatfm.files import hash_content
+from megatfm.terminal import format_counted, log_progress
 
 FRAME_BYTES = 2**18
 CHUNK_BYTES = 2**14
@@ -71,7 +72,7 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     if out is not None:
         return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
-    for path in paths:
+    for path in log_progress(paths, "indexed", "file"):
         shard, dtype = _index_shard(path)
         shards.append(shard)
         dtypes.add(dtype)
@@ -268,13 +269,14 @@ def _split_zstd_frames(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
     max_token = 0
-    for path in paths:  # first, since an id that doesn't fit would be found only at its shard
+    # First, since an id that doesn't fit would be found only at its shard.
+    for path in log_progress(paths, "read", "file"):
         for array in iter_shard_samples(path):
             max_token = max(max_token, int(array.tokens.max(initial=0)))
     dtype: TokenDtype = "uint16" if max_token < 2**16 else "uint32"
     n_samples = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
-        for path in paths:
+        for path in log_progress(paths, "copied", "file"):
             for array in _check_unique_keys(iter_shard_samples(path), set(), path):
                 writer.add(f"{n_samples:09d}", array.tokens, f"{path.name}/{array.key}", 0)
                 n_samples += 1
@@ -297,8 +299,5 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
 
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file."""
-    fingerprint = blake3()
     with open_regular_file(path) as file:
-        while chunk := file.read(2**20):
-            fingerprint.update(chunk)
-    return fingerprint.hexdigest()
+        return hash_content(file)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -278,6 +278,19 @@ def _expand_continued_fraction(numerator: int, denominator: int) -> list[int]:
         terms.append(denominator // numerator)
         numerator, denominator = denominator % numerator, numerator
     return terms or [0]
+
+
+def changes_past_rows(saved: object, current: object, position: int) -> bool:
+    """Return whether two mixtures ("mixture" of `order_config`) have other weights before a position; False unless both
+    are mixtures. Sources whose weight is 0 don't count."""
+
+    def list_past_weights(mixture: str) -> list[Any]:
+        phases = json.loads(mixture)
+        return [[begin, [item for item in weights.items() if item[1]]] for begin, weights in phases if begin < position]
+
+    if not (isinstance(saved, str) and isinstance(current, str)):
+        return False
+    return list_past_weights(saved) != list_past_weights(current)
 
 
 def make_source_seed(seed: int, name: str) -> int:

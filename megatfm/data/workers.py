@@ -117,10 +117,11 @@ def _receive_answer(number: int, process: Any, pipe: Connection) -> Fields | Bas
         answer: Fields | BaseException = pipe.recv()
         return answer
     except (EOFError, OSError):
-        return MegatfmError(
-            f"data worker {number} (pid {process.pid}) died with exit code {_exit_code(process)}: the machine may "
-            "be short of memory: set data.workers to fewer"
-        )
+        code = _exit_code(process)
+        reason = "its error is on stderr"
+        if code is None or code < 0:
+            reason = "the machine may be short of memory: set data.workers to fewer"
+        return MegatfmError(f"data worker {number} (pid {process.pid}) died with exit code {code}: {reason}")
 
 
 def _exit_code(process: Any) -> int | None:

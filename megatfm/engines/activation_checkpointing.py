@@ -4,8 +4,8 @@ Dropout is keyed, so the recomputation drops the same elements, and gradients ar
 
 "none" saves all activations. "full" saves only a block's input. "selective" also saves the outputs of matmuls with
 weights, of fused attention, of tensor-parallel reductions and of all-to-alls, so that only cheap operations are
-repeated (and unfused attention scores; Korthikanti et al. 2022, section 5). Where matmuls are summed over ranks, it
-saves the sum alone. A size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %",
+repeated (and unfused attention scores; Korthikanti et al. 2022, section 5). It saves only the sum of matmuls that are
+summed over ranks. A size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %",
 torch.compile solves a knapsack problem for each block.
 """
 
@@ -114,7 +114,7 @@ def _enter(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _SkipPartialProducts(TorchDispatchMode):
-    """In a recomputation, gives uninitialised memory for a product whose sum over ranks was saved: none reads it."""
+    """In a recomputation, gives uninitialised memory, which nothing reads, for a product whose sum was saved."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is _aten.mm.default and is_partial_product():

@@ -61,6 +61,7 @@ def measure_device(
     """
     keep_kernels()
     device, kind, dtype = clock.device, clock.device.type, DTYPES[precision]
+    link = measure_link(kind)  # first, since it may fail
     shapes, sizes = list_matmul_shapes(kind), MOVED_BYTES[kind]
     matmuls = [make_matmul(shape, dtype, device, layout) for layout in LAYOUTS for shape in shapes]
     moves = [_make_in_place_addition(n_bytes, dtype, device) for n_bytes in sizes]
@@ -105,7 +106,6 @@ def measure_device(
     if times.trials:
         overheads = fit_overheads(times, Device(key=NODE, **table))
         table |= vars(overheads)
-    link = measure_link(kind)
     node = {
         "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,
         "within": link,

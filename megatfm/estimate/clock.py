@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.estimate.operators import COLLECTIVES
 from megatfm.ops.kernel_free import KERNEL_FREE
 
-ROUNDS = 24
+ROUNDS, MIN_ROUNDS = 24, 8
+MAX_SECONDS = 240.0
+"""Time after which no round begins, beyond the least number of them."""
 MIN_SECONDS = 2e-3
 """Shortest measurement of a function that is repeated."""
 SHORTEST_KERNEL = {"cpu": 0.0, "cuda": 3e-6}
@@ -80,13 +82,15 @@ def measure_in_turns(
 ) -> list[list[float]]:
     """Return the seconds of the parts of each measurement, at the machine's median speed over all rounds.
 
-    read_time: in seconds, by which spells end.
+    rounds: fewer, but `MIN_ROUNDS`, if they take more than `MAX_SECONDS`; read_time: in seconds, by which spells end.
     """
     draw = random.Random(0)
     tables: list[list[Sequence[float]]] = [[] for _ in measurements]
     spells: list[list[int]] = [[] for _ in measurements]
-    spell, start = 0, read_time()
-    for _ in range(rounds):
+    spell, start = 0, (begin := read_time())
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and read_time() - begin > MAX_SECONDS:
+            break
         for index in draw.sample(range(len(measurements)), len(measurements)):
             seconds = measurements[index]()
             tables[index].append(seconds)

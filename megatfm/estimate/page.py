@@ -1,7 +1,7 @@
 """An estimate as one self-contained page: memory by rank, time by cause, the schedule's timeline, scaling curves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,15 @@ WIDTH, ROW = 1000.0, 26.0
 """Width of a drawing and height of its rows, in its own units."""
 MAX_PASSES = 8000
 """Largest number of passes in a timeline, which shows the first of longer steps."""
+PASS_PIXELS = 8
+"""Mean width of a pass, below which a narrow window scrolls."""
+PASS_KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+"""Kind of pass → its name in the legend."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
 """GPUs of the scaling curves, as multiples of the estimate's."""
 
@@ -36,12 +45,17 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Rows of boxes. limit: x of a vertical line, such as the device's memory."""
+    """Rows of boxes.
+
+    legend: kind of box → its name. limit: x of a vertical line, such as the device's memory. min_width: in pixels.
+    """
 
     rows: Sequence[str]
     boxes: Sequence[Box]
+    legend: Mapping[str, str]
     limit: float | None = None
     note: str = ""
+    min_width: int = 0
 
     @property
     def height(self) -> float:
@@ -82,13 +96,12 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
         title=estimate.config.name,
         lines=[*describe_run(estimate), describe_fit(estimate), *describe_speed(estimate), describe_failures(estimate)],
         memory=draw_memory(estimate),
-        memory_parts=list(estimate.worst.parts),
         causes=[(name, seconds, 100 * seconds / estimate.time.step) for name, seconds in list_causes(estimate.time)],
         timeline=draw_timeline(estimate),
         points=points,
         curve=curve,
         ideal=ideal,
-        ends=[point.gpus for point in (*accepted[:1], *accepted[-1:])],
+        ends=[*accepted[:1], *accepted[-1:]],
         row=ROW,
         width=WIDTH,
     )
@@ -105,7 +118,7 @@ def draw_memory(estimate: Estimate) -> Drawing:
         for name, n_bytes in rank.parts.items():
             boxes.append(Box(x, row * ROW, n_bytes * scale, name, f"{name}: {n_bytes / GIB:.2f} GiB"))
             x += n_bytes * scale
-    return Drawing(rows, boxes, device * scale)
+    return Drawing(rows, boxes, {part: part for part in estimate.worst.parts}, device * scale)
 
 
 def draw_timeline(estimate: Estimate) -> Drawing | None:
@@ -127,8 +140,10 @@ def draw_timeline(estimate: Estimate) -> Drawing | None:
     ]
     rows = [f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle" for rank, busy in enumerate(timeline.busy)]
     is_cut = len(passes) < len(timeline.passes)
-    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else f"{end:.3g} s"
-    return Drawing(rows, boxes, note=note)
+    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes, {end:.3g} s" if is_cut else f"{end:.3g} s"
+    kinds = {p.kind for p in passes}
+    legend = {f"pass-{kind}": name for kind, name in PASS_KINDS.items() if kind in kinds}
+    return Drawing(rows, boxes, legend, note=note, min_width=PASS_PIXELS * len(passes) // len(rows))
 
 
 def estimate_scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:

@@ -13,6 +13,7 @@ from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
 from megatfm.estimate.traffic import join_axes, leaves_node, make_axes
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
+from megatfm.terminal import format_counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +57,7 @@ def describe_layout(estimate: Estimate) -> str:
     words.append(f"ZeRO {parallel.zero}")
     if parallel.pp > 1:
         words.append(parallel.pp_schedule)
-    words.append(f"{estimate.microbatches} micro-batch{'es' * (estimate.microbatches > 1)} of {train.micro_batch}")
+    words.append(f"{format_counted(estimate.microbatches, 'micro-batch', 'micro-batches')} of {train.micro_batch}")
     words.append(f'recompute "{train.recompute}"')
     words.append("compiled" if estimate.compiled else "not compiled")
     return ", ".join(words)
@@ -84,7 +85,8 @@ def describe_speed(estimate: Estimate) -> list[str]:
         f"step {estimate.time.step:.3g} s: {estimate.tokens_per_second:,.0f} tokens a second, "
         f"{estimate.tokens_per_second / estimate.cluster.gpus:,.0f} a GPU; MFU {100 * full:.1f} %"
         + (f" ({100 * causal:.1f} % counting the causal half of attention)" if causal < full else ""),
-        f"{steps:,} steps: {estimate.days:.3g} days, {estimate.gpu_hours:,.0f} GPU hours, without failures",
+        f"{format_counted(steps, 'step')}: {estimate.days:.3g} days, {estimate.gpu_hours:,.0f} GPU hours, "
+        "without failures",
     ]
 
 
@@ -209,7 +211,7 @@ def describe_search(result: SearchResult) -> list[str]:
         f"{result.tried:,} layouts in {result.seconds:.0f} s: {result.refused.total():,} refused, "
         f"{legal - result.n_fit:,} do not fit, {result.n_fit:,} fit"
     ]
-    lines += [f"refused {count:,} times: {reason}" for reason, count in result.refused.most_common(3)]
+    lines += [f"refused {format_counted(count, 'time')}: {reason}" for reason, count in result.refused.most_common(3)]
     return lines
 
 
@@ -217,7 +219,8 @@ def make_traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> 
     """Return a table of modelled figures beside those of the traced rank. pairs: (name, modelled, traced) bytes."""
     facts = traced.facts
     rank = f"Rank {facts['rank']} of {facts['world']:,} on an imaginary GPU"
-    title = f"{rank}, {facts['microbatches']} micro-batches" + (", compiled" if facts["is_compiled"] else "")
+    title = f"{rank}, {format_counted(facts['microbatches'], 'micro-batch', 'micro-batches')}"
+    title += ", compiled" if facts["is_compiled"] else ""
     rows = []
     for name, modelled, measured in pairs:
         difference = f"{100 * (modelled / measured - 1):+.2f} %" if measured else "not sent"
@@ -233,8 +236,9 @@ def describe_compiled_blocks(traced: Traced) -> list[str]:
     stacks = Counter(path.rpartition(".")[0] for path in facts["saved"])
     names = ", ".join(f"{count} of {stack}" for stack, count in stacks.items())
     breaks, recompilations = facts["graph_breaks"], facts["recompilations"]
-    counts = f"{sum(breaks.values())} graph breaks, {sum(recompilations.values())} recompilations"
-    lines = [f"blocks compiled up to their graphs: {names}: {counts}"]
+    n_breaks = format_counted(sum(breaks.values()), "graph break")
+    n_recompilations = format_counted(sum(recompilations.values()), "recompilation")
+    lines = [f"blocks compiled up to their graphs: {names}: {n_breaks}, {n_recompilations}"]
     lines += [f"graph break {times} ×: {line}" for line, times in breaks.items()]
     return lines + [f"compiled again {times} ×: {line}" for line, times in recompilations.items()]
 

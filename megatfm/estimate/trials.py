@@ -37,6 +37,8 @@ FUSED_ATTENTION = "_scaled_dot_product_"
 """Prefix of torch's kernels of fused attention."""
 UNREACHED_NORM = 1e9
 """Norm of gradients to which none is clipped."""
+MIN_SQUARE = 0.25
+"""Square of the distance, half a doubling of one size, below which matmuls count as equally near."""
 
 
 @dataclass
@@ -235,16 +237,21 @@ def tabulate_matmuls(times: TrialTimes) -> dict[str, list[list[float]]]:
 
 
 def fit_to_steps(rows: Sequence[Sequence[float]], rows_of_steps: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return matmuls measured alone (m, n, k, seconds), all scaled so that those of steps take as long together.
+    """Return matmuls measured alone (m, n, k, seconds), each scaled as those of steps, the near ones most.
 
     Within a step, operands are nearer or farther than alone: on a CPU, gradients' matmuls are up to 30 % faster there.
+    A share is a mean of logarithms, weighted by inverse squares of distances between log sizes (Shepard 1968).
     """
     if not rows_of_steps:
         return [list(row) for row in rows]
-    sizes = [(round(m), round(n), round(k)) for m, n, k, _ in rows_of_steps]
-    alone = sum(2 * m * n * k / interpolate_rate(rows, m, n, k) for m, n, k in sizes)
-    share = sum(row[3] for row in rows_of_steps) / alone
-    return [[*shape, seconds * share] for *shape, seconds in rows]
+    steps = np.asarray(rows_of_steps, dtype=float)
+    alone = [2 * m * n * k / interpolate_rate(rows, m, n, k) for m, n, k in steps[:, :3]]
+    shares, sizes = np.log(steps[:, 3] / alone), np.log2(steps[:, :3])
+    scaled = []
+    for *shape, seconds in rows:
+        weights = 1 / (((sizes - np.log2(shape)) ** 2).sum(axis=1) + MIN_SQUARE)
+        scaled.append([*shape, seconds * float(np.exp(np.average(shares, weights=weights)))])
+    return scaled
 
 
 def tabulate_attention(times: TrialTimes) -> dict[str, list[list[float]]]:

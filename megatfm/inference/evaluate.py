@@ -1,10 +1,12 @@
 """Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
+import logging
 import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +21,19 @@ from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
+from megatfm.terminal import ProgressLog, format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.build import build_engine
+from megatfm.train.build import build_engine, describe_size
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
-from megatfm.train.evaluation import evaluate
+from megatfm.train.evaluation import evaluate, format_result
 from megatfm.train.init_from import load_weights
+
+log = logging.getLogger("megatfm")
+
+Results = dict[str, Any]
+Baselines = dict[str, dict[str, float]]
+"""Validation set → compressor → bits per byte."""
 
 
 def evaluate_run(
@@ -34,12 +43,13 @@ def evaluate_run(
     *,
     trust_plugins: bool = False,
     n_images: int = 0,
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
+    show: Callable[[Results, Baselines], None] = lambda results, baselines: None,
+) -> tuple[Results, Baselines] | None:
     """Return the results of each set and of the compressors, which are also written into the run directory.
 
     sets: name → folder or URL of a further corpus. trust_plugins: import the packages that the run's config names.
-    n_images: examples to draw for the report of a run on images. Collective; ranks other than 0 return None. Raises
-    UsageError, MegatfmError.
+    n_images: examples to draw for the report of a run on images. show: called with the results before they are written,
+    which may fail. Collective; ranks other than 0 return None. Raises UsageError, MegatfmError.
     """
     if not (run_dir / "config.toml").is_file():
         refuse_adapter(run_dir)
@@ -65,7 +75,10 @@ def evaluate_run(
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
         images, results = make_image_evaluation(config, engine, n_images), {}
+        n_sets = format_counted(len(corpora.validation), "validation set")
+        log.info("%s: %s, %s, %s", run_dir, source.name, n_sets, describe_size(engine))
         for name, rows in corpora.validation.items():
+            progress = ProgressLog(name, len(rows), "row")
             with images.collect_set(name, rows) if images else nullcontext():
                 results[name] = evaluate(
                     engine,
@@ -73,14 +86,18 @@ def evaluate_run(
                     corpora.objective.for_evaluation(),
                     corpora.byte_lengths,
                     micro_batch=config.train.micro_batch,
+                    on_batch=partial(progress.advance, config.train.micro_batch * mesh.data_ranks),
                 )
+            log.info("%s: %s", name, format_result(results[name]))
     if not rank.is_main:
         return None
     evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
+        log.info("compressing the text of %s by %s", ", ".join(config.data.validation), " and ".join(COMPRESSORS))
         baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
+    show(evaluation, baselines)
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", to_strict_json(evaluation, indent=2) + "\n")
     if images:

@@ -1,5 +1,6 @@
 """Evaluate a model on tasks without training: multiple choice and cloze by likelihood, generation, retrieval."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from megatfm.tasks.questions import (
     list_scored_pairs,
     open_evaluation_task,
 )
+from megatfm.terminal import format_counted
+
+log = logging.getLogger("megatfm")
 
 RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
 
@@ -63,12 +67,14 @@ def evaluate_task_files(
     device: distributed.Device = "auto",
     embedding_options: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     out_dir: Path | None = None,
+    show: Callable[[Mapping[str, EvaluatedTask]], None] = lambda results: None,
 ) -> dict[str, EvaluatedTask] | None:
     """Evaluate a model on task files by name and on tasks of the harness; write results and predictions to `out_dir`.
 
     open_model: opens it on a device. embedding_options: fields of a `SentenceEmbedder`, for models that are no run.
-    limit: number of questions of each task; 0: all. Collective: each rank holds the model and takes a share of the
-    questions; ranks other than 0 return None. Raises UsageError.
+    limit: number of questions of each task; 0: all. show: called with the results before they are written, which may
+    fail. Collective: each rank holds the model and takes a share of the questions; ranks other than 0 return None.
+    Raises UsageError.
     """
     if repeated := sorted(files.keys() & set(harness.names if harness else ())):
         raise UsageError(
@@ -78,15 +84,19 @@ def evaluate_task_files(
     tasks = open_tasks(files, limit)
     with distributed.distributed_session(device=device) as rank:
         loaded = open_model(rank.device)
+        n_parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        log.info("%s: %s parameters on %s", loaded.config.model.family, f"{n_parameters:,}", rank.device)
         options = embedding_options(loaded.model) if embedding_options else None
         results = {
             task.name: evaluate_questions(loaded, task, batch_size=batch_size, embedding_options=options)
             for task in tasks
         }
         if harness and harness.names:
+            log.info("tasks of lm-evaluation-harness: %s", ", ".join(harness.names))
             results |= _run_harness(loaded, harness, limit, batch_size)
     if not rank.is_main:
         return None
+    show(results)
     if out_dir is not None:
         write_results(out_dir, loaded.step, results)
     return results
@@ -140,6 +150,7 @@ def evaluate_questions(
 
     embedding_options: fields of a `SentenceEmbedder`, for retrieval; None: those of a run.
     """
+    log.info("%s: %s (%s)", task.name, format_counted(len(task.questions), "question"), task.config.kind)
     if task.config.kind == "retrieval":
         results = _find_answers(make_sentence_embedder(loaded, embedding_options), task, batch_size)
     elif task.config.kind == "generation":

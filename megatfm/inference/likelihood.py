@@ -21,6 +21,7 @@ from megatfm.inference.text import TextModel
 from megatfm.layers.moe.experts import without_capacity
 from megatfm.tasks.question_scores import Likelihood
 from megatfm.tasks.questions import TextPair, split_pair
+from megatfm.terminal import ProgressLog
 
 log = logging.getLogger("megatfm")
 T = TypeVar("T")
@@ -111,8 +112,11 @@ def map_blocks(
 
     def compute_share() -> dict[int, R]:
         results: dict[int, R] = {}
-        for block in blocks[rank::world_size]:
+        share = blocks[rank::world_size]
+        progress = ProgressLog("evaluation", sum(map(len, share)), "text")
+        for block in share:
             results |= zip(block, compute([items[index] for index in block]), strict=True)
+            progress.advance(len(block))
         return results
 
     shares = object_collectives.all_gather_object(_catch_errors(compute_share))

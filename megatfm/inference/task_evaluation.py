@@ -1,10 +1,12 @@
 """Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of other files."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,13 +35,16 @@ from megatfm.tasks.metrics import (
 from megatfm.tasks.predictions import Predictions, collect_predictions, get_engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
+from megatfm.terminal import ProgressLog, format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.best_checkpoint import find_best_checkpoint
-from megatfm.train.build import build_engine
+from megatfm.train.build import build_engine, describe_size
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
+
+log = logging.getLogger("megatfm")
 
 FilePredictions = Predictions | SpanPredictions | GeneratedAnswers
 RESULTS, PREDICTIONS = "task.json", "predictions"
@@ -238,16 +243,26 @@ def _evaluate_files(
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         engine = build_engine(config, mesh, rank.device, precision)
         load_weights(engine, source)
+        log.info("%s: %s, %s, %s", run_dir, source.name, format_counted(len(files), "file"), describe_size(engine))
         results: dict[str, EvaluatedFile] = {}
         for name, rows in corpora.validation.items():
+            progress = ProgressLog(name, len(rows), "row")
             with collect_predictions(get_engine_model(engine)) if task.has_head else nullcontext() as collector:
-                result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
+                result = evaluate(
+                    engine,
+                    rows,
+                    corpora.objective,
+                    None,
+                    micro_batch=config.train.micro_batch,
+                    on_batch=partial(progress.advance, config.train.micro_batch * mesh.data_ranks),
+                )
             predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
             results[name] = EvaluatedFile(
                 predictions, float(result["loss"]), corpora_read[name].n_examples, result.get("metrics", {})
             )
         for name, file in files.items():
             if task.text_metrics or name not in tokenized:
+                log.info("%s: generating answers", name)
                 answers = _generate_answers(engine, tokenizer, config, file)
                 results[name] = results.get(name, EvaluatedFile())._replace(predictions=answers)
     return (source, results) if rank.is_main else None

@@ -1,7 +1,6 @@
 """Text from a trained model: open a run or checkpoint, frame the prompt, sample or search, decode as tokens come."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from megatfm.inference.detokenizer import GrowingText, IncrementalDetokenizer
 from megatfm.inference.prompts import DEFAULT_OPTIONS, PromptOptions, prepare_prompts
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.dtypes import choose_dtype, convert_loaded
+from megatfm.models.dtypes import choose_dtype, convert_loaded, find_main_dtype
 from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import find_answer_end_tokens
@@ -140,10 +139,7 @@ def load_model(
     model = build(config.model)
     initialise_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
-    sizes = Counter[torch.dtype]()
-    for tensor in stored.values():
-        sizes[tensor.dtype] += tensor.numel()
-    working = choose_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
+    working = choose_dtype(dtype, find_main_dtype(stored.values()))
     tensors = {f"model.{name}": tensor for name, tensor in list_checkpoint_tensors(model).items()}
     checkpoint.check_tensor_names(source, stored, tensors)
     for name, tensor in tensors.items():

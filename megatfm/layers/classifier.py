@@ -17,7 +17,7 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.transfer import move_to_device, to_host
+from megatfm.ops.transfer import find_true_indices, to_host
 
 # B batch, T tokens, M images that count, I most images of a row, N heads, D model width, C classes
 
@@ -34,8 +34,8 @@ class ImageMean(nn.Module):
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """Return vectors [M, D] of the images at these indices (`index_documents`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        sums_BID = self.all_reduce(_find_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
-        counts_BI1 = _find_members(sequence.full_sequence, sequence).sum(-1, keepdim=True).clamp(min=1)
+        sums_BID = self.all_reduce(_find_patches(sequence).to(precise) @ hidden_BTD.to(precise))
+        counts_BI1 = _find_patches(sequence.full_sequence).sum(-1, keepdim=True).clamp(min=1)
         means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)
         return means_BID.flatten(0, 1)[index_M]
 
@@ -67,8 +67,7 @@ class AttentionPool(nn.Module):
         """Return vectors [M, D] of the images at these indices (`index_documents`)."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
-        is_member_BIT = _find_members(sequence, sequence, with_special=True)
-        heads_BIND = self.core(q_NH, k_BTNH, v_BTNH, is_member_BIT)
+        heads_BIND = self.core(q_NH, k_BTNH, v_BTNH, sequence.find_document_members())
         y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[index_M])
         return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
 
@@ -92,18 +91,10 @@ class PoolingAttention(nn.Module):
         return scores_BNT[:, None].masked_fill(~is_member_BIT[:, :, None], torch.finfo(precise).min)
 
 
-def _find_members(sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False) -> Tensor:
-    """Return boolean [B, I, T]: which tokens of a sequence are patches of each image. full_sequence: of full rows."""
-    images_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
-    members_BIT = _get_documents(sequence)[:, None] == images_I1
-    if with_special or sequence.grid is None:
-        return members_BIT
-    return members_BIT & (sequence.grid[..., 0] >= 0)[:, None]
-
-
-def _get_documents(sequence: SequenceMetadata) -> Tensor:
-    """Return the index of each token's image in its row [B, T], −1 for padding."""
-    return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
+def _find_patches(sequence: SequenceMetadata) -> Tensor:
+    """Return boolean [B, I, T]: which tokens are patches of each image."""
+    members_BIT = sequence.find_document_members()
+    return members_BIT if sequence.grid is None else members_BIT & (sequence.grid[..., 0] >= 0)[:, None]
 
 
 def index_documents(sequence: SequenceMetadata, token_M: Tensor, other_side: SequenceMetadata | None = None) -> Tensor:
@@ -114,7 +105,7 @@ def index_documents(sequence: SequenceMetadata, token_M: Tensor, other_side: Seq
     """
     tokens = other_side or sequence
     row_M = token_M // tokens.positions.shape[1]
-    return row_M * sequence.max_documents_per_row + _get_documents(tokens).flatten()[token_M]
+    return row_M * sequence.max_documents_per_row + tokens.documents_or_zeros.flatten()[token_M]
 
 
 OnClasses = Callable[[Tensor, Tensor], None]
@@ -179,7 +170,7 @@ class ClassifierHead(nn.Module):
             raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
         if labels_BT is None:
             return self._compute_logits(hidden_BTD, _find_first_tokens(sequence), sequence)
-        token_M = _list_indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
+        (token_M,) = find_true_indices(to_host(labels_BT).flatten() != IGNORE, labels_BT.device)
         logits_MC = self._compute_logits(hidden_BTD, token_M, sequence)
         logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
         if mixed_labels is None or label_weights is None:
@@ -191,10 +182,9 @@ class ClassifierHead(nn.Module):
                 self.on_classes(logits_MC, labels_M)
             return {self.term: loss, **count_topk_correct(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[token_M].to(logits_MC.dtype)
-        losses = (
+        first_M, second_M = (
             self._compute_cross_entropy(logits_MC, labels.flatten()[token_M]) for labels in (labels_BT, mixed_labels)
         )
-        first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
 
     def _compute_cross_entropy(self, logits_MC: Tensor, labels_M: Tensor) -> Tensor:
@@ -224,10 +214,5 @@ def count_topk_correct(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]
 def _find_first_tokens(sequence: SequenceMetadata) -> Tensor:
     """Return the indices [images] of images' first tokens, counted over all rows."""
     host = sequence.on_host()
-    is_first_BT = (host.positions == 0) & (_get_documents(host) >= 0)
-    return _list_indices(sequence.positions, is_first_BT)
-
-
-def _list_indices(like: Tensor, chosen_BT: Tensor) -> Tensor:
-    """Return chosen tokens' indices on the device of `like`, computed on the host, since shapes depend on them."""
-    return move_to_device(chosen_BT.flatten().nonzero()[:, 0], like.device)
+    is_first_BT = (host.positions == 0) & (host.documents_or_zeros >= 0)
+    return find_true_indices(is_first_BT.flatten(), sequence.positions.device)[0]

@@ -1,7 +1,6 @@
 """Features of images and captions, and the loss that compares those of a global batch."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, compute_retrieval_ranks, contrastive_loss
-from megatfm.ops.transfer import move_to_device
+from megatfm.ops.transfer import find_true_indices
 
 # B batch, T tokens, M documents of all rows, D width of a tower, W width of a feature
 
@@ -85,7 +84,7 @@ def find_boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
         chosen_BT = chosen_BT & (row.documents >= 0)
     if isinstance(host, SequenceShard):
         chosen_BT = chosen_BT[:, host.token_indices]
-    return move_to_device(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
+    return find_true_indices(chosen_BT.flatten(), sequence.positions.device)[0]
 
 
 def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
@@ -101,8 +100,7 @@ def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
 
 def _count_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the number of documents [B] of the full rows, on the host."""
-    row = sequence.on_host().full_sequence
-    return torch.ones_like(row.positions[:, 0]) if row.documents is None else row.documents.amax(1) + 1
+    return sequence.on_host().full_sequence.documents_or_zeros.amax(1) + 1
 
 
 class Temperature(nn.Module):
@@ -158,9 +156,5 @@ class ContrastiveLoss(nn.Module):
         loss = contrastive_loss(images_MW, texts_MW, scale, bias, LossOptions(self.kind, ring))
         if captions_M is None:
             return {TERM: loss}
-        return {TERM: loss, **count_topk_retrieved(compute_retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
-
-
-def count_topk_retrieved(ranks_M: Tensor, top: Sequence[int] = TOP_K) -> dict[str, Tensor]:
-    """Count images with fewer than k other captions before their own, by metric `topk`."""
-    return {f"top{k}": (ranks_M < k).sum() for k in top}
+        ranks_M = compute_retrieval_ranks(images_MW, texts_MW, captions_M, ring)
+        return {TERM: loss, **{f"top{k}": (ranks_M < k).sum() for k in TOP_K}}

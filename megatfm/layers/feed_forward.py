@@ -37,70 +37,49 @@ class Activation:
 
 ACTIVATIONS: Registry[Activation] = Registry("activation")
 
-RELU = ACTIVATIONS.register("relu")(Activation(F.relu))
-
-# ReLU² (So et al. 2021, "Primer"): max(x, 0)².
+SIGMOID_FACTOR, CLAMP = 1.702, 7.0
+"""The factor with which x σ(1.702 x) approximates GELU, and gpt-oss's clamping bound."""
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Return max(x, 0)²."""
+    """Return max(x, 0)² (So et al. 2021, "Primer")."""
     return F.relu(x).square()
 
 
-RELU2 = ACTIVATIONS.register("relu2")(Activation(relu2))
-
-# GELU (Hendrycks & Gimpel 2016): x Φ(x), and its approximation by tanh, which GPT-1 and GPT-2 use.
-
-
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return ½ x (1 + tanh(√(2/π) (x + 0.044715 x³)))."""
+    """Return ½ x (1 + tanh(√(2/π) (x + 0.044715 x³))), GELU's approximation in GPT-1 and GPT-2."""
     return F.gelu(x, approximate="tanh")
-
-
-GELU = ACTIVATIONS.register("gelu")(Activation(F.gelu))
-GELU_TANH = ACTIVATIONS.register("gelu_tanh")(Activation(gelu_tanh))
-
-# GeGLU (Shazeer 2020, equation 6): GELU(x W) ⊙ (x V); T5 v1.1 takes the tanh form.
-
-GEGLU = ACTIVATIONS.register("geglu")(Activation(F.gelu, gated=True))
-GEGLU_TANH = ACTIVATIONS.register("geglu_tanh")(Activation(gelu_tanh, gated=True))
-
-# Swish, also called SiLU (Ramachandran et al. 2017): x sigmoid(x).
-
-SWISH = ACTIVATIONS.register("swish")(Activation(F.silu))
-
-# SwiGLU (Shazeer 2020, equation 6): Swish(x W) ⊙ (x V).
-
-SWIGLU = ACTIVATIONS.register("swiglu")(Activation(F.silu, gated=True))
-
-# gpt-oss's SwiGLU (OpenAI 2025, section 2.2 and its code): both inputs are clamped, and W_up x + 1 is gated.
-
-ALPHA, LIMIT = 1.702, 7.0
-"""The factor inside the sigmoid that approximates GELU, and the clamping bound."""
 
 
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x σ(1.702 x), GELU's approximation in OpenAI's CLIP."""
-    return x * torch.sigmoid(ALPHA * x)
-
-
-QUICK_GELU = ACTIVATIONS.register("quick_gelu")(Activation(quick_gelu))
+    return x * torch.sigmoid(SIGMOID_FACTOR * x)
 
 
 def clamped_swish(x: Tensor) -> Tensor:
     """Return x σ(1.702 x), with x clamped to at most 7."""
-    x = x.clamp(max=LIMIT)
-    return x * torch.sigmoid(ALPHA * x)
+    return quick_gelu(x.clamp(max=CLAMP))
 
 
 def clamped_plus_one(x: Tensor) -> Tensor:
     """Return x + 1, with x clamped to [−7, 7]."""
-    return x.clamp(-LIMIT, LIMIT) + 1
+    return x.clamp(-CLAMP, CLAMP) + 1
 
 
-CLAMPED_SWIGLU = ACTIVATIONS.register("clamped_swiglu")(
-    Activation(clamped_swish, gated=True, up_function=clamped_plus_one)
-)
+ACTIVATIONS.register("relu")(Activation(F.relu))
+ACTIVATIONS.register("relu2")(Activation(relu2))
+# GELU (Hendrycks & Gimpel 2016): x Φ(x).
+ACTIVATIONS.register("gelu")(Activation(F.gelu))
+ACTIVATIONS.register("gelu_tanh")(Activation(gelu_tanh))
+ACTIVATIONS.register("quick_gelu")(Activation(quick_gelu))
+# Swish, also called SiLU (Ramachandran et al. 2017): x σ(x).
+ACTIVATIONS.register("swish")(Activation(F.silu))
+# Gated (Shazeer 2020, equation 6): GELU(x W) ⊙ (x V), of which T5 v1.1 takes the tanh form, and Swish(x W) ⊙ (x V).
+ACTIVATIONS.register("geglu")(Activation(F.gelu, gated=True))
+ACTIVATIONS.register("geglu_tanh")(Activation(gelu_tanh, gated=True))
+ACTIVATIONS.register("swiglu")(Activation(F.silu, gated=True))
+# gpt-oss (OpenAI 2025, section 2.2 and its code): both inputs are clamped, and W_up x + 1 is gated.
+ACTIVATIONS.register("clamped_swiglu")(Activation(clamped_swish, gated=True, up_function=clamped_plus_one))
 
 
 @FFNS.register("dense")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -219,7 +219,22 @@ def check_inits(model: nn.Module) -> None:
                 )
 
 
-EMBEDDING_ROLES = ("embedding", "position", "segment", "relative", "head")
+Role = Literal[
+    "embedding", "position", "segment", "relative",  # tables
+    "query", "key", "value", "out",  # attention
+    "ffn_in", "ffn_gate", "ffn_out",
+    "dense",  # poolers, transforms, projections of embeddings
+    "head",
+]  # fmt: skip
+"""The purpose of a matrix."""
+
+StackKind = Literal["encoder", "decoder"]
+
+Initialiser = Callable[[Role, int, int], InitDistribution]
+"""(role, d_in, d_out) → distribution of the initial weights. For tables: number of rows, width."""
+
+TABLE_ROLES = ("embedding", "position", "segment", "relative", "head")
+"""Roles of tables and of the output head."""
 
 
 class MuPInitialiser:
@@ -229,13 +244,13 @@ class MuPInitialiser:
     width / width.
     """
 
-    def __init__(self, plain: Callable[[Any, int, int], InitDistribution], name: str, ratio: float) -> None:
+    def __init__(self, plain: Initialiser, name: str, ratio: float) -> None:
         self.plain, self.name, self.ratio = plain, name, ratio
 
-    def __call__(self, role: Any, d_in: int, d_out: int) -> InitDistribution:
+    def __call__(self, role: Role, d_in: int, d_out: int) -> InitDistribution:
         """Return the scaled distribution. Raises UsageError for an initialisation that already depends on the width."""
         initial = self.plain(role, d_in, d_out)
-        if role in EMBEDDING_ROLES:
+        if role in TABLE_ROLES:
             return initial
         if not isinstance(initial, Normal | TruncatedNormal):
             raise UsageError(
@@ -245,9 +260,7 @@ class MuPInitialiser:
         return replace(initial, std=initial.std * self.ratio**0.5, width_ratio=self.ratio)
 
 
-def with_fixed_inputs(
-    initial: Callable[[Any, int, int], InitDistribution],
-) -> Callable[[Any, int, int], InitDistribution]:
+def with_fixed_inputs(initial: Initialiser) -> Initialiser:
     """Return the initialiser without muP's scaling, for matrices whose input size does not grow with the width."""
     return initial.plain if isinstance(initial, MuPInitialiser) else initial
 
@@ -269,20 +282,6 @@ def compute_mup_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, fl
     }
     return {name: ratios[name] for name, _ in model.named_parameters() if ratios.get(name, 1.0) != 1.0}
 
-
-Role = Literal[
-    "embedding", "position", "segment", "relative",  # tables
-    "query", "key", "value", "out",  # attention
-    "ffn_in", "ffn_gate", "ffn_out",
-    "dense",  # poolers, transforms, projections of embeddings
-    "head",
-]  # fmt: skip
-"""The purpose of a matrix."""
-
-StackKind = Literal["encoder", "decoder"]
-
-Initialiser = Callable[[Role, int, int], InitDistribution]
-"""(role, d_in, d_out) → distribution of the initial weights. For tables: number of rows, width."""
 
 INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry("initialisation (model.init)")
 
@@ -356,7 +355,7 @@ def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
     """Draw matrices by fan-in and fan-out; tables and the output head N(0, 1/d_model)."""
 
     def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
-        if role in ("embedding", "position", "segment", "relative", "head"):
+        if role in TABLE_ROLES:
             return Normal(config.d_model**-0.5)
         return xavier_uniform(d_in, d_out)
 

@@ -41,7 +41,7 @@ class LoRA(nn.Module):
         super().__init__()
         d_out, d_in = linear.weight.shape
         self.scale = options.alpha / options.rank
-        # As PEFT starts A: the usual bound of torch's linear layers.
+        # A starts as PEFT's does, with the usual bound of torch's linear layers.
         self.a = Linear(d_in, options.rank, Uniform(d_in**-0.5))
         self.b = Linear(options.rank, d_out, Constant(0.0), heads=linear.heads)
         self.dropout = InputDropout(options.dropout, f"lora {path}") if options.dropout else None

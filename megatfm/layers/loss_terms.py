@@ -55,7 +55,7 @@ class AuxiliaryCollector:
 
     def __init__(self) -> None:
         self.losses: dict[str, Tensor] = {}
-        self.statistics: dict[str, dict[str, Tensor]] = {}
+        self.counts: dict[str, dict[str, Tensor]] = {}
 
     def unwrap(self, name: str, output: Any) -> Any:
         """Return the plain output of the sublayer `name`, and collect its losses and counts."""
@@ -63,12 +63,12 @@ class AuxiliaryCollector:
             return output
         self.losses = add_by_name(self.losses, output.losses)
         if output.counts:
-            self.statistics[name] = add_by_name(self.statistics.get(name, {}), output.counts)
+            self.counts[name] = add_by_name(self.counts.get(name, {}), output.counts)
         return output.y
 
     def wrap(self, x: Any) -> Any:
         """Return a block's output, as a BlockOutput if any sublayer had losses or counts."""
-        return BlockOutput(x, self.losses, self.statistics) if self.losses or self.statistics else x
+        return BlockOutput(x, self.losses, self.counts) if self.losses or self.counts else x
 
 
 def add_by_name(terms: Mapping[str, Tensor], more_terms: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Normalisation layers: LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019)."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -7,17 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Constant
-from megatfm.registry import Registry
+from megatfm.registry import Registry, did_you_mean
 
 NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
 """Norms by name, made as `NORMS.get(name)(width, eps, **options)`."""
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """Make the norm that the config names. width: None: that of the residual stream."""
-    options = config.norm
-    return NORMS.get(options.name)(width or config.d_model, options.eps, **options.options)
+    """Make the norm that the config names. width: None: the residual stream's. Raises UsageError for wrong keys."""
+    section, norm = config.norm, NORMS.get(config.norm.name)
+    parameters = inspect.signature(norm).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown := [] if takes_all else [key for key in section.options if key not in parameters]:
+        raise UsageError(
+            f"model.norm.{unknown[0]}: nothing reads this key of name = {section.name!r}"
+            f"{did_you_mean(unknown[0], parameters)}: correct it or leave it out"
+        )
+    return norm(width or config.d_model, section.eps, **section.options)
 
 
 @NORMS.register("layer_norm")
@@ -56,18 +65,18 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over channels that tensor parallelism may shard; `total` then sums over shards."""
+    """RMSNorm over channels that tensor parallelism may shard; `reduce_squares` then sums over shards."""
 
-    tp_plan = (("", "shard_last_dim"), ("total", "sum_over_shards"))
+    tp_plan = (("", "shard_last_dim"), ("reduce_squares", "sum_over_shards"))
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.empty(width))
         self.initial = {"weight": Constant(1.0)}
-        self.total = nn.Identity()
+        self.reduce_squares = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = self.total(precise.square().sum(-1, keepdim=True))
+        squares = self.reduce_squares(precise.square().sum(-1, keepdim=True))
         return (precise * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight

@@ -18,11 +18,11 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.preference import PairFields, PairSums, Preference, compute_preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
-from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
+from megatfm.ops.transfer import find_true_indices, to_host
 from megatfm.registry import Registry
 
-# B batch, T tokens, M tokens with targets, D model width, E embedding width, V vocabulary, C classes
-
+# B batch, T tokens, S tokens of a full row, M tokens with targets, D model width, E embedding width, V vocabulary
+# C classes, P width of a position in a span
 
 DEFAULT_MASKED_FRACTION = 0.15
 """Default share of masked tokens, the only ones that a sparse head computes."""
@@ -149,8 +149,7 @@ class LMHead(nn.Module):
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M, indices_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
         if self.sparse:
-            # The host finds the indices, as it has to know their number.
-            indices_M = move_to_device((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
+            (indices_M,) = find_true_indices(to_host(targets_BT).flatten() != IGNORE, targets_M.device)
             hidden_MD, targets_M = hidden_MD[indices_M], targets_M[indices_M]
         hidden_ME = self._transform_and_scale(hidden_MD)
         loss_dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
@@ -213,8 +212,6 @@ class SentenceHead(nn.Module):
         """Return the pooled vectors [..., D]."""
         return torch.tanh(self.pooler(hidden))
 
-
-# B batch, T tokens, S tokens of a full row, M masked tokens, D model width, P width of a position in a span
 
 POSITION_WIDTH = 200
 """Width of the embedding of a token's position in its span (Joshi et al. 2020, section 3.2)."""

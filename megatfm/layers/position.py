@@ -18,7 +18,7 @@ from megatfm.layers.rope import Rope, compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
-Make = Callable[[ModelConfig, Initialiser], nn.Module]
+Constructor = Callable[[ModelConfig, Initialiser], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class PositionEncoding:
     axis_bias: one for each pooled attention, (queries, size of the keys' map) → [I, N, Q, K], added to the scores.
     """
 
-    absolute: Make | None = None
-    rotary: Make | None = None
-    score_bias: Make | None = None
+    absolute: Constructor | None = None
+    rotary: Constructor | None = None
+    score_bias: Constructor | None = None
     attention: Callable[..., nn.Module] | None = None
-    window_bias: Make | None = None
+    window_bias: Constructor | None = None
     axis_bias: Callable[..., nn.Module] | None = None
 
 
@@ -46,8 +46,8 @@ POSITIONS: Registry[PositionEncoding] = Registry("position")
 
 # A causal decoder without position encoding can still count (Kazemnejad et al. 2023).
 
-NONE = POSITIONS.register("none")(PositionEncoding())
-ROPE = POSITIONS.register("rope")(PositionEncoding(rotary=Rope))
+POSITIONS.register("none")(PositionEncoding())
+POSITIONS.register("rope")(PositionEncoding(rotary=Rope))
 
 # Learned absolute positions (Gehring et al. 2017), as in BERT and GPT.
 
@@ -74,7 +74,7 @@ class LearnedPositions(nn.Module):
         return F.embedding(sequence.positions + self.offset, self.weight)
 
 
-LEARNED = POSITIONS.register("learned")(PositionEncoding(absolute=LearnedPositions))
+POSITIONS.register("learned")(PositionEncoding(absolute=LearnedPositions))
 
 # Sinusoidal positions (Vaswani et al. 2017, section 3.5).
 
@@ -94,7 +94,7 @@ class SinusoidalPositions(nn.Module):
         return table_BTD[..., : self.width]
 
 
-SINUSOIDAL = POSITIONS.register("sinusoidal")(PositionEncoding(absolute=SinusoidalPositions))
+POSITIONS.register("sinusoidal")(PositionEncoding(absolute=SinusoidalPositions))
 
 # Attention with linear biases (Press et al. 2022).
 
@@ -126,7 +126,7 @@ class Alibi(nn.Module):
         return -self.slopes[:, None] * sequence.unique_relative_positions().abs()
 
 
-ALIBI = POSITIONS.register("alibi")(PositionEncoding(score_bias=Alibi))
+POSITIONS.register("alibi")(PositionEncoding(score_bias=Alibi))
 
 # T5's relative position biases (Raffel et al. 2020, section 2.1; the bucketing is in its released code).
 
@@ -170,7 +170,7 @@ class RelativeBias(nn.Module):
         return F.embedding(bucket, self.weight).movedim(-1, 0)
 
 
-T5 = POSITIONS.register("t5")(PositionEncoding(score_bias=RelativeBias))
+POSITIONS.register("t5")(PositionEncoding(score_bias=RelativeBias))
 
 # Transformer-XL's relative sinusoids (Dai et al. 2019, section 3.3), for two-stream attention (XLNet).
 
@@ -183,11 +183,11 @@ class RelativeSinusoids(nn.Module):
         self.width = config.d_model
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """Return float64 [R, D]."""
+        """Return float64 [R, D], with R = 2 L − 1 distances in rows of L tokens."""
         farthest, device = sequence.length - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
         angles_RH = distances_R[:, None] * compute_frequencies(self.width + self.width % 2, 10_000.0, device)
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
 
 
-TRANSFORMER_XL = POSITIONS.register("transformer_xl")(PositionEncoding(score_bias=RelativeSinusoids))
+POSITIONS.register("transformer_xl")(PositionEncoding(score_bias=RelativeSinusoids))

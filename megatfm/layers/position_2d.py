@@ -82,7 +82,7 @@ class LearnedPositions2d(nn.Module):
         return size_1DHW[0].flatten(1).T.to(self.weight.dtype)
 
 
-LEARNED_2D = POSITIONS.register("learned_2d")(PositionEncoding(absolute=LearnedPositions2d))
+POSITIONS.register("learned_2d")(PositionEncoding(absolute=LearnedPositions2d))
 
 
 class SinusoidalPositions2d(nn.Module):
@@ -104,7 +104,7 @@ class SinusoidalPositions2d(nn.Module):
         return torch.cat(waves, dim=-1) * (grid_BT4[..., :1] >= 0)
 
 
-SINUSOIDAL_2D = POSITIONS.register("sinusoidal_2d")(PositionEncoding(absolute=SinusoidalPositions2d))
+POSITIONS.register("sinusoidal_2d")(PositionEncoding(absolute=SinusoidalPositions2d))
 
 
 class Rope2d(nn.Module):
@@ -136,4 +136,4 @@ class Rope2d(nn.Module):
         return angles_BTH.cos()[:, None].to(dtype), angles_BTH.sin()[:, None].to(dtype)
 
 
-ROPE_2D = POSITIONS.register("rope_2d")(PositionEncoding(rotary=Rope2d))
+POSITIONS.register("rope_2d")(PositionEncoding(rotary=Rope2d))

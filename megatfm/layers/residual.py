@@ -24,7 +24,7 @@ class Residual(Protocol):
         """Return the residual stream after adding the sublayer's output y."""
 
 
-RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registry("norm position")
+RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registry("norm placement")
 """Norm placements by name, made as `RESIDUALS.get(name)(config, site, stack)`. site: name of the dropout site."""
 
 

@@ -10,6 +10,8 @@ from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, Ya
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 
+# B batch, N query heads, K key-value heads, T tokens, H head width
+
 
 def compute_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
     """Return the angles per position theta^(−2i/H) of the channel pairs, float64 [H/2].
@@ -34,9 +36,6 @@ def rotate(x_BNTH: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
     first, second = x_BNTH.to(dtype).chunk(2, dim=-1)
     cos, sin = cos_B1TH.to(dtype), sin_B1TH.to(dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
-
-
-# B batch, N query heads, K key-value heads, T tokens, H head width
 
 
 class Rope(nn.Module):

@@ -201,6 +201,11 @@ class SequenceMetadata:
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
     @property
+    def documents_or_zeros(self) -> Tensor:
+        """Document id of each token [B, T]: `documents`, or 0 where each row is one document."""
+        return torch.zeros_like(self.positions) if self.documents is None else self.documents
+
+    @property
     def image_numbers(self) -> Tensor | None:
         """Number of each token's image in its row, int64 [B, T], −1 for padding; None for text, or one image a row."""
         return None if self.grid is None else self.documents
@@ -212,6 +217,11 @@ class SequenceMetadata:
         if documents is None:
             return 1
         return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
+
+    def find_document_members(self) -> Tensor:
+        """Return boolean [B, N, T], whether a token is in each of N = `max_documents_per_row` documents of its row."""
+        documents_N1 = torch.arange(self.max_documents_per_row, device=self.positions.device)[:, None]
+        return self.documents_or_zeros[:, None] == documents_N1
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that layers share, such as the rotary table; calls `make` on the first access of a key."""
@@ -256,10 +266,10 @@ class SequenceMetadata:
         """Return the documents of queries [B, T] and of keys [B, S]; None if each row is one document."""
         if of_memory:
             keys = None if self.memory is None else self.memory.documents
-            return None if keys is None else (self._documents(), keys)
+            return None if keys is None else (self.documents_or_zeros, keys)
         if self.documents is None and (not self.cached_length or self.cached_documents is None):
             return None
-        return self._documents(), self._select_cached(self._documents_with_cached())
+        return self.documents_or_zeros, self._select_cached(self._documents_with_cached())
 
     def same_document(self, *, of_memory: bool = False, queries: slice = ALL_QUERIES) -> Tensor | None:
         """Return boolean [B, 1, T, S], whether query and key share a document; None if all do. queries: see `mask`."""
@@ -308,14 +318,11 @@ class SequenceMetadata:
         positions_BS = index_S - (index_S * is_start_BS).cummax(1).values
         return positions_BS[:, self.cached_length :], self._select_cached(positions_BS)
 
-    def _documents(self) -> Tensor:
-        return torch.zeros_like(self.positions) if self.documents is None else self.documents
-
     def _documents_with_cached(self) -> Tensor:
         """Return the documents of cached and new tokens, [B, past + T]."""
         if not self.cached_length:
-            return self._documents()
+            return self.documents_or_zeros
         past = self.cached_documents
         if past is None:
             past = self.positions.new_zeros(len(self.positions), self.cached_length)
-        return torch.cat([past, self._documents()], dim=1)
+        return torch.cat([past, self.documents_or_zeros], dim=1)

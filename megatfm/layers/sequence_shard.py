@@ -84,7 +84,7 @@ class SequenceShard(SequenceMetadata):
         if of_memory:
             assert self.memory is not None
             keys = self.memory.full_sequence.documents
-            return None if keys is None else (self._documents(), keys)
+            return None if keys is None else (self.documents_or_zeros, keys)
         ids = self.full_sequence.document_ids()
         if ids is None:
             return None

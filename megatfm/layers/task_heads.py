@@ -20,6 +20,7 @@ from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
+from megatfm.ops.transfer import find_true_indices, to_host
 
 # B batch, T tokens, S tokens of full rows, N tokens with a score, M examples or tokens with a label, D model width, C
 # classes
@@ -141,8 +142,8 @@ class TextClassifier(TaskHead):
     ) -> Tensor:
         if targets is None:
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
-        labelled_BT = targets != IGNORE if examples is None else examples >= 0
-        rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
+        labelled_BT = to_host(targets) != IGNORE if examples is None else to_host(examples) >= 0
+        rows_M, columns_M = find_true_indices(labelled_BT, hidden_BTD.device)
         pooled_MD = self.pool_at(hidden_BTD, rows_M, columns_M, keys, token_indices)
         if self.row_scores is None:
             logits_MC = self.classifier(pooled_MD)
@@ -152,7 +153,7 @@ class TextClassifier(TaskHead):
             scores_MC = F.linear(pooled_MD, self.classifier.compute_matrix())
             scores_BTC = scores_MC.new_zeros(*examples.shape, scores_MC.shape[-1])
             scores_BTC = scores_BTC.index_put((rows_M, columns_M), scores_MC)
-            rows_M, columns_M = (labelled_BT & (parts == 0)).nonzero(as_tuple=True)
+            rows_M, columns_M = find_true_indices(labelled_BT & (to_host(parts) == 0), hidden_BTD.device)
             row_examples = examples if full_examples is None else full_examples
             scores_BSC = self.row_scores(scores_BTC, row_examples.shape[1], token_indices)
             logits_MC = self._add_both_orders(scores_BSC[rows_M], row_examples[rows_M], examples[rows_M, columns_M])
@@ -207,13 +208,13 @@ class MultipleChoiceHead(TaskHead):
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
         assert examples is not None
         assert parts is not None
-        rows_N, columns_N = (examples >= 0).nonzero(as_tuple=True)
+        rows_N, columns_N = find_true_indices(to_host(examples) >= 0, hidden_BTD.device)
         scores_N1 = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
         scores_BT1 = scores_N1.new_zeros(*examples.shape, 1).index_put((rows_N, columns_N), scores_N1)
         row_examples = examples if full_examples is None else full_examples
         row_parts = parts if full_parts is None else full_parts
         scores_BS1 = self.row_scores(scores_BT1, row_examples.shape[1], token_indices)
-        rows_M, columns_M = (targets != IGNORE).nonzero(as_tuple=True)
+        rows_M, columns_M = find_true_indices(to_host(targets) != IGNORE, hidden_BTD.device)
         choices_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
         is_correct_MS = choices_MS & (row_parts[rows_M] == targets[rows_M, columns_M][:, None])
         if self.on_logits is not None:
@@ -264,13 +265,13 @@ class SpanExtractionHead(TaskHead):
         if sequence is None:
             raise MegatfmError("the head 'span_extraction' needs the sequence: a family passes it to Model.output")
         assert examples is not None
-        rows_N, columns_N = torch.ones_like(marks).nonzero(as_tuple=True)
+        row_B, column_T = (torch.arange(n, device=marks.device) for n in marks.shape)
+        rows_N, columns_N = torch.cartesian_prod(row_B, column_T).unbind(1)
         scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
         row_marks = marks if full_marks is None else full_marks
         scores_BSC = self.row_scores(scores_NC.view(*marks.shape, 2), row_marks.shape[1], token_indices)
-        documents = sequence.full_sequence.documents
-        row_documents = torch.zeros_like(row_marks) if documents is None else documents
-        rows_M, columns_M = (examples >= 0).nonzero(as_tuple=True)
+        row_documents = sequence.full_sequence.documents_or_zeros
+        rows_M, columns_M = find_true_indices(to_host(examples) >= 0, hidden_BTD.device)
         first_M = columns_M if token_indices is None else token_indices[columns_M]
         text_MS = row_documents[rows_M] == row_documents[rows_M, first_M][:, None]
         marks_MS = row_marks[rows_M].where(text_MS, 0)

@@ -5,7 +5,8 @@ which are the most sensitive to rounding, stay in bf16, as do embeddings, heads,
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,6 +30,14 @@ def choose_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dty
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise UsageError(f"dtype = {requested!r}: choose one of auto, {', '.join(DTYPES)}")
     return dtype
+
+
+def find_main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of most elements, float32 without any: a model in bfloat16 may have a few biases in float32."""
+    sizes = Counter[torch.dtype]()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def convert_loaded(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:

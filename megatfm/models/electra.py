@@ -146,7 +146,7 @@ def _make_replaced_labels(batch: Mapping[str, Tensor], corrupted: Tensor) -> Ten
 class Discriminator(Model):
     """An encoder with a head for the log-odds that each token was replaced.
 
-    As a family by itself (fine-tuning), it may have other heads; `lm_head.name = "none"` removes this one.
+    It may have other heads as a family by itself; `lm_head.name = "none"` removes this one.
     """
 
     tp_plan = (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated"))
@@ -200,7 +200,7 @@ class Discriminator(Model):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:
                 losses["discriminator"], logits = _compute_detection_loss(logits, replaced), None
-        return self.output(batch, x_BTD, losses, logits)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
 
 
 def _compute_detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.maps import MapSequence, MapSize, find_map_size, take_columns
 from megatfm.layers.norm import make_norm
-from megatfm.layers.patch_merging import PatchMerging
-from megatfm.layers.stage_blocks import PooledBlock, StageBlock
+from megatfm.layers.stage_blocks import PatchMerging, PooledBlock, StageBlock
 from megatfm.models.base import MODELS, Model, Output, make_view
 from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
 from megatfm.models.stack import unpack
@@ -45,8 +44,10 @@ class PyramidStack(nn.Module):
         self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
         self.merges = nn.ModuleDict()
         for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
-            norm = self.stages.merging_norm
-            self.merges[str(stage)] = PatchMerging(stage_config, norm=norm, tokens_per_patch=0.25**stage)
+            self.merges[str(stage)] = PatchMerging(
+                stage_config, norm=self.stages.merging_norm, follows_block=sum(self.stages.layers[: stage + 1]) - 1,
+                tokens_per_patch=0.25**stage,
+            )  # fmt: skip
         self.skip_rates = [config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)]
         self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
         self.depths: Sequence[int] = range(config.n_layers)

@@ -4,8 +4,6 @@ Batch fields with the prefix "encoder_" hold the visible tokens only, the others
 token of the decoder its index among the image's visible tokens, −1 for masked patches.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +21,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import MODELS, Model, Output
 from megatfm.models.batch_fields import list_sequence_fields, make_sequence
 from megatfm.models.stack import Stack
-from megatfm.ops.transfer import move_to_device, to_host
+from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
 from megatfm.split_points import SplitPoint
 
 # B batch, S tokens of the encoder, T of the decoder, I images of a row, M masked patches, K values of a patch
@@ -79,8 +77,7 @@ class VisibleTokens(nn.Module):
 
 def _index_memory(source_BT: Tensor, sequence: SequenceMetadata, encoder: SequenceMetadata) -> Tensor:
     """Return indices in rows [B, T], from indices among an image's visible tokens."""
-    documents_BT = torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
-    starts_BT = _find_image_starts(encoder).gather(1, documents_BT.clamp(min=0))
+    starts_BT = _find_image_starts(encoder).gather(1, sequence.documents_or_zeros.clamp(min=0))
     return (starts_BT + source_BT).where(source_BT >= 0, -1)
 
 
@@ -122,7 +119,7 @@ class PixelDecoderHead(nn.Module):
         is_masked = to_host(source_BT) < 0
         if sequence.documents is not None:
             is_masked = is_masked & sequence.on_host().non_padding_mask
-        token_M = move_to_device(is_masked.flatten().nonzero()[:, 0], source_BT.device)
+        (token_M,) = find_true_indices(is_masked.flatten(), source_BT.device)
         predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[token_M])
         precise = torch.promote_types(predicted_MK.dtype, torch.float32)
         errors_MK = predicted_MK.to(precise) - self.compute_targets(patches_BTK.flatten(0, 1)[token_M], precise)
@@ -161,7 +158,7 @@ class MaskedAutoencoder(Model):
         self.accept("source", *list_sequence_fields(config), *encoder_fields, targets=("patches",))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
-            *_with_memory(self.decoder.split_points("decoder", reads=("encoder_hidden",))),
+            *self.decoder.split_points("decoder", reads=("encoder_hidden",), embedding_modules=("memory",)),
             SplitPoint("pixels", ("pixels",), ("hidden",)),
         ]
 
@@ -202,12 +199,6 @@ class MaskedAutoencoder(Model):
             else:
                 pixels = result
         return self.output(batch, x_BTD, losses, pixels, carry={"encoder_hidden": encoder_hidden})
-
-
-def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
-    """Return the decoder's split points; the first also gathers the encoder's output."""
-    embedding, *blocks = points
-    return [replace(embedding, modules=("memory", *embedding.modules)), *blocks]
 
 
 def make_pixel_decoder_config(config: ModelConfig) -> ModelConfig:

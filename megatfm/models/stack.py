@@ -121,17 +121,19 @@ class Stack(nn.Module):
         *,
         side: str = "",
         reads: Sequence[str] = (),
+        embedding_modules: Sequence[str] = (),
         memory: Sequence[str] = (),
         memory_modules: Sequence[str] = (),
     ) -> list[SplitPoint]:
         """Return the split points of embedding, blocks and final norm.
 
         path: module path of the stack. carry: name of the hidden vectors between stages. side: prefix of the batch
-        fields. reads: carried tensors that the embedding reads instead of the batch's field. memory, memory_modules:
-        names of the encoder's output, and modules that process it.
+        fields. reads: carried tensors that the embedding reads instead of the batch's field. embedding_modules: modules
+        that process them. memory, memory_modules: names of the encoder's output, and modules that process it.
         """
         writes, tokens = {carry: CarrySpec(f"{side}positions", self.d_model)}, f"{side}tokens"
-        points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), reads, writes, tokens)]
+        modules = (*embedding_modules, f"{path}.embedding")
+        points = [SplitPoint(f"{path}.embedding", modules, reads, writes, tokens)]
         for depth, name in enumerate(self.layer_of_depth):
             shared = [] if self.position is None else [f"{path}.position"]
             shared += [f"{path}.sketch"] if self.has_shared_projection[depth] else []

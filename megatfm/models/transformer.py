@@ -233,7 +233,8 @@ class EncoderDecoder(Model):
                 losses["span"] = self.head(x_BTD, targets)
             elif not self.has_targets(batch):
                 logits = self.head(x_BTD)
-        return self.output(batch, x_BTD, losses, logits, carry={"encoder_hidden": encoder_hidden})
+        carry = {"encoder_hidden": encoder_hidden}
+        return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
 
     def encode(
         self,

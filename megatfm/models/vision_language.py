@@ -5,7 +5,6 @@ A batch has two rows, as for an encoder-decoder: "encoder_" fields hold images, 
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -83,7 +82,9 @@ class VisionLanguage(Model):
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             SplitPoint("connector", ("connector",), ("encoder_hidden",), vectors, "encoder_tokens"),
-            *_with_image_vectors(self.decoder.split_points("decoder", reads=("image_vectors",))),
+            *self.decoder.split_points(
+                "decoder", reads=("image_vectors",), embedding_modules=("image_vectors", "gather")
+            ),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
             *self.list_head_points(),
         ]
@@ -152,12 +153,6 @@ class VisionLanguage(Model):
         view = super().stage(names)
         view.runs_connector = "connector" in names
         return view
-
-
-def _with_image_vectors(points: list[SplitPoint]) -> list[SplitPoint]:
-    """Return a decoder's split points, of which the embedding also runs the modules that gather image vectors."""
-    embedding, *blocks = points
-    return [replace(embedding, modules=("image_vectors", "gather", *embedding.modules)), *blocks]
 
 
 def find_patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int) -> Tensor:

@@ -140,11 +140,11 @@ class TwoStreamStack(nn.Module):
         self.query: QueryEmbedding | None = QueryEmbedding(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
-        self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
-        fractions = dict.fromkeys(self.order, 1.0)
+        self.layer_of_depth = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
+        fractions = dict.fromkeys(self.layer_of_depth, 1.0)
         # The content stream skips the last depth, one of the uses of the last block.
         if not config.extra_heads:
-            fractions[self.order[-1]] = 1 - 1 / self.order.count(self.order[-1])
+            fractions[self.layer_of_depth[-1]] = 1 - 1 / self.layer_of_depth.count(self.layer_of_depth[-1])
         self.layers = nn.ModuleDict(
             {str(i): TwoStreamBlock(config, i, content_fraction=fractions[str(i)]) for i in range(distinct)}
         )
@@ -180,8 +180,8 @@ class TwoStreamStack(nn.Module):
             g_BQD = self.query_dropout(self.query(query_stream.sequence.positions), query_stream.sequence)
         table_RD = self.position(content_stream.sequence, False) if self.depths else None
         for depth in self.depths:
-            block, skip_rate = self.layers[self.order[depth]], self.skip_rates[depth]
-            is_last = query_stream is not None and depth == len(self.order) - 1
+            block, skip_rate = self.layers[self.layer_of_depth[depth]], self.skip_rates[depth]
+            is_last = query_stream is not None and depth == len(self.layer_of_depth) - 1
             layer_content = None if is_last else content_stream.at_layer(depth, skip_rate)
             layer_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
             outputs = block(x_BTD, g_BQD, table_RD, layer_content, layer_query)
@@ -198,7 +198,7 @@ class TwoStreamStack(nn.Module):
         if not names:
             return None
         view = make_view(self)
-        view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
+        view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
         view.query = self.query if "query" in names else None
         view.dropout = self.dropout if "norm" in names else None
@@ -223,7 +223,7 @@ class TwoStreamStack(nn.Module):
                     tuple(streams),
                     streams,
                 )
-                for depth, name in enumerate(self.order)
+                for depth, name in enumerate(self.layer_of_depth)
             ),
             SplitPoint(f"{path}.norm", final_modules, tuple(final_stream), final_stream),
         ]

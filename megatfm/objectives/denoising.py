@@ -94,8 +94,8 @@ class SpanCorruption(Denoising):
 def count_noise_spans(n_tokens: IntArray, noise_density: float, mean_span_length: float) -> tuple[IntArray, IntArray]:
     """Return the noise tokens and noise spans [n] of chunks of `n_tokens` [n] ≥ 2.
 
-    As in T5's code: both are rounded half to even and at least 1, and one token at least is kept. Unlike T5's code,
-    there are never more spans than kept tokens, which would break the segmentation.
+    Both are rounded half to even and at least 1, and at least one token is kept, as in T5's code. There are never more
+    spans than kept tokens, unlike in T5's code: that would break the segmentation.
     """
     n_noise = np.clip(np.round(n_tokens * noise_density), 1, n_tokens - 1).astype(np.int64)
     n_spans = np.clip(np.round(n_noise / mean_span_length), 1, n_tokens - n_noise).astype(np.int64)

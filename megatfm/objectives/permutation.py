@@ -71,10 +71,8 @@ class Permutation(Objective):
         fields["tokens"][positions] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
         fields["targets"][positions[predicted_indices]] = tokens[predicted_indices]
-        ranks = np.argsort(
-            np.argsort(random[2 * n_contexts + 2 :][: len(predicted_indices)], kind="stable"), kind="stable"
-        )
-        fields["order"][positions[predicted_indices]] = 1 + ranks
+        order = np.argsort(random[2 * n_contexts + 2 :][: len(predicted_indices)], kind="stable")
+        fields["order"][positions[predicted_indices[order]]] = 1 + np.arange(len(order))
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2
         return fields

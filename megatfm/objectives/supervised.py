@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatfm.config import (
     TextClassificationObjective,
     TextClassifierHeadConfig,
 )
+from megatfm.config.section import Section
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives.base import (
@@ -59,7 +60,12 @@ class LabelledExamples(Objective):
     """
 
     needs_files = True
+    model_families = ("encoder", "decoder", "xlnet")
     fields: dict[str, Field]
+    head_class: type[Section]
+    """Class of the config of the head that it trains."""
+    term: str
+    """Name of the head's loss."""
 
     def __init__(self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float) -> None:
         self.special, self.max_tokens, self.length = special, length, length
@@ -71,16 +77,19 @@ class LabelledExamples(Objective):
                 f"objective.lm_weight = {lm_weight:g}: only a decoder predicts next tokens, and "
                 f"model.family = {model.family!r}: leave lm_weight out"
             )
-        self.loss_weights = {self.term(model): 1.0} | ({"causal": lm_weight} if self.predicts_tokens else {})
+        heads: list[Any] = [head for head in model.extra_heads.values() if isinstance(head, self.head_class)]
+        if not heads:
+            raise UsageError(
+                f"objective.name = {name!r} needs a model with a head of that name: add [model.extra_heads.sentence] "
+                f"with name = {self.head_class.model_fields['name'].default!r}"
+            )
+        self.head = heads[0]
+        self.loss_weights = {self.term: 1.0} | ({"causal": lm_weight} if self.predicts_tokens else {})
         self.fields = {"tokens": Field(pad_value=special.pad), "examples": Field(pad_value=-1)}
         if self.has_segments:
             self.fields["segments"] = Field()
         if self.predicts_tokens:
             self.fields["targets"] = Field(pad_value=IGNORE)
-
-    def term(self, model: ModelConfig) -> str:
-        """Return the name of the head's loss. Raises UsageError for a model without the head."""
-        raise NotImplementedError
 
     def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
         return n_tokens
@@ -109,7 +118,7 @@ class LabelledExamples(Objective):
         raise NotImplementedError
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        counts = {next(iter(self.loss_weights)): self.n_labels(batch)}
+        counts = {self.term: self.n_labels(batch)}
         return counts | ({"causal": (batch["targets"] != IGNORE).sum()} if self.predicts_tokens else {})
 
     def n_labels(self, batch: Batch) -> Tensor:
@@ -135,7 +144,7 @@ class TextClassification(LabelledExamples):
     `both_orders`, an example has two parts, the pair in both orders; the label is at the first.
     """
 
-    model_families = ("encoder", "decoder", "xlnet")
+    head_class, term = TextClassifierHeadConfig, "sentence"
 
     def __init__(
         self,
@@ -149,10 +158,6 @@ class TextClassification(LabelledExamples):
         value_field = Field("float32", (self.head.classes,))
         self.fields["sentence_targets"] = Field(pad_value=IGNORE) if self.predicts_classes else value_field
         self.fields["parts" if self.head.both_orders else "words"] = Field()
-
-    def term(self, model: ModelConfig) -> str:
-        self.head = require_task_head(model, TextClassifierHeadConfig, "text_classification")
-        return "sentence"
 
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
         positions, labels = np.array(annotation["at"], np.int64), annotation["labels"]
@@ -181,7 +186,7 @@ class TextClassification(LabelledExamples):
 class MultipleChoice(LabelledExamples):
     """Predict the right choice by a score at one token of each choice. An example has one part for each choice."""
 
-    model_families = ("encoder", "decoder", "xlnet")
+    head_class, term = MultipleChoiceHeadConfig, "choice"
 
     def __init__(
         self,
@@ -192,10 +197,6 @@ class MultipleChoice(LabelledExamples):
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.fields |= {"choice_targets": Field(pad_value=IGNORE), "parts": Field()}
-
-    def term(self, model: ModelConfig) -> str:
-        require_task_head(model, MultipleChoiceHeadConfig, "multiple_choice")
-        return "choice"
 
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
         fields["choice_targets"][annotation["at"][0]] = annotation["labels"][0]
@@ -218,7 +219,7 @@ class SpanExtraction(LabelledExamples):
     3 both.
     """
 
-    model_families = ("encoder", "decoder", "xlnet")
+    head_class, term = SpanExtractionHeadConfig, "answer_span"
 
     def __init__(
         self,
@@ -230,10 +231,6 @@ class SpanExtraction(LabelledExamples):
         super().__init__(special, config.name, model, row_lengths[0], 0.0)
         self.fields["answer_marks"] = Field()
 
-    def term(self, model: ModelConfig) -> str:
-        require_task_head(model, SpanExtractionHeadConfig, "span_extraction")
-        return "answer_span"
-
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
         ((begin, end),) = annotation["labels"]
         fields["answer_marks"][begin] += 1
@@ -241,21 +238,6 @@ class SpanExtraction(LabelledExamples):
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
         return {"at": [0], "labels": [np.sort(random.integers(0, n, 2)).tolist()]}
-
-
-H = TypeVar("H")
-
-
-def require_task_head(model: ModelConfig, kind: type[H], name: str) -> H:
-    """Return the config of a model's head of class `kind`. Raises UsageError if it has none."""
-    heads = [head for head in model.extra_heads.values() if isinstance(head, kind)]
-    if not heads:
-        head = "text_classifier" if name == "text_classification" else name
-        raise UsageError(
-            f"objective.name = {name!r} needs a model with a head of that name: add [model.extra_heads.sentence] "
-            f"with name = {head!r}"
-        )
-    return heads[0]
 
 
 @OBJECTIVES.register("answers")

@@ -59,7 +59,7 @@ def multiply_fp8(
 
     use_fast_accum: accumulate in fewer bits on GPUs. Not for float16, whose range scaled results can exceed.
     """
-    assert left_MK.dtype != torch.float16, "fp8 is of bfloat16: train.precision = 'fp8'"
+    assert left_MK.dtype != torch.float16, "fp8 products need bfloat16, not float16: set train.precision = 'fp8'"
     if not (left_MK.numel() and right_NK.numel()):  # no maximum, and kernels reject empty tensors
         return left_MK.new_zeros(len(left_MK), len(right_NK))
     quantised, scales = [], []

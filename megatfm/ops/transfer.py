@@ -69,7 +69,7 @@ def move_to_device(values: Tensor, device: torch.device) -> Tensor:
     if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
         return values.to(device)
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a copy from the host can't be captured: replays would read what is at its address by then")
+        raise RuntimeError("a copy from the host can't be captured: a replay would read what its address holds by then")
     pinned = values.pin_memory()
     return remember_host_copy(pinned.to(device, non_blocking=True), pinned)
 

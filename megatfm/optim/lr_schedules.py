@@ -70,6 +70,12 @@ def compute_schedule_factor(config: ScheduleConfig, step: int, steps: int) -> fl
     return schedule(config, step, steps)
 
 
+def check_schedule(config: ScheduleConfig, steps: int) -> None:
+    """Compute the factor all over a run, so that a schedule reads its keys, and fails, before the first step."""
+    for step in {*range(1, steps + 1, max(1, steps // 1000)), steps}:
+        compute_schedule_factor(config, step, steps)
+
+
 def _compute_progress(config: ScheduleSection, step: int, steps: int) -> float:
     """Return the progress from 0 at the first step after warm-up to 1 at the last step of the run."""
     return (step - config.warmup_steps - 1) / max(1, steps - config.warmup_steps - 1)

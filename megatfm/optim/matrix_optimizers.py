@@ -5,6 +5,7 @@ SOAP is implemented here because libraries keep its bases in nested lists, which
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -42,29 +43,22 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     Matrices of experts, and on GPUs all matrices of one shape, are orthogonalised in batches.
     """
+    in_bf16 = config.newton_schulz_dtype == "bf16"
+    build_batched = partial(BatchedMuon, lr=config.matrix_lr, momentum=config.momentum, in_bf16=in_bf16)
 
-    def make_muon(groups: list[dict[str, Any]]) -> Optimizer:
+    def build(groups: list[dict[str, Any]]) -> Optimizer:
         if groups[0]["params"][0].device.type != "cpu" or config.newton_schulz_dtype == "param":
-            return make_batched_muon(groups)
+            return build_batched(groups)
         return Muon(groups, lr=config.matrix_lr, momentum=config.momentum)
-
-    def make_batched_muon(groups: list[dict[str, Any]]) -> BatchedMuon:
-        return BatchedMuon(
-            groups,
-            lr=config.matrix_lr,
-            momentum=config.momentum,
-            in_bf16=config.newton_schulz_dtype == "bf16",
-        )
 
     matrices, remaining = split_block_matrices(parameters)
     options = make_weight_decay_options(matrices, config.weight_decay)
     rates = compute_lr_scales(matrices, config.matrix_lr / config.lr)
     stacked = list_stacked_names(matrices)
-    single = [name for name in matrices if name not in stacked]
-    groups = [OptimizerGroup(single, "whole_tensor", make_muon, options, rates)]
-    if stacked:
-        batched = [name for name in matrices if name in stacked]
-        groups.append(OptimizerGroup(batched, "whole_tensor", make_batched_muon, options, rates))
+    groups = [
+        OptimizerGroup([name for name in matrices if name not in stacked], "whole_tensor", build, options, rates),
+        OptimizerGroup([name for name in matrices if name in stacked], "whole_tensor", build_batched, options, rates),
+    ]
     return [*groups, *adamw(config, remaining)]
 
 
@@ -140,16 +134,7 @@ def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
 @OPTIMIZERS.register("soap")
 def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """SOAP for the blocks' matrices, AdamW for embedding, head and vectors."""
-
-    def build(groups: list[dict[str, Any]]) -> Soap:
-        return Soap(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            update_every=config.precondition_frequency,
-        )
-
+    build = partial(Soap, lr=config.lr, betas=config.betas, eps=config.eps, update_every=config.precondition_frequency)
     matrices, remaining = split_block_matrices(parameters)
     decays = make_weight_decay_options(matrices, config.weight_decay)
     options = {

@@ -37,24 +37,14 @@ ADAFACTOR_EPS1_ROOT = 1e-15
 def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """AdamW (Loshchilov & Hutter 2019), from torch; weight decay depends on the parameter's role."""
     options, rates = make_weight_decay_options(parameters, config.weight_decay), compute_lr_scales(parameters)
+    names = list(parameters)
+    arguments: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.moments_dtype == "bf16":
-        make_bf16_state = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
-        return [
-            OptimizerGroup(
-                list(parameters),
-                "elementwise",
-                make_bf16_state,
-                options,
-                rates,
-                ("step",),
-                state_dtype=torch.bfloat16,
-            )
-        ]
-
-    def build(groups: list[dict[str, Any]]) -> AdamW:
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-    return [OptimizerGroup(list(parameters), "elementwise", build, options, rates)]
+        build_bf16 = partial(BF16StateAdamW, **arguments)
+        group = OptimizerGroup(names, "elementwise", build_bf16, options, rates, ("step",), state_dtype=torch.bfloat16)
+    else:
+        group = OptimizerGroup(names, "elementwise", partial(AdamW, **arguments, fused=True), options, rates)
+    return [group]
 
 
 @dataclass(frozen=True)
@@ -175,16 +165,13 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
 
     Updates need full tensors: they depend on means over rows, columns and all elements.
     """
-
-    def build(groups: list[dict[str, Any]]) -> Adafactor:
-        return Adafactor(
-            groups,
-            lr=config.lr,
-            beta2_decay=-config.beta2_decay,
-            eps=(ADAFACTOR_EPS1_ROOT, config.eps2),
-            d=config.clip_threshold,
-        )
-
+    build = partial(
+        Adafactor,
+        lr=config.lr,
+        beta2_decay=-config.beta2_decay,
+        eps=(ADAFACTOR_EPS1_ROOT, config.eps2),
+        d=config.clip_threshold,
+    )
     options = make_weight_decay_options(parameters, config.weight_decay)
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), list_stacked_names(parameters)
     return [OptimizerGroup(names, "whole_tensor", build, options, rates, stacked_names=stacked)]
@@ -243,10 +230,7 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     Updates need full tensors, for their norms.
     """
-
-    def build(groups: list[dict[str, Any]]) -> Lamb:
-        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
+    build = partial(Lamb, lr=config.lr, betas=config.betas, eps=config.eps)
     decays = make_weight_decay_options(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), list_stacked_names(parameters)
@@ -289,10 +273,7 @@ class Lamb(torch.optim.Optimizer):
 @OPTIMIZERS.register("lion")
 def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """Lion (Chen et al. 2023); weight decay depends on the parameter's role."""
-
-    def build(groups: list[dict[str, Any]]) -> Lion:
-        return Lion(groups, lr=config.lr, betas=config.betas)
-
+    build = partial(Lion, lr=config.lr, betas=config.betas)
     options = make_weight_decay_options(parameters, config.weight_decay)
     return [OptimizerGroup(list(parameters), "elementwise", build, options, compute_lr_scales(parameters))]
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -25,8 +25,8 @@ MTP_HEAD = re.compile(r"^future\.")
 """Multi-token prediction heads, whose blocks come after the stack's."""
 AVERAGE = "ema"
 """Key of the average in the optimizer state, where it is sharded, saved and restored like the moments."""
-INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position)\.")
-"""Parameters of embeddings and positions, before a stack's layers."""
+INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position|query|sketch)\.")
+"""Parameters that a stack's layers read: embeddings, shared positions and projections, XLNet's first query."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def describe_parameters(
     roles = _collect_roles(model)
     if unknown := sorted(scales.keys() - roles.keys()):
         raise MegatfmError(f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter")
-    depths = compute_depths_below_output(list(roles))
+    depths = compute_depths_below_output(model)
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
@@ -75,25 +75,29 @@ def describe_parameters(
     }
 
 
-def compute_depths_below_output(all_names: Sequence[str]) -> dict[str, int]:
+def compute_depths_below_output(model: nn.Module) -> dict[str, int]:
     """Return each parameter's depth below the output, for layer-wise learning rate decay (BEiT: Bao et al. 2022).
 
     0 after the blocks (norm, heads), 1 for the last block, n for the first of n blocks, n + 1 for embeddings and
     positions. Stacks, identified by the name before `layers.`, count separately; a shared embedding belongs to the
-    stack in its name.
+    stack in its name. A module between blocks, with the attribute `follows_block`, counts with the block before it.
     """
+    depths = {name: 0 for name, _ in model.named_parameters()}
+    places = {name: name for name in depths if not MTP_HEAD.search(name)}
+    for path, module in model.named_modules():
+        if (block := getattr(module, "follows_block", None)) is not None:
+            stack = path.rsplit(".", 2)[0]
+            places |= {name: f"{stack}.layers.{block}." for name, _ in module.named_parameters(prefix=path)}
     n_layers: dict[str, int] = {}
-    names = [name for name in all_names if not MTP_HEAD.search(name)]
-    for name in names:
-        if layer := LAYER.search(name):
-            stack = name[: layer.start()]
+    for place in places.values():
+        if layer := LAYER.search(place):
+            stack = place[: layer.start()]
             n_layers[stack] = max(n_layers.get(stack, 0), int(layer[1]) + 1)
-    depths = dict.fromkeys(all_names, 0)
-    for name in names:
-        if layer := LAYER.search(name):
-            depths[name] = n_layers[name[: layer.start()]] - int(layer[1])
-        elif input_module := INPUT_MODULES.search(name):
-            depths[name] = n_layers.get(name[: input_module.start()], 0) + 1
+    for name, place in places.items():
+        if layer := LAYER.search(place):
+            depths[name] = n_layers[place[: layer.start()]] - int(layer[1])
+        elif input_module := INPUT_MODULES.search(place):
+            depths[name] = n_layers.get(place[: input_module.start()], 0) + 1
     return depths
 
 

@@ -10,7 +10,6 @@ Queries that attend to all keys (global tokens) are sent to the keys instead (`c
 with their own attention, cross-attention, and biases with a value per pair fetch all keys.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.ops.attention.relative_bias import is_relative
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.log_once import constant_when_compiled, log_once
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.collectives import all_to_all_no_grad
 from megatfm.parallel.context_global_attention import GlobalQueries, add_global_attention
@@ -40,8 +39,6 @@ from megatfm.parallel.ring_attention import (
 )
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
-
-log = logging.getLogger(__name__)
 
 ULYSSES = "Ulysses, each rank computes some heads of all tokens"
 RING = "ring, keys and values rotate around the ranks"
@@ -108,12 +105,7 @@ def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[.
 @constant_when_compiled
 def _log_once(pattern: str, method: str, ranks: int) -> None:
     """Log once by which method attention of this pattern reads keys of other ranks."""
-    if (pattern, method, ranks) not in _logged:
-        _logged.add((pattern, method, ranks))
-        log.info("attention %s, cp %d: %s", pattern, ranks, method)
-
-
-_logged: set[tuple[str, str, int]] = set()
+    log_once(f"attention {pattern}, cp {ranks}: {method}")
 
 
 def plan_fetch(core: Any, cp: ContextParallel, sequence: Any) -> FetchPlan | None:

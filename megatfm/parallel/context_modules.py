@@ -85,7 +85,7 @@ def install_moe(moe: nn.Module, cp: ContextParallel) -> None:
         if hasattr(module, "split_row"):
             replace_forward(module.gather_row, partial(_gather_row, cp))
             replace_forward(module.split_row, _take_local_tokens)
-    replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=cp.group))
+    replace_forward(moe.get_submodule("reduce_counts"), partial(reduce_from_group, group=cp.group))
 
 
 def _gather_row(cp: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:

@@ -106,7 +106,7 @@ def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     return replace(layout, fsdp_dim=1) if is_cut_within else layout
 
 
-def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
+def _install_expert_parallel(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
     if (ep_size := mesh.size(EXPERT)) > 1:
         (_, (local_experts, *_)), (experts, *_) = layouts["w_up"].region, layouts["w_up"].shape
         install_exchange(module, ep_size, mesh.group(EXPERT), local_experts * ep_size / experts)
@@ -139,7 +139,7 @@ FOLDED_EXPERTS = ParallelStyle(
     "expert_parallel",
     apply=_shard_by_expert,
     shard_experts=_shard_experts,
-    apply_expert_parallel=_dispatch,
+    apply_expert_parallel=_install_expert_parallel,
     communication=(),
 )
 EXPERTS_BY_CHANNEL = replace(

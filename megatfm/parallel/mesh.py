@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -264,12 +264,12 @@ def create_group_of(groups: list[list[int]], others: list[list[int]] | None = No
     ranks, too: hundreds of them on a thousand GPUs.
     """
     default_group = dist.group.WORLD
-    group: ProcessGroup | None
+    group: Any
     if default_group and default_group.bound_device_id is not None and torch.accelerator.is_available():
         group = dist.split_group(split_ranks=[*groups, *(others or ())])
     else:
         group, _ = dist.new_subgroups_by_enumeration(groups)
-    return cast(ProcessGroup, group)
+    return group
 
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:

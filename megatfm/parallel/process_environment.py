@@ -135,9 +135,9 @@ def _read_numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...
 def _read_text(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         hints = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"]
-        hints_set = ", ".join(hint for hint in hints if hint in environment)
+        present = ", ".join(hint for hint in hints if hint in environment)
         raise UsageError(
-            f"{name} is not set, although other variables are set as for several processes ({hints_set}): "
+            f"{name} is not set, although other variables are set as for several processes ({present}): "
             "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"
         )
     return environment[name]

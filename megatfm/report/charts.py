@@ -159,17 +159,18 @@ def smooth(curve: Curve) -> Curve:
 
 
 def downsample(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """Reduce a curve to at most `limit` points: the lowest and the highest of each bucket, so that spikes stay."""
+    """Reduce a curve to at most `limit` points: its ends, and the lowest and the highest of each bucket."""
     count = len(curve.steps)
     if count <= limit:
         return curve
-    indices_kept: list[int] = []
-    n_buckets = limit // 2
+    kept = {0, count - 1}
+    n_buckets = limit // 2 - 1
     for bucket in range(n_buckets):
         indices = range(bucket * count // n_buckets, (bucket + 1) * count // n_buckets)
         finite = [i for i in indices if math.isfinite(curve.values[i])]
         key = curve.values.__getitem__
-        indices_kept += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [indices[0]]
+        kept |= {min(finite, key=key), max(finite, key=key)} if finite else {indices[0]}
+    indices_kept = sorted(kept)
     return Curve([curve.steps[i] for i in indices_kept], [curve.values[i] for i in indices_kept])
 
 

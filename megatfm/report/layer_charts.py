@@ -128,10 +128,18 @@ def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
         title=f"Load of experts, {shorten_layer_name(layer)}",
         unit=f"choices, as a multiple of the mean{selection}",
         picture=encode_png([[choose_colour(value) for value in row] for row in rows]),
-        x_ticks=[Tick(100 * (get_column(step) + 0.5) / columns, format_number(step)) for step in labelled_steps],
+        x_ticks=[Tick(100 * (get_column(step) + 0.5) / columns, _format_tick(step)) for step in labelled_steps],
         y_ticks=[Tick(100 * (expert + 0.5) / height, str(expert)) for expert in labelled_experts],
         summary=_summarize_loads(curves),
     )
+
+
+def _format_tick(step: float) -> str:
+    """Format a step as the script does below its charts: 9,000, 20K, 1.5M."""
+    for limit, factor, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "K")):
+        if step >= limit:
+            return f"{step / factor:g}{unit}"
+    return f"{step:,.0f}"
 
 
 def _compute_means(curve: Curve, columns: int, column_of_value: Sequence[int]) -> list[float]:

@@ -30,8 +30,8 @@ from megatfm.report.run import (
     parse_count,
     split_sections,
 )
-from megatfm.report.run_charts import compute_time_shares, make_run_charts
-from megatfm.terminal import format_counted
+from megatfm.report.run_charts import MAX_EVENTS, compute_time_shares, make_run_charts
+from megatfm.terminal import format_counted, format_file_size
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -94,7 +94,8 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         non_default=None if non_default is None else split_sections(non_default),
         config=split_sections(run.config),
         environment=list(flatten(run.environment)),
-        events=run.events,
+        events=run.events[-MAX_EVENTS:],
+        n_earlier_events=max(0, len(run.events) - MAX_EVENTS),
         resume=make_resume_command(run),
         notes=[*run.notes, *compared_notes],
     )
@@ -175,7 +176,7 @@ def list_headlines(run: Run) -> list[Headline]:
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
     if losses := run.last_losses:
-        note = f"mean of the last {len(losses)}" if len(losses) > 1 else "last step"
+        note = f"mean of the last {len(losses):,} steps" if len(losses) > 1 else "last step"
         headlines.append(Headline("Training loss", f"{statistics.fmean(losses):.3f}", note))
     tokens = run.get_curve("tokens").finite
     if tokens:
@@ -192,7 +193,7 @@ def list_headlines(run: Run) -> list[Headline]:
         headlines.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
     memory = run.get_curve("memory_bytes").finite
     if memory:
-        headlines.append(Headline("Memory", format_bytes(max(memory)), "highest"))
+        headlines.append(Headline("Memory", format_memory(max(memory)), "highest"))
     return headlines
 
 
@@ -214,7 +215,7 @@ def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             str(step["step"]),
             format_number(step["documents_out"]),
-            format_bytes(step["bytes_out"]),
+            format_file_size(step["bytes_out"]),
             format_number(step["changed"]),
             "; ".join(f"{format_number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()),
         )
@@ -243,9 +244,10 @@ def _load_template(name: str) -> Template:
     )
     environment.filters |= {
         "number": format_number,
-        "size": format_bytes,
+        "size": format_file_size,
         "duration": format_duration,
         "clock": format_utc,
+        "step": format_step,
     }
     return environment.get_template(name)
 
@@ -288,8 +290,8 @@ def sample_axes(run: Run) -> list[list[float]]:
     ]
 
 
-def format_bytes(count: float) -> str:
-    """Format a number of bytes: 812 B, 1.5 GiB."""
+def format_memory(count: float) -> str:
+    """Format bytes of memory: 812 B, 1.5 GiB."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= limit:
             return f"{count / limit:.3g} {unit}"
@@ -302,6 +304,11 @@ def format_duration(seconds: float) -> str:
         if seconds >= limit:
             return f"{seconds / limit:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def format_step(step: Any) -> str:
+    """Format a step with commas; what a damaged file has in its place stays as it is."""
+    return f"{step:,}" if isinstance(step, int) else str(step)
 
 
 def format_utc(seconds: Any) -> str:

@@ -40,6 +40,8 @@ function ticks(low, high, count, log) {
   return result;
 }
 
+const MAX_MARKED = 100; // points of a curve that are marked; more would hide it
+
 const extent = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
 
 class Plot {
@@ -115,7 +117,7 @@ class Plot {
       const at = px(toX(0, step));
       if (!(at >= 0 && at <= 1000)) continue;
       const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
-      title.textContent = `${kind} at step ${step}: ${text}`;
+      title.textContent = `${kind} at step ${step.toLocaleString("en")}: ${text}`;
       this.path(`mark ${kind.replace(" ", "-")}`, `M${at.toFixed(1)},0v1000`).append(title);
     }
     for (const curve of [...curves].sort((a, b) => (b.kind === "other") - (a.kind === "other"))) {
@@ -123,7 +125,7 @@ class Plot {
       const dot = (p) => `M${p.px.toFixed(1)},${p.py.toFixed(1)}h0`; // under round caps a dot, also for a lone point
       const d = curve.points.map((p) => (p.isJoined ? `L${p.px.toFixed(1)},${p.py.toFixed(1)}` : dot(p))).join("");
       this.path(`${curve.kind} ${curve.colour}`, d).dataset.name = curve.name;
-      if (curve.kind === "dots") this.path(`marks ${curve.colour}`, curve.points.map(dot).join(""));
+      if (curve.kind === "dots" && curve.points.length <= MAX_MARKED) this.path(`marks ${curve.colour}`, curve.points.map(dot).join(""));
     }
   }
 

@@ -22,6 +22,10 @@ MAX_STEPS = 2**53
 """Steps from here on are not steps of a run, and a browser's numbers could not hold them."""
 
 
+MAX_LISTED = 6
+"""Largest number of metrics that a note names."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """A metric by step. Values may be NaN or infinite."""
@@ -207,7 +211,11 @@ class Run:
                 values.append(value)
         if n_without_step:
             self.notes.append(f"metrics.jsonl: {n_without_step} line(s) left out that have no valid step")
-        return {path: Curve(*column) for path, column in columns.items()}
+        curves = {path: Curve(*column) for path, column in columns.items()}
+        if names := [".".join(path) for path, curve in curves.items() if not curve.finite]:
+            further = f" and {len(names) - MAX_LISTED:,} more" if names[MAX_LISTED:] else ""
+            self.notes.append(f"not shown, since no value is finite: {', '.join(names[:MAX_LISTED])}{further}")
+        return curves
 
 
 def check_is_run(folder: Path) -> None:

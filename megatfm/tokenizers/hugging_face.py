@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -31,6 +32,9 @@ CONFIG = "tokenizer_config.json"
 _KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word-level"}
 # Post-processors that name the tokens around a text by their role.
 _FRAMES = ("BertProcessing", "RobertaProcessing")
+_NO_FRAME = b'  "post_processor": null,'
+_OWN_FRAME = re.compile(rb'^  "post_processor": (?:null|\{"type": "TemplateProcessing".*\}),$', re.MULTILINE)
+"""Line of a tokenizer.json without a post-processor, or with that of `set_frame`: the library writes several lines."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -41,6 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, data: bytes, config: bytes | None = None, name: str = "tokenizer") -> None:
+        data = _OWN_FRAME.sub(_NO_FRAME, data, count=1)
         self._tokenizer = _read(data, name)
         self._file = json.loads(self._tokenizer.to_str())  # in the format of the installed version
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -244,6 +249,34 @@ class HuggingFaceTokenizer(Tokenizer):
         if any(SPACE_MARK in json.dumps(component, ensure_ascii=False) for component in components):
             return lambda piece: piece.startswith((SPACE_MARK, *" \t\n\r\f\v"))
         return None
+
+
+def set_frame(data: bytes, before: Sequence[int], between: Sequence[int], after: Sequence[int]) -> bytes:
+    """Return a tokenizer.json with which transformers puts these special tokens around a text, or a pair of texts.
+
+    To megatfm it is the same tokenizer, of the same hash. A file with another post-processor is returned as it is.
+    """
+    if not _OWN_FRAME.search(data):
+        return data
+    if not (before or between or after):
+        return _OWN_FRAME.sub(_NO_FRAME, data, count=1)
+    library = tokenizers.Tokenizer.from_buffer(data)
+    pieces = {token: library.id_to_token(token) for token in (*before, *between, *after)}
+    first, middle, last = ([pieces[token] for token in ids] for ids in (before, between, after))
+    head = [f"{piece}:0" for piece in first] + ["$A:0"]
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*head, *(f"{piece}:0" for piece in last)],
+        pair=[*head, *(f"{piece}:0" for piece in middle), "$B:1", *(f"{piece}:1" for piece in last)],
+        special_tokens=[(piece, token) for token, piece in pieces.items()],
+    )
+    line = f'  "post_processor": {json.dumps(json.loads(library.to_str())["post_processor"])},'.encode()
+    return _OWN_FRAME.sub(lambda _: line, data, count=1)
+
+
+def has_own_frame(data: bytes) -> bool:
+    """Return whether a tokenizer.json has a post-processor of `set_frame`."""
+    match = _OWN_FRAME.search(data)
+    return match is not None and match[0] != _NO_FRAME
 
 
 def _read(data: bytes, name: str) -> tokenizers.Tokenizer:

@@ -202,7 +202,10 @@ def _explain_not_found(folder: Path) -> str:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); "
             "or give a .model file itself"
         )
-    return f"no {SP_MODEL} or {TOKENIZER_JSON} here: make a tokenizer with `megatfm prep`"
+    missing = f"no {SP_MODEL} or {TOKENIZER_JSON} here"
+    if find_tokenizer_file(folder.parent):
+        return f"{missing}, but in the folder above: give {folder.parent}"
+    return f"{missing}: make a tokenizer with `megatfm prep`"
 
 
 def _read(path: Path) -> bytes:
@@ -212,5 +215,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UsageError(
-            f"{path}: can't read the tokenizer ({error.strerror}): make one with `megatfm prep`"
+            f"{path}: can't read the tokenizer ({error.strerror}): make one with `megatfm prep`, or give a file or "
+            "folder that is there; no name of a hub is looked up"
         ) from error

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import open_nofollow
-from megatfm.terminal import is_closed_error
+from megatfm.terminal import discard_output, is_closed_error
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -28,7 +27,10 @@ MAX_SHOWN_SECONDS = 1e10
 
 
 class ConsoleHandler(logging.Handler):
-    """A handler for the console. If that is closed (`megatfm train … | head`), the run continues without it."""
+    """A handler for the console. If that is closed (`megatfm train … | head`), the run continues without it; if it is a
+    file on a full disk, without the lines that can't be written."""
+
+    has_failed = False
 
     @property
     def output(self) -> IO[str]:
@@ -36,14 +38,26 @@ class ConsoleHandler(logging.Handler):
         raise NotImplementedError
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stop writing after the console was closed. Other errors are handled as `logging` does."""
-        if not is_closed_error(sys.exception()):
+        """Stop writing after the console was closed, and report a full disk once. Other errors are handled as `logging`
+        does."""
+        error = sys.exception()
+        if is_closed_error(error):
+            log.removeHandler(self)
+            discard_output(self.output.fileno())
+            log.warning("the console was closed: the run continues, and writes to its log file only")
+        elif not isinstance(error, OSError):
             super().handleError(record)
-            return
-        log.removeHandler(self)
-        with open(os.devnull, "wb") as devnull:
-            os.dup2(devnull.fileno(), self.output.fileno())
-        log.warning("the console was closed: the run continues, and writes to its log file only")
+        elif not self.has_failed:
+            self.has_failed = True
+            log.warning("the console can't be written (%s): its lines are in the log file", error.strerror)
+
+    def close(self) -> None:
+        """Flush the console; what can't be written is lost."""
+        try:
+            self.output.flush()
+        except OSError:
+            discard_output(self.output.fileno())
+        super().close()
 
 
 class PlainHandler(ConsoleHandler, logging.StreamHandler[TextIO]):

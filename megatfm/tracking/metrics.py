@@ -80,14 +80,6 @@ class RunInfo:
 SINKS = Registry[Callable[[RunInfo], Sink]]("log sink")
 
 
-def check_sinks(sinks: Sequence[str]) -> None:
-    """Raise UsageError for an unknown sink, and for one that is named twice, which would get each step twice."""
-    for name in sinks:
-        SINKS.get(name)
-        if sinks.count(name) > 1:
-            raise UsageError(f"log.sinks = {list(sinks)} names {name!r} twice: name it once")
-
-
 class MetricsLog:
     """Writes metrics to `metrics.jsonl` and the named sinks. Exists on rank 0 only.
 

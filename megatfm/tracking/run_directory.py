@@ -11,7 +11,7 @@ import torch
 
 from megatfm import tokenizers
 from megatfm.config import Config, to_toml
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.tracking import hardware
@@ -84,6 +84,9 @@ class RunDirectory:
         self.new_paths.make_folder(self.log_path.parent)
         try:
             self._lock.acquire()
+        except LockedError:
+            self.new_paths.folders.clear()  # they are another run's by now
+            raise
         except BaseException:
             self.new_paths.remove_folders()
             raise

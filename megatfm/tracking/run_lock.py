@@ -14,16 +14,20 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatfm.checkpoint.chunked_io import note_progress
 from megatfm.errors import LockedError, MegatfmError
+from megatfm.files import is_copied_record
 
 HEARTBEAT_SECONDS = 4.0
 STALE_SECONDS = 90.0
 """Time without a heartbeat after which a holder on another machine counts as dead: longer than hiccups of file servers,
 and than NFS clients cache an mtime (60 s by default)."""
+MAX_HOLDER_BYTES = 2**16
+"""Bytes of a lock file that are read: more than the longest path, which JSON may escape, and the rest of a holder."""
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of flock on file systems without locks."""
@@ -75,13 +79,13 @@ class RunLock:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise MegatfmError(f"{self.path} is not a regular file, so it can't be locked: remove it")
-            holder = _read_holder(file)
-            if not _try_lock(file) or (
+            holder = _read_holder(file, self.path.parent)
+            if not _try_lock(file, holder) or (
                 holder and holder["host"] != socket.gethostname() and self._does_mtime_advance(holder)
             ):
                 raise LockedError(self._describe_holder(holder))
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(_describe_this_process()).encode() + b"\n", 0)
+            os.pwrite(file, json.dumps(_describe_this_process(self.path.parent)).encode() + b"\n", 0)
         except BaseException:
             os.close(file)
             raise
@@ -160,8 +164,9 @@ class RunLock:
         )
 
 
-def _describe_this_process() -> dict[str, Any]:
+def _describe_this_process(run: Path) -> dict[str, Any]:
     return {
+        "run": str(run.absolute()),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID"),
@@ -169,17 +174,18 @@ def _describe_this_process() -> dict[str, Any]:
     }
 
 
-def _read_holder(file: int) -> dict[str, Any]:
-    """Return the holder that the lock file describes, which may have died; empty if it has released the lock."""
+def _read_holder(file: int, run: Path) -> dict[str, Any]:
+    """Return the holder that a run's lock file describes, which may have died; empty if it has released the lock, or if
+    the file was copied here with another run."""
     try:
-        holder = json.loads(os.pread(file, 4096, 0))
+        holder = json.loads(os.pread(file, MAX_HOLDER_BYTES, 0))
     except (ValueError, RecursionError):  # empty, or its writer was killed
         return {}
     is_valid = isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
-    return holder if is_valid and 0 < holder["pid"] < 2**31 else {}
+    return holder if is_valid and 0 < holder["pid"] < 2**31 and not is_copied_record(holder, run) else {}
 
 
-def _try_lock(file: int) -> bool:
+def _try_lock(file: int, holder: Mapping[str, Any]) -> bool:
     """Try to take the kernel's lock; without support for locks, return whether no live process here holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +194,6 @@ def _try_lock(file: int) -> bool:
             return False
         if error.errno not in UNSUPPORTED:
             raise
-        holder = _read_holder(file)
         return not (holder.get("host") == socket.gethostname() and _is_process_alive(holder["pid"]))
     return True
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint
-from megatfm.checkpoint.directory import check_checkpoint
+from megatfm.checkpoint.directory import check_checkpoint, name_checkpoint
 from megatfm.config import Config
 from megatfm.errors import MegatfmError
 from megatfm.files import replace_non_finite
@@ -56,7 +56,7 @@ class BestCheckpoint:
     @property
     def path(self) -> Path | None:
         """Folder of the best checkpoint, which must not be deleted; None before the first evaluation."""
-        return None if self.step is None else self._folder / f"step-{self.step:08d}"
+        return None if self.step is None else self._folder / name_checkpoint(self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores."""
@@ -85,9 +85,10 @@ def find_best_checkpoint(run_dir: str | Path) -> Path:
         return newest
     best = checkpoint.read_state(newest).get("best")
     if isinstance(best, Mapping):
-        if type(best.get("step")) is not int:
-            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {best.get('step')!r:.40}")
-        path = newest.with_name(f"step-{best['step']:08d}")
+        step = best.get("step")
+        if type(step) is not int:
+            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {step!r:.40}")
+        path = newest.with_name(name_checkpoint(step))
         if path.is_dir() and check_checkpoint(path) is None:
             return path
     return newest

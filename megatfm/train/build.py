@@ -1,15 +1,12 @@
-"""Builds model, optimizers, engine and checkpoint saver from a config."""
+"""Builds model, optimizers and engine from a config."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from megatfm.checkpoint import Saver
 from megatfm.config import Config, PreferenceObjective
-from megatfm.config.training import CheckpointConfig
 from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
@@ -61,18 +58,6 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         pipeline=pipeline,
     )
     return ENGINES.build(config.parallel.engine, setup)
-
-
-def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None) -> Saver:
-    """Build the saver of checkpoints. local_dir: folder on the node's local disk, if the run uses one."""
-    return Saver(
-        folder,
-        mode=options.mode,
-        keep=options.keep,
-        keep_every=options.keep_every,
-        verify_after_write=options.verify_after_write,
-        local_dir=local_dir,
-    )
 
 
 def build_model(config: Config) -> nn.Module:

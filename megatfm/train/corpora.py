@@ -26,7 +26,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.objectives.image_classification import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, join_first
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import CHECKPOINTS
 from megatfm.version import __version__
@@ -168,7 +168,7 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
     has_begun = bool(list_checkpoints(config.run_folder / CHECKPOINTS))
     longest = max(names_by_folder, key=lambda folder: len(names_by_folder[folder]), default="")
     for folder, names in names_by_folder.items():
-        excess = f"{folder}: has {len(names):,} classes ({_join_first(names)}), and {key} = {n_classes:,}"
+        excess = f"{folder}: has {len(names):,} classes ({join_first(names, 3)}), and {key} = {n_classes:,}"
         if len(names) > n_classes and not has_begun:
             raise UsageError(f"{excess}: choose {key}={len(names)}")
         for number, (name, other_name) in enumerate(zip(names, names_by_folder[longest], strict=False)):
@@ -184,11 +184,6 @@ def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
         classes = format_counted(count, "class", "classes")
         return f"{key} = {n_classes:,}, and {longest} has {classes}: the other outputs only learn to be small"
     return ""
-
-
-def _join_first(names: Sequence[str]) -> str:
-    """Return the first three names, separated by commas."""
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def note_few_streams(config: Config) -> str:

@@ -148,7 +148,7 @@ class InMemoryRows:
 
 
 class TaskEvaluator:
-    """Evaluates the tasks of `evaluate.tasks`, which it tokenizes once.
+    """Evaluates the tasks of `evaluate.tasks`, which it tokenizes once. Constructor and `evaluate` are collectives.
 
     Raises UsageError for a model, an engine or a task that can't be evaluated during training.
     """
@@ -218,11 +218,6 @@ class TaskEvaluator:
                 head.recorder = None
         losses = objective.recorder.gather()
         return {pair: Likelihood(-math.fsum(losses[index]), len(losses[index])) for index, pair in enumerate(pairs)}
-
-
-def open_task_evaluator(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:
-    """Return the evaluator of a config's tasks; None if it names none. A collective. Raises UsageError."""
-    return TaskEvaluator(engine, config, tokenizer) if config.evaluate.tasks else None
 
 
 def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> None:

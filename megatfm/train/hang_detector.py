@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
 
+from megatfm.terminal import join_first
+
 CAUSE_WINDOW_SECONDS = 0.5
 """How long to wait after the first failure report: ranks that lost a peer may report before the rank that failed."""
 ENDED_SILENTLY = "ended without an error message: it was killed, or it crashed"
@@ -55,20 +57,20 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON's types. Ranks and hosts are run-length encoded, since there may be thousands."""
-        return {**asdict(self), "ranks": _rank_ranges(self.ranks), "hosts": _run_lengths(self.hosts)}
+        return {**asdict(self), "ranks": _encode_ranges(self.ranks), "hosts": _encode_runs(self.hosts)}
 
 
-def _rank_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
+def _encode_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """Encode ranks as ranges of consecutive ones: (first rank, count)."""
     starts = [rank - index for index, rank in enumerate(ranks)]  # equal within a range
     ranges, index = [], 0
-    for _, count in _run_lengths(starts):
+    for _, count in _encode_runs(starts):
         ranges.append((ranks[index], count))
         index += count
     return ranges
 
 
-def _run_lengths(items: Iterable[Any]) -> list[tuple[Any, int]]:
+def _encode_runs(items: Iterable[Any]) -> list[tuple[Any, int]]:
     """Run-length encode items: (item, number of equal neighbours)."""
     return [(item, len(list(equal))) for item, equal in groupby(items)]
 
@@ -205,9 +207,8 @@ class HangDetector:
         else:
             location = f" ({blamed[0].heartbeat.location})" if blamed[0].heartbeat.location else ""
             reason = f"has made no progress for {seconds:.0f} s{location}; its stack is in the log of the rank"
-        ranks_text = ", ".join(rank.describe() for rank in blamed[:8])
-        more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
-        return self._make_diagnosis(blamed, f"{ranks_text}{more}: {reason}", hung=True)
+        ranks_text = join_first([rank.describe() for rank in blamed], 8)
+        return self._make_diagnosis(blamed, f"{ranks_text}: {reason}", hung=True)
 
     def _find_silent_ranks(self, active: Sequence[_Rank], now: float) -> list[_Rank]:
         """Return the ranks without recent heartbeats, except those whose relay is itself silent."""

@@ -58,7 +58,7 @@ def record_allocations(device: torch.device) -> None:
         torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
 
-def memory_bytes(device: torch.device) -> int:
+def get_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process on the GPU, or its current memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -78,7 +78,7 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
         requested_bytes = _parse_requested_memory(error)
         if requested_bytes is None:
             raise
-        allocated_bytes = memory_bytes(device)
+        allocated_bytes = get_memory_bytes(device)
         snapshot = _write_snapshot(folder, rank) if device.type == "cuda" else ""
         raise MegatfmError(
             f"rank {rank} is out of memory: it held {allocated_bytes / 2**30:.3g} GiB{requested_bytes}{snapshot}. "

@@ -1,34 +1,26 @@
-"""Resilience: skipped steps, rollbacks after loss spikes, and checks for silent data corruption.
+"""Resilience: skipped steps, rollbacks after loss spikes, and checks for silent data corruption."""
 
-`decisions.jsonl` is a write-ahead log of skips and rollbacks: a resume from any checkpoint, on any layout, repeats
-them.
-"""
-
-import json
 import math
-import os
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from megatfm.checkpoint import ShardedTensor, file_io
+from megatfm.checkpoint import ShardedTensor
 from megatfm.checkpoint.sharded_tensor import view_as_bytes
 from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, ScalesLoss
 from megatfm.errors import MegatfmError
-from megatfm.files import open_nofollow
-from megatfm.object_collectives import gather_errors, run_on_rank_0_raising
-from megatfm.tracking.run_directory import RunDirectory
+from megatfm.object_collectives import gather_errors
+from megatfm.terminal import join_first
+from megatfm.train.decision_log import DecisionLog
 from megatfm.train.rng_state import load_rng_state_dict, rng_state_dict
 
-DECISIONS = "decisions.jsonl"
 MIN_RELATIVE_MAD = 1e-3
 """Lower bound of the median absolute deviation, relative to the median: without it, any change after a run of nearly
 equal losses would be a spike."""
@@ -37,118 +29,6 @@ MAX_LISTED = 5
 
 BlockKey = tuple[str, tuple[int, ...]]
 """Name of a tensor and offsets of a block in it. Blocks with equal name and offsets are replicas."""
-
-
-@dataclass
-class DecisionLog:
-    """Decisions of a run: which steps are skipped, and after which steps the position in the data jumps."""
-
-    path: Path
-    is_writer: bool
-    skips: set[int] = field(default_factory=set)
-    data_resume_positions: dict[int, int] = field(default_factory=dict)
-    """Step → position in the data from which training continues after it."""
-    rollbacks: dict[int, int] = field(default_factory=dict)
-    """Step → number of rollbacks to it."""
-
-    @classmethod
-    def from_run(cls, run: RunDirectory) -> "DecisionLog":
-        """Return the decision log of a run directory. Only rank 0 writes to it."""
-        return cls(run.folder / DECISIONS, run.is_main)
-
-    def read(self) -> None:
-        """Read earlier decisions from the file. A collective. Raises MegatfmError for a file that can't be read."""
-        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
-        for record in run_on_rank_0_raising(lambda: _read_records(self.path)):
-            self._apply(record)
-
-    def clear(self) -> None:
-        """Delete all decisions, for a run that starts anew."""
-        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
-        if self.is_writer:
-            self.path.unlink(missing_ok=True)
-
-    def skip(self, step: int) -> None:
-        """Record that a step leaves the weights unchanged."""
-        if step not in self.skips:
-            self._write({"decision": "skip", "step": step})
-
-    def retry_after(self, step: int) -> list[int]:
-        """Drop the skips of all steps after this one, since changed settings may avoid them; return those steps."""
-        dropped = sorted(skipped_step for skipped_step in self.skips if skipped_step > step)
-        if dropped:
-            self._write({"decision": "retry", "step": step})
-        return dropped
-
-    def find_discarding_rollback(self, step: int, position: int) -> int | None:
-        """Return the step to which a rollback went that discarded the state (step, position); None if none did."""
-        rollback_steps = [resume_step for resume_step in self.data_resume_positions if resume_step < step]
-        latest = max(rollback_steps, default=None)
-        return latest if latest is not None and position <= self.data_resume_positions[latest] else None
-
-    def record_rollback(self, spike: int, step: int, position: int) -> None:
-        """Record a rollback after a loss spike: to the state after `step`, and on to `position` in the data.
-
-        spike: step at which the loss spiked.
-        """
-        self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._apply(record)
-        if self.is_writer:
-            try:
-                with open(self.path, "ab", opener=open_nofollow) as file:
-                    end = self.path.read_bytes().rfind(b"\n") + 1
-                    file.truncate(end)  # an earlier process may have been killed within the last line
-                    file.write(json.dumps({**record, "check": _compute_checksum(record)}).encode() + b"\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                if not end:  # the file may be new, so its directory entry must be synced, too
-                    file_io.sync_folder(self.path.parent)
-            except OSError as error:
-                raise MegatfmError(f"can't write {self.path}: {error.strerror}") from error
-
-    def _apply(self, record: Mapping[str, Any]) -> None:
-        step = int(record["step"])
-        if record["decision"] == "skip":
-            self.skips.add(step)
-            return
-        if record["decision"] == "retry":
-            self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
-            return
-        # Later steps will now read other data, so decisions about them no longer hold.
-        self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
-        self.data_resume_positions = {
-            earlier: position for earlier, position in self.data_resume_positions.items() if earlier < step
-        }
-        self.data_resume_positions[step] = int(record["position"])
-        self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    try:
-        *lines, unfinished = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    except OSError as error:
-        raise MegatfmError(f"can't read {path}: {error.strerror}") from error
-    if b"}" in unfinished[:-1]:  # only the line break is missing
-        lines.append(unfinished)
-    records = []
-    for index, line in enumerate(lines):  # a decision whose line is unfinished was never carried out
-        try:
-            record = json.loads(line)
-            if record.pop("check") != _compute_checksum(record):
-                raise ValueError
-            records.append({"decision": record["decision"], "step": int(record["step"]), **record})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise MegatfmError(
-                f"{path}, line {index + 1}: damaged: restore or remove the file; it says which steps the run skips"
-            ) from error
-    return records
-
-
-def _compute_checksum(record: Mapping[str, Any]) -> str:
-    """Return the checksum of a record, by which damaged lines are detected."""
-    return blake3(json.dumps(record).encode()).hexdigest(16)
 
 
 @dataclass
@@ -181,7 +61,7 @@ class LossGuard:
         self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.is_in_spike = bool(state.get("leaping", False))
 
-    def guarded_step(self, engine: Engine, step: int, totals: LossTotals, lr: float) -> tuple[float, str | None]:
+    def take_step(self, engine: Engine, step: int, totals: LossTotals, lr: float) -> tuple[float, str | None]:
         """Clip gradients and update, unless loss or gradient is not finite, or the decision log skips this step.
 
         Returns the gradient norm before clipping (NaN for a skipped step), and for a skipped step a detail for the log.
@@ -313,14 +193,8 @@ def _are_identical(first: Tensor, second: Tensor) -> bool:
 def raise_differences(differing: list[str], subject: str) -> None:
     """Raise the same MegatfmError on all ranks if any rank has names in `differing`."""
     if names_by_rank := gather_errors(differing):
-        ranks_text = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
+        ranks_text = "; ".join(f"{rank}: {join_first(names, MAX_LISTED)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
             f"{subject}: {ranks_text}. A processor, its memory or a kernel is faulty. Nothing has been saved since: "
             "resume without that machine"
         )
-
-
-def join_first(names: Sequence[str], limit: int = MAX_LISTED) -> str:
-    """Join the first `limit` names with commas, and append how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -2,23 +2,26 @@
 
 from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.config import Config
+from megatfm.config.parts import find_unread_key
 from megatfm.config.root import list_global_batches
 from megatfm.data.loader import check_global_batch
 from megatfm.engines.interface import PRECISIONS
+from megatfm.errors import UsageError
 from megatfm.files import NewPaths
+from megatfm.optim.lr_schedules import check_schedule
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.tracking import utilization
 from megatfm.tracking.console import RunLog
-from megatfm.tracking.metrics import check_sinks
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
-from megatfm.train.evaluation_tasks import open_task_evaluator
+from megatfm.train.evaluation_tasks import TaskEvaluator
 from megatfm.train.profiling import (
     explain_out_of_memory,
     keep_freed_memory,
@@ -27,7 +30,6 @@ from megatfm.train.profiling import (
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
-from megatfm.train.resilience import DecisionLog
 from megatfm.train.signals import StopSignals
 from megatfm.train.trainer import RunContext, Trainer
 
@@ -44,7 +46,8 @@ def train(
     of `evaluate.sample_prompts`. new_paths: files and folders created for this run, which are removed if it is refused.
     """
     import_plugins(config.plugins)
-    check_sinks(config.log.sinks)  # before anything is written to disk
+    if error := config.find_unknown_part():
+        raise UsageError(error)
     config, tokenizer = open_tokenizer(config)
     folder, new_paths = config.run_folder, new_paths or NewPaths()
     start_flight_recorder(folder, config.train.device)
@@ -79,13 +82,16 @@ def train(
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 engine = build_engine(config, mesh, process.device, precision)
             context = RunContext(config, requested, run, run_log, monitor, decisions, nodes, process.launcher)
-            tasks = open_task_evaluator(engine, config, corpora.tokenizer)
+            tasks = TaskEvaluator(engine, config, corpora.tokenizer) if config.evaluate.tasks else None
             evaluator = Evaluator(engine, corpora, config, sampler, tasks)
             mfu = None
             if flops_per_token and run.is_main:
                 peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
                 mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
             trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
+            check_schedule(config.lr_schedule, config.train.steps)
+            if error := find_unread_key(config):
+                raise UsageError(error)
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import list_checkpoints
+from megatfm.checkpoint.directory import list_checkpoints, remove_leftovers
 from megatfm.checkpoint.local import KEEP, NodeTopology
 from megatfm.config import Config
 from megatfm.engines.interface import MOMENTS, Engine
@@ -26,9 +26,9 @@ from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather_object, gather_errors
 from megatfm.parallel.mesh import AXES, Mesh
 from megatfm.parallel.process_environment import count_local_ranks
+from megatfm.terminal import join_first
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import time_matmul
-from megatfm.train.resilience import join_first
 
 SLOW_FACTOR = 3.0
 """A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the
@@ -117,7 +117,10 @@ def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, ad
 
 
 def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
-    """Check a node's local disk, which holds the node's own shards of checkpoints and copies of another node's."""
+    """Check a node's local disk, which holds the node's own shards of checkpoints and copies of another node's.
+
+    Removes leftovers of killed saves first.
+    """
     try:
         nodes.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,6 +131,7 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
     if nodes.n_nodes > 1:
         n_ranks += len(nodes.list_ranks_on(nodes.replicated_node))
     node_bytes = state_bytes * n_ranks // len(nodes.node_of_rank)
+    remove_leftovers(nodes.folder)
     check_space(nodes.folder, nodes.folder, node_bytes, KEEP, "or give another checkpoint.local_dir")
 
 

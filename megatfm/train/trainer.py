@@ -24,16 +24,17 @@ from megatfm.tracking.console import RunLog
 from megatfm.tracking.metrics import MetricsLog, StepTimes
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import Utilization
-from megatfm.train import resume
+from megatfm.train import compatibility, resume
 from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
-from megatfm.train.build import build_saver, describe_size
+from megatfm.train.build import describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
+from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
-from megatfm.train.profiling import StepProfile, memory_bytes
+from megatfm.train.profiling import StepProfile, get_memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
-from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
+from megatfm.train.resilience import LossGuard, compare_replicas, forward_backward_with_replay
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.train.signals import StopSignals
 from megatfm.train.startup_checks import preflight
@@ -80,7 +81,14 @@ class Trainer:
         self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, self.decisions)
         self.hardware = hardware.gather_hardware(engine.device)
-        self.saver = build_saver(config.checkpoint, run.checkpoints, nodes.folder if nodes else None)
+        self.saver = checkpoint.Saver(
+            run.checkpoints,
+            mode=config.checkpoint.mode,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            verify_after_write=config.checkpoint.verify_after_write,
+            local_dir=nodes.folder if nodes else None,
+        )
         self.best = BestCheckpoint(config, run.checkpoints)
         self.monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
@@ -166,7 +174,7 @@ class Trainer:
         lr = config.optimizer.lr * compute_schedule_factor(config.lr_schedule, self.step, config.train.steps)
         self.saver.wait_for_staging()  # the update modifies tensors that a save in the background may still read
         with times.measure("optimizer"):
-            grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, totals, lr)
+            grad_norm, skipped = self.loss_guard.take_step(engine, self.step, totals, lr)
         if skipped:
             self._log_event("skipped", skipped)
         compare_replicas(engine, self.step, checks.compare_replicas_every)
@@ -191,7 +199,7 @@ class Trainer:
             **(self.utilization.compute_mfu(speed) if self.utilization else {}),
             **seconds,
             "padding": loader.padding,
-            "memory_bytes": memory_bytes(engine.device),
+            "memory_bytes": get_memory_bytes(engine.device),
             "time": time.time(),
             **{key: value for key, value in periodic_metrics.items() if value},
             **({"skipped": True} if skipped else {}),
@@ -221,6 +229,7 @@ class Trainer:
         """Load the newest checkpoint, else start from `branch`, another run's checkpoint, or anew; write config, layout
         and environment to the run directory."""
         config = self.config
+        run_on_rank_0_raising(lambda: checkpoint.remove_leftovers(self.run.checkpoints))  # first, to make room
         if config.resilience.preflight:
             for line in preflight(config, self.run, self.engine, self.nodes):
                 self._log_event("slow", line)
@@ -232,18 +241,17 @@ class Trainer:
         launch_info = hardware.describe_launch(self.context.launcher)
         run_on_rank_0_raising(lambda: self._write_run_files(launch_info))
         self.run.announce_links()
-        description = f"{describe_size(self.engine)}, {self.precision}"
-        log.info("%s: %s, step %d of %d", self.run.folder, description, self.step, config.train.steps)
+        size = f"{describe_size(self.engine)}, {self.precision}"
+        log.info("%s: %s, step %d of %d", self.run.folder, size, self.step, config.train.steps)
         peak = f"MFU is relative to {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)
 
     def _write_run_files(self, launch_info: Mapping[str, str]) -> None:
-        """Write the files that describe this start, and remove what a killed save left. On rank 0."""
+        """Write the files that describe this start, on rank 0."""
         peak = {"peak": str(self.utilization.peak)} if self.utilization else {}
         table, device = self.engine.layout.table, self.engine.device
         self.run.write_run_files(self.context.requested_config, table, device, {**launch_info, **peak})
-        checkpoint.remove_leftovers(self.run.checkpoints)
 
     def _start(self, branch: resume.ResumePoint | None) -> list[str]:
         """Start with new weights, or from another run's checkpoint or weights; return details for the log."""
@@ -270,18 +278,18 @@ class Trainer:
         with self._make_loader() as loader:
             current = self._make_run_state(loader)
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
-        mismatch = "" if is_same_model else resume.describe_shape_mismatch(point, self.engine.layout)
+        mismatch = "" if is_same_model else compatibility.describe_shape_mismatch(point, self.engine.layout)
         allow: list[str] = [*self.config.resume.allow]
-        allowed = resume.check_compatible(point, current, allow, mismatch, same_run=same_run)
+        allowed = compatibility.check_compatible(point, current, allow, mismatch, same_run=same_run)
         if same_run:
             self.decisions.read()
-            may_fix_skips = resume.find_changes_that_may_fix_skips(allowed)
+            may_fix_skips = compatibility.find_changes_that_may_fix_skips(allowed)
             if steps := self.decisions.retry_after(point.step) if may_fix_skips else ():
                 allowed.append(f"skipped steps are tried again: {', '.join(map(str, steps))}")
         self._load_checkpoint(point)
         if not same_run:
             self.saver.verified = None
-        return [*allowed, *resume.describe_hardware_changes(point, self.hardware)]
+        return [*allowed, *compatibility.describe_hardware_changes(point, self.hardware)]
 
     def _load_checkpoint(self, point: resume.ResumePoint) -> None:
         """Load a checkpoint. If the decision log skips data after its step, continue behind the skipped data."""
@@ -323,9 +331,10 @@ class Trainer:
 
     def _save(self, loader: DataLoader, local: bool = False) -> None:
         """Start saving a checkpoint. Tensors must not change before `saver.wait_for_staging`. A collective."""
-        start, self.saver.pinned = time.perf_counter(), self.best.path
+        start = time.perf_counter()
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
-        self.saver.save(self.step, tensors, self._make_run_state(loader), wait_for_staging=False, local=local)
+        state, best = self._make_run_state(loader), self.best.path
+        self.saver.save(self.step, tensors, state, wait_for_staging=False, local=local, pinned=best)
         self._save_seconds = time.perf_counter() - start
 
     def _make_run_state(self, loader: DataLoader) -> dict[str, Any]:

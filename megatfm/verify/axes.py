@@ -29,6 +29,11 @@ def get_axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
+def count_ranks(parallel: ParallelConfig) -> int:
+    """Return the number of ranks of a layout."""
+    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+
+
 def list_group_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return axis, or axes joined by ` × ` → ranks."""
     single = get_axis_sizes(parallel)
@@ -77,7 +82,7 @@ class MeshPosition:
         return self._folded_index // self.parallel.ep
 
     @property
-    def peers(self) -> list["MeshPosition"]:
+    def expert_peers(self) -> list["MeshPosition"]:
         """Positions of the ranks that divide experts with this one, itself included."""
         first, parallel = self._folded_index - self.ep, self.parallel
         peers = []

@@ -26,7 +26,7 @@ from megatfm.verify.expected_keys import (
     keep_lookups_inside,
 )
 from megatfm.verify.module_calls import Call, Shape
-from megatfm.verify.module_cuts import is_a
+from megatfm.verify.module_shardings import is_a
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
@@ -87,11 +87,11 @@ class ContextShards:
 class RankCall:
     """Call of a module in a micro-batch on one context-parallel rank.
 
-    ledger: bytes that this rank sends. recorded: the call in the plain forward pass.
+    traffic: bytes that this rank sends. recorded: the call in the plain forward pass.
     """
 
     shards: ContextShards
-    ledger: ExpectedTraffic
+    traffic: ExpectedTraffic
     microbatch: int
     rank: int
     recorded: Call
@@ -205,9 +205,9 @@ class RankCall:
             n_sent = len(np.intersect1d(by_rank[self.rank], fetched[peer]))
             n_received = len(np.intersect1d(peer_positions, fetched[self.rank]))
             for _ in range(self.n_forwards if n_sent else 0):
-                self.ledger.send(CONTEXT, n_sent * numel_per_token * self.compute_bytes)
+                self.traffic.send(CONTEXT, n_sent * numel_per_token * self.compute_bytes)
             if n_received and self.has_gradient:
-                self.ledger.send(CONTEXT, n_received * numel_per_token * self.compute_bytes)
+                self.traffic.send(CONTEXT, n_received * numel_per_token * self.compute_bytes)
 
     def send_all_tokens(self, by_rank: Sequence[Positions], numel_per_token: int) -> None:
         """Add a fetch of all tokens by each rank."""

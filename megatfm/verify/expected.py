@@ -14,16 +14,16 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes, name_group
+from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_activations import add_activations, add_experts, name_equal_groups
 from megatfm.verify.expected_context import add_context
 from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
-from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide_into_stages
+from megatfm.verify.expected_pipeline import ExpectedPipeline, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients
 from megatfm.verify.module_calls import Call, record_module_calls
-from megatfm.verify.module_cuts import ModuleCut, find_module_cuts, find_undeclared_style, is_a
+from megatfm.verify.module_shardings import ModuleSharding, find_module_shardings, find_undeclared_style, is_a
 from megatfm.verify.reference import initialise_perturbed
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic, TrafficTable
@@ -86,10 +86,8 @@ def compute_expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable
     with torch.random.fork_rng():
         model = build_model(config).double().train()
     initialise_perturbed(model, config.train.seed)
-    step = _Step(config, model, batch)
-    parallel = config.parallel
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    return [step.compute_traffic(MeshPosition.from_rank(rank, parallel)) for rank in range(world_size)]
+    step, parallel = _Step(config, model, batch), config.parallel
+    return [step.compute_traffic(MeshPosition.from_rank(rank, parallel)) for rank in range(count_ranks(parallel))]
 
 
 class _Step:
@@ -98,15 +96,15 @@ class _Step:
     def __init__(self, config: Config, model: nn.Module, batch: Arrays) -> None:
         parallel = config.parallel
         self.config, self.model = config, model
-        self.stages: Stages | None = divide_into_stages(config, model) if parallel.pp > 1 else None
-        self.cuts: dict[str, ModuleCut] = find_module_cuts(model, parallel)
+        self.pipeline: ExpectedPipeline | None = divide_into_stages(config, model) if parallel.pp > 1 else None
+        self.shardings: dict[str, ModuleSharding] = find_module_shardings(model, parallel)
         self.context_shards = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.context_shards.batches if self.context_shards else [batch]
-        self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.stages) for shard in self.batches]
+        self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.pipeline) for shard in self.batches]
         # A token's experts depend on every token that it attends to, so routing needs full rows.
         self.full_row_calls = self.calls_by_cp_rank[0]
         if parallel.ep > 1 and self.context_shards:
-            self.full_row_calls = record_module_calls(config, model, batch, self.stages)
+            self.full_row_calls = record_module_calls(config, model, batch, self.pipeline)
         self.microbatches = len(self.calls_by_cp_rank[0]) // (parallel.dp_replicate * parallel.dp_shard)
 
     def compute_traffic(self, position: MeshPosition) -> TrafficTable:
@@ -114,37 +112,37 @@ class _Step:
         config, parallel = self.config, self.config.parallel
         first_microbatch = position.data_rank * self.microbatches
         microbatch_indices = range(first_microbatch, first_microbatch + self.microbatches)
-        stages = {stage.index for stage in self.stages.list_stages(position.pp)} if self.stages else {0}
+        stages = {stage.index for stage in self.pipeline.list_stages(position.pp)} if self.pipeline else {0}
         calls = [
             [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages] for i in microbatch_indices
         ]
-        ledger = ExpectedTraffic(list_group_sizes(parallel), name_equal_groups(config))
+        traffic = ExpectedTraffic(list_group_sizes(parallel), name_equal_groups(config))
         first_passes = list_first_pass_calls(config, calls)
         for microbatch_calls in (*first_passes, *calls) if parallel.tp > 1 else ():
-            add_activations(ledger, config, self.model, self.cuts, microbatch_calls)
+            add_activations(traffic, config, self.model, self.shardings, microbatch_calls)
         for i in range(self.microbatches) if parallel.ep > 1 else ():
-            add_experts(ledger, config, position, self._list_peer_calls(position, i, stages), self.context_shards)
+            add_experts(traffic, config, position, self._list_peer_calls(position, i, stages), self.context_shards)
         if self.context_shards:
             for i, microbatch_calls in zip([*microbatch_indices] * 2, (*calls, *first_passes), strict=False):
-                add_context(ledger, self.context_shards, i, position.cp, microbatch_calls)
-                self._add_pair_sums(ledger, microbatch_calls)
-        if self.stages:
-            add_pipeline(ledger, config, self.stages, position.pp, self.batches[position.cp], microbatch_indices)
-        rank_params = RankParameters(self.model, self.cuts, self.stages, position, parallel)
-        add_weights_and_gradients(ledger, config, rank_params, calls, first_passes)
-        if not self.stages or len(self.stages.stages) - 1 in stages:  # that has the features
-            add_contrastive_loss(ledger, config, self.batches, position)
-        return ledger.to_table()
+                add_context(traffic, self.context_shards, i, position.cp, microbatch_calls)
+                self._add_pair_sums(traffic, microbatch_calls)
+        if self.pipeline:
+            add_pipeline(traffic, config, self.pipeline, position.pp, self.batches[position.cp], microbatch_indices)
+        rank_params = RankParameters(self.model, self.shardings, self.pipeline, position, parallel)
+        add_weights_and_gradients(traffic, config, rank_params, calls, first_passes)
+        if not self.pipeline or len(self.pipeline.stages) - 1 in stages:  # that has the features
+            add_contrastive_loss(traffic, config, self.batches, position)
+        return traffic.to_table()
 
-    def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:
+    def _add_pair_sums(self, traffic: ExpectedTraffic, calls: Sequence[Call]) -> None:
         """Add the all-reduces of preference pairs, one slot for each pair that fits in a full row, in ≥ float32."""
         size = max(PRECISIONS[self.config.train.precision].compute_dtype.itemsize, 4)
         slots = self.config.data.sequence_length // 2 + 1
         for call in calls:
             if is_a(self.model.get_submodule(call.path), "PairSums"):
-                ledger.all_reduce(CONTEXT, call.rows * slots * size)
+                traffic.all_reduce(CONTEXT, call.rows * slots * size)
 
     def _list_peer_calls(self, position: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
         """Return the expert calls of each rank that divides experts with this one."""
-        indices = [peer.data_rank * self.microbatches + microbatch for peer in position.peers]
+        indices = [peer.data_rank * self.microbatches + microbatch for peer in position.expert_peers]
         return [[call for call in self.full_row_calls[i] if call.stage in stages and call.n_experts] for i in indices]

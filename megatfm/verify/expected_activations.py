@@ -15,7 +15,7 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, get_axis_sizes
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.module_calls import Call
-from megatfm.verify.module_cuts import ModuleCut
+from megatfm.verify.module_shardings import ModuleSharding
 from megatfm.verify.traffic import ExpectedTraffic
 
 CHUNK = 1024
@@ -23,50 +23,50 @@ CHUNK = 1024
 
 
 def add_activations(
-    ledger: ExpectedTraffic,
+    traffic: ExpectedTraffic,
     config: Config,
     model: nn.Module,
-    cuts: Mapping[str, ModuleCut],
+    shardings: Mapping[str, ModuleSharding],
     calls: Sequence[Call],
 ) -> None:
     """Add the bytes that a tensor-parallel rank sends for the calls of a micro-batch."""
     precision, is_sequence_parallel = PRECISIONS[config.train.precision], config.parallel.sequence_parallel
     element_bytes, tp = precision.compute_dtype.itemsize, config.parallel.tp
     for call in calls:
-        sends = (cuts[call.path].sends or ()) if call.path in cuts else ()
+        communication = _get_communication(shardings, call.path)
         input_bytes, output_bytes = call.input_numel * element_bytes, call.output_numel * element_bytes
         gathers, sums = count_forward_collectives(call, config.train.recompute)
-        for communication, gathered_bytes, has_gradient in (
+        for gathered, gathered_bytes, has_gradient in (
             ("input gathered", input_bytes, call.has_gradient and call.input_has_gradient),
             ("output gathered", output_bytes, call.has_gradient),
         ):
-            if communication not in sends:
+            if gathered not in communication:
                 continue
             if is_sequence_parallel:
-                ledger.all_gather(TENSOR, gathered_bytes // tp, times=gathers)
-                ledger.reduce_scatter(TENSOR, gathered_bytes, times=has_gradient)
+                traffic.all_gather(TENSOR, gathered_bytes // tp, times=gathers)
+                traffic.reduce_scatter(TENSOR, gathered_bytes, times=has_gradient)
             else:
-                ledger.all_reduce(TENSOR, gathered_bytes, times=has_gradient)
-        if "output gathered for tokens" in sends and is_sequence_parallel:
-            ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
-            ledger.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
-        if "output summed" in sends:
+                traffic.all_reduce(TENSOR, gathered_bytes, times=has_gradient)
+        if "output gathered for tokens" in communication and is_sequence_parallel:
+            traffic.all_gather(TENSOR, output_bytes // tp, times=gathers)
+            traffic.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
+        if "output summed" in communication:
             if is_sequence_parallel:
-                ledger.reduce_scatter(TENSOR, output_bytes, times=sums)
-                ledger.all_gather(TENSOR, output_bytes // tp, times=call.has_gradient)
+                traffic.reduce_scatter(TENSOR, output_bytes, times=sums)
+                traffic.all_gather(TENSOR, output_bytes // tp, times=call.has_gradient)
             else:
-                ledger.all_reduce(TENSOR, output_bytes, times=sums)
-        if "input replicated" in sends and is_sequence_parallel:
-            ledger.all_gather(TENSOR, input_bytes // tp)
-        if "output replicated" in sends and is_sequence_parallel:
-            ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
-        if "shards summed" in sends:  # in float32 or wider; "selective" recomputation saves the sums
+                traffic.all_reduce(TENSOR, output_bytes, times=sums)
+        if "input replicated" in communication and is_sequence_parallel:
+            traffic.all_gather(TENSOR, input_bytes // tp)
+        if "output replicated" in communication and is_sequence_parallel:
+            traffic.all_gather(TENSOR, output_bytes // tp, times=gathers)
+        if "shards summed" in communication:  # in float32 or wider; "selective" recomputation saves the sums
             sums_forward = gathers if config.train.recompute == "full" else 1
             sums_bytes = call.output_numel * max(element_bytes, 4)
-            ledger.all_reduce(TENSOR, sums_bytes, times=sums_forward + call.has_gradient)
-        if "loss summed" in sends and is_sequence_parallel:  # in float32 or wider
-            ledger.all_reduce(TENSOR, call.output_numel * max(element_bytes, 4), times=sums)
-        _add_vocab_parallel_head(ledger, config, model, cuts, call)
+            traffic.all_reduce(TENSOR, sums_bytes, times=sums_forward + call.has_gradient)
+        if "loss summed" in communication and is_sequence_parallel:  # in float32 or wider
+            traffic.all_reduce(TENSOR, call.output_numel * max(element_bytes, 4), times=sums)
+        _add_vocab_parallel_head(traffic, config, model, shardings, call)
 
 
 def count_forward_collectives(call: Call, recompute: str) -> tuple[int, int]:
@@ -79,29 +79,33 @@ def count_forward_collectives(call: Call, recompute: str) -> tuple[int, int]:
 
 
 def _add_vocab_parallel_head(
-    ledger: ExpectedTraffic, config: Config, model: nn.Module, cuts: Mapping[str, ModuleCut], call: Call
+    traffic: ExpectedTraffic, config: Config, model: nn.Module, shardings: Mapping[str, ModuleSharding], call: Call
 ) -> None:
     """Add the all-gathers of a vocab-parallel head: logits, or the statistics of its cross-entropy."""
     precision, vocab_size = PRECISIONS[config.train.precision], config.model.vocab_size
     head, _, leaf = call.path.rpartition(".")
-    if _is_vocab_parallel_head(cuts, call.path) and not call.is_loss:
+    if _is_vocab_parallel_head(shardings, call.path) and not call.is_loss:
         assert vocab_size is not None
         shard_numel = call.output_numel // vocab_size * -(-vocab_size // config.parallel.tp)
-        ledger.all_gather(TENSOR, shard_numel * precision.compute_dtype.itemsize)
-    if leaf == "loss" and _is_vocab_parallel_head(cuts, head):
+        traffic.all_gather(TENSOR, shard_numel * precision.compute_dtype.itemsize)
+    if leaf == "loss" and _is_vocab_parallel_head(shardings, head):
         module = model.get_submodule(call.path)
         values_per_row = 6 if module.options.smoothing else 4  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
             n_values = values_per_row * min(CHUNK, call.rows - start)
-            ledger.all_gather(TENSOR, n_values * precision.param_dtype.itemsize)
+            traffic.all_gather(TENSOR, n_values * precision.param_dtype.itemsize)
 
 
-def _is_vocab_parallel_head(cuts: Mapping[str, ModuleCut], path: str) -> bool:
-    return path in cuts and "loss over the vocabulary" in (cuts[path].sends or ())
+def _is_vocab_parallel_head(shardings: Mapping[str, ModuleSharding], path: str) -> bool:
+    return "loss over the vocabulary" in _get_communication(shardings, path)
+
+
+def _get_communication(shardings: Mapping[str, ModuleSharding], path: str) -> tuple[str, ...]:
+    return (shardings[path].communication or ()) if path in shardings else ()
 
 
 def add_experts(
-    ledger: ExpectedTraffic,
+    traffic: ExpectedTraffic,
     config: Config,
     position: MeshPosition,
     calls_by_rank: Sequence[Sequence[Call]],
@@ -114,30 +118,26 @@ def add_experts(
     tensor-parallel rank receives the rows of its own experts.
     """
     element_bytes = PRECISIONS[config.train.precision].compute_dtype.itemsize
-    n_ranks, own_rank, peers = len(calls_by_rank), position.ep, position.peers
-    n_dealt = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1
+    n_ranks, own_rank = len(calls_by_rank), position.ep
+    tp_shards = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1
     for calls in zip(*calls_by_rank, strict=True):
         call, experts = calls[own_rank], calls[own_rank].n_experts // n_ranks
-        local_experts = experts // n_dealt
+        local_experts = experts // tp_shards
+        first_local = position.tp * local_experts if tp_shards > 1 else 0
         rows_by_expert = [
             _count_rows_by_expert(config, peer_call, peer, context_shards)
-            for peer_call, peer in zip(calls, peers, strict=True)
+            for peer_call, peer in zip(calls, position.expert_peers, strict=True)
         ]
-
-        def count_rows_between(
-            source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts
-        ) -> int:
-            first = target * n + (position.tp * (n // n_dealt) if n_dealt > 1 else 0)
-            return sum(chosen[source][first : first + n // n_dealt])
-
-        other_ranks = [rank for rank in range(n_ranks) if rank != own_rank]
+        firsts = [rank * experts + first_local for rank in range(n_ranks)]
+        # [source][target]
+        rows = [[sum(counts[first : first + local_experts]) for first in firsts] for counts in rows_by_expert]
         width = call.input_numel // call.n_tokens * element_bytes
-        dispatched = sum(count_rows_between(own_rank, peer) for peer in other_ranks) * width
-        combined = sum(count_rows_between(peer, own_rank) for peer in other_ranks) * width
+        dispatched = (sum(rows[own_rank]) - rows[own_rank][own_rank]) * width
+        combined = (sum(counts[own_rank] for counts in rows) - rows[own_rank][own_rank]) * width
         forward = 1 + (call.in_layer and config.train.recompute == "full")
-        ledger.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
-        ledger.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
-        ledger.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
+        traffic.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
+        traffic.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
+        traffic.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
 
 
 def _count_rows_by_expert(
@@ -160,14 +160,10 @@ def name_equal_groups(config: Config) -> dict[str, str]:
     If `ep` spans exactly one axis, its traffic counts for that axis; if several, their joint traffic counts as `ep`.
     """
     sizes = get_axis_sizes(config.parallel)
-    multi_rank_axes = [axis for axis in _list_folded_axes(config) if sizes[axis] > 1]
+    folded_axes = (SHARD, CONTEXT, TENSOR) if config.parallel.expert_tp == "folded" else (SHARD, CONTEXT)
+    multi_rank_axes = [axis for axis in folded_axes if sizes[axis] > 1]
     if config.parallel.ep == 1 or sizes[EXPERT_SHARD] > 1:
         return {}
     if len(multi_rank_axes) == 1:
         return {EXPERT: multi_rank_axes[0]}
     return {" × ".join(multi_rank_axes): EXPERT}
-
-
-def _list_folded_axes(config: Config) -> tuple[str, ...]:
-    """Return the axes over which `ep` divides experts."""
-    return (SHARD, CONTEXT, TENSOR) if config.parallel.expert_tp == "folded" else (SHARD, CONTEXT)

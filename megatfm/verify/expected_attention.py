@@ -1,8 +1,8 @@
 """Expected traffic of attention under context parallelism.
 
 Ring attention over c ranks with x bytes of keys and values each sends (c − 1)·x forward and twice that backward (Liu et
-al. 2023). Where queries see only runs of keys, or need less than half of the other ranks' keys, ranks fetch the keys
-that they need, once forward, and send their gradients back once.
+al. 2023). If queries see only runs of keys, or need less than half of the other ranks' keys, ranks fetch the keys that
+they need, once forward, and send their gradients back once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from megatfm.verify.expected_keys import (
     sees_key_runs,
 )
 from megatfm.verify.module_calls import Shape, get_latent_shapes, require_shapes
-from megatfm.verify.module_cuts import is_a
+from megatfm.verify.module_shardings import is_a
 
 ALL_KEYS = ("DisentangledCore", "ShawCore")  # their biases need all keys at once
 
@@ -64,10 +64,10 @@ def _add_ring(call: RankCall, numel_per_token: int) -> None:
     size, c, has_gradient = call.compute_bytes, len(tokens), call.has_gradient
     for step in range(c - 1):
         for _ in range(call.n_forwards + has_gradient):
-            call.ledger.send(CONTEXT, tokens[(call.rank - step) % c] * numel_per_token * size)
+            call.traffic.send(CONTEXT, tokens[(call.rank - step) % c] * numel_per_token * size)
         if has_gradient:
             n_tokens = tokens[(call.rank - step - 1) % c]
-            call.ledger.send(CONTEXT, n_tokens * numel_per_token * call.reduction_bytes)
+            call.traffic.send(CONTEXT, n_tokens * numel_per_token * call.reduction_bytes)
 
 
 def _add_ulysses(call: RankCall, qkv: Sequence[Shape]) -> None:
@@ -81,9 +81,9 @@ def _add_ulysses(call: RankCall, qkv: Sequence[Shape]) -> None:
     for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
         forward, backward = (local_rows, remote_rows) if to_heads else (remote_rows, local_rows)
         for _ in range(call.n_forward_sums):
-            call.ledger.all_to_all(CONTEXT, forward * width * call.compute_bytes)
+            call.traffic.all_to_all(CONTEXT, forward * width * call.compute_bytes)
         if call.has_gradient:
-            call.ledger.all_to_all(CONTEXT, backward * width * call.compute_bytes)
+            call.traffic.all_to_all(CONTEXT, backward * width * call.compute_bytes)
 
 
 def _add_global_queries(call: RankCall, qkv: Sequence[Shape]) -> None:
@@ -98,9 +98,9 @@ def _add_global_queries(call: RankCall, qkv: Sequence[Shape]) -> None:
     if not count:
         return
     queries = rows * n // call.config.parallel.tp * count
-    call.ledger.all_reduce(CONTEXT, queries * h * call.compute_bytes, times=call.n_passes_with_sums)
-    call.ledger.all_reduce(CONTEXT, queries * v * call.compute_bytes, times=call.has_gradient)
-    call.ledger.all_gather(CONTEXT, queries * (v + 1) * call.reduction_bytes, times=call.n_forwards)
+    call.traffic.all_reduce(CONTEXT, queries * h * call.compute_bytes, times=call.n_passes_with_sums)
+    call.traffic.all_reduce(CONTEXT, queries * v * call.compute_bytes, times=call.has_gradient)
+    call.traffic.all_gather(CONTEXT, queries * (v + 1) * call.reduction_bytes, times=call.n_forwards)
 
 
 def _add_linformer(call: RankCall) -> None:
@@ -124,7 +124,7 @@ def _add_key_sums(call: RankCall, numel_per_head: int) -> None:
     """Add all-reduces of keys and values that summarise tokens of several ranks, forward and backward."""
     model = call.config.model
     elements = numel_per_head * model.head_width * model.attention.n_heads // call.config.parallel.tp
-    call.ledger.all_reduce(CONTEXT, elements * call.compute_bytes, times=call.n_passes_with_sums)
+    call.traffic.all_reduce(CONTEXT, elements * call.compute_bytes, times=call.n_passes_with_sums)
 
 
 ATTENTION_TRAFFIC: Mapping[str, Callable[[RankCall], None]] = {

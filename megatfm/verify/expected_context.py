@@ -18,24 +18,24 @@ from megatfm.verify.expected_keys import (
     find_visible_tokens,
 )
 from megatfm.verify.module_calls import Call, require_shapes
-from megatfm.verify.module_cuts import is_a
+from megatfm.verify.module_shardings import is_a
 from megatfm.verify.traffic import ExpectedTraffic
 
 
 def add_context(
-    ledger: ExpectedTraffic, shards: ContextShards, microbatch: int, rank: int, calls: Sequence[Call]
+    traffic: ExpectedTraffic, shards: ContextShards, microbatch: int, rank: int, calls: Sequence[Call]
 ) -> None:
     """Add the bytes that a rank sends for one micro-batch."""
     for module_call in calls:
-        call = RankCall(shards, ledger, microbatch, rank, module_call)
+        call = RankCall(shards, traffic, microbatch, rank, module_call)
         for name, add_traffic in TRAFFIC_BY_MODULE.items():
             if is_a(call.module, name):
                 add_traffic(call)
                 break
-        if call.path.endswith(".counted"):
+        if call.path.endswith(".reduce_counts"):
             repeats = call.config.train.recompute == "full" and module_call.in_layer
             times = 1 + (repeats and module_call.saves_tensors_after)
-            ledger.all_reduce(CONTEXT, module_call.output_numel * call.reduction_bytes, times=times)
+            traffic.all_reduce(CONTEXT, module_call.output_numel * call.reduction_bytes, times=times)
 
 
 def _add_soft_moe(call: RankCall) -> None:
@@ -45,10 +45,10 @@ def _add_soft_moe(call: RankCall) -> None:
     slots *= call.count_documents()
     rank_bytes = rows * -(-slots // ranks) * d * call.compute_bytes
     for shard_bytes in (rows * slots * call.reduction_bytes, rank_bytes):
-        call.ledger.all_gather(CONTEXT, shard_bytes, times=call.n_forwards)
-        call.ledger.reduce_scatter(CONTEXT, shard_bytes * ranks, times=has_gradient)
-    call.ledger.reduce_scatter(CONTEXT, rank_bytes * ranks, times=call.n_forward_sums)
-    call.ledger.all_gather(CONTEXT, rank_bytes, times=has_gradient)
+        call.traffic.all_gather(CONTEXT, shard_bytes, times=call.n_forwards)
+        call.traffic.reduce_scatter(CONTEXT, shard_bytes * ranks, times=has_gradient)
+    call.traffic.reduce_scatter(CONTEXT, rank_bytes * ranks, times=call.n_forward_sums)
+    call.traffic.all_gather(CONTEXT, rank_bytes, times=has_gradient)
 
 
 def _add_gathered_keys(call: RankCall) -> None:
@@ -96,15 +96,15 @@ def _add_row_scores(call: RankCall) -> None:
 def _all_reduce_sums(call: RankCall, n_sums: int, n_bytes: int) -> None:
     """Add all-reduces of sums of vectors, `n_sums` a row, forward and backward."""
     ((rows, _, width),) = require_shapes(call.inputs[:1])
-    call.ledger.all_reduce(CONTEXT, rows * n_sums * width * n_bytes, times=1 + call.has_gradient)
+    call.traffic.all_reduce(CONTEXT, rows * n_sums * width * n_bytes, times=1 + call.has_gradient)
 
 
 def _add_pooling(call: RankCall) -> None:
     """Add attention pooling: for each image and head the largest score, then sums of values and of weights."""
     (heads, width), (rows, *_) = require_shapes(call.inputs[:2])
     n_bytes = rows * max(call.count_documents(), 1) * heads * call.reduction_bytes
-    call.ledger.all_reduce(CONTEXT, n_bytes)
-    call.ledger.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
+    call.traffic.all_reduce(CONTEXT, n_bytes)
+    call.traffic.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
 
 
 def _add_expert_capacity(call: RankCall) -> None:
@@ -121,7 +121,7 @@ def _add_expert_choice(call: RankCall) -> None:
 
 def _send_to_others(call: RankCall, n_bytes: int) -> None:
     for _ in range(call.n_forwards * (call.config.parallel.cp - 1)):
-        call.ledger.send(CONTEXT, n_bytes)
+        call.traffic.send(CONTEXT, n_bytes)
 
 
 TRAFFIC_BY_MODULE: Mapping[str, Callable[[RankCall], None]] = {

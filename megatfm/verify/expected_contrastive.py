@@ -32,7 +32,7 @@ def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> li
 
 
 def add_contrastive_loss(
-    ledger: ExpectedTraffic, config: Config, batches: Sequence[Arrays], position: MeshPosition
+    traffic: ExpectedTraffic, config: Config, batches: Sequence[Arrays], position: MeshPosition
 ) -> None:
     """Add the bytes that a rank sends to compare its pairs with those of all others. batches: of each context rank."""
     contrastive, parallel = config.model.contrastive, config.parallel
@@ -40,8 +40,8 @@ def add_contrastive_loss(
     ranks, rank = data_ranks * parallel.cp, position.data_rank * parallel.cp + position.cp
     if contrastive is None or ranks == 1:
         return
-    axis = name_group(ledger.sizes, REPLICATE, SHARD, CONTEXT)
-    ledger.all_gather(axis, 8)
+    axis = name_group(traffic.sizes, REPLICATE, SHARD, CONTEXT)
+    traffic.all_gather(axis, 8)
     size = max(4, PRECISIONS[config.train.precision].compute_dtype.itemsize)
     is_first = [(batch["positions"] == 0) & (batch["documents"] >= 0) for batch in batches]
     pairs_by_context = [[int(rows.sum()) for rows in np.split(chosen, data_ranks)] for chosen in is_first]
@@ -53,4 +53,4 @@ def add_contrastive_loss(
         block, columns = [feature] * (not is_last), [column] * is_softmax
         forward, backward = [*block, *columns], [feature, *block, *(columns if not is_last else [])]
         for sent in (*forward, *backward) if n else ():
-            ledger.send(axis, sent)
+            traffic.send(axis, sent)

@@ -1,7 +1,7 @@
 """Expected traffic between pipeline stages: b·s·h elements at each boundary. All divisions into stages are tried."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -21,19 +21,21 @@ from megatfm.verify.traffic import ExpectedTraffic
 class ExpectedStage:
     """Run of the model's split points on a pipeline rank.
 
-    takes: name → spec of the tensors from earlier stages; returns: names of those whose gradients are sent back.
+    inputs: name → spec of the tensors from earlier stages. inputs_with_grad: names of those whose gradients are sent
+    back.
     """
 
     index: int
     rank: int
     split_points: Sequence[Any]
-    takes: Mapping[str, Any] = field(default_factory=dict)
-    returns: frozenset[str] = frozenset()
+    inputs: Mapping[str, Any]
+    inputs_with_grad: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Stages:
-    """All stages, and the pipeline ranks that hold each parameter and module. sequence_shards: ranks that cut rows."""
+class ExpectedPipeline:
+    """All stages of a model, and the pipeline ranks that hold each parameter and module. sequence_shards: ranks that
+    shard the sequence."""
 
     stages: Sequence[ExpectedStage]
     holders: Mapping[str, tuple[int, ...]]
@@ -45,7 +47,7 @@ class Stages:
         return [stage for stage in self.stages if stage.rank == rank]
 
 
-def divide_into_stages(config: Config, model: nn.Module) -> Stages:
+def divide_into_stages(config: Config, model: nn.Module) -> ExpectedPipeline:
     """Divide the model's split points into stages: of all divisions the one with the least sum of squared costs."""
     parallel, points = config.parallel, list(model.split_points)  # type: ignore[arg-type]
     rank_of = _list_stage_ranks(parallel.pp_schedule, parallel.pp, parallel.stages_per_rank)
@@ -54,9 +56,9 @@ def divide_into_stages(config: Config, model: nn.Module) -> Stages:
     bounds = _find_min_cost_bounds(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(points)), strict=True)):
-        takes = _find_carried_inputs(points, first)
-        returns = frozenset(takes) & _find_trained_outputs(model, points[:first])
-        stages.append(ExpectedStage(index, rank_of[index], points[first:last], takes, returns))
+        inputs = _find_carried_inputs(points, first)
+        inputs_with_grad = frozenset(inputs) & _find_trained_outputs(model, points[:first])
+        stages.append(ExpectedStage(index, rank_of[index], points[first:last], inputs, inputs_with_grad))
     modules = [_collect_modules(model, stages, rank) for rank in range(parallel.pp)]
     weights = [{p for module in owned for p in module.parameters(recurse=False)} for owned in modules]
     holders = {
@@ -67,14 +69,14 @@ def divide_into_stages(config: Config, model: nn.Module) -> Stages:
         path: tuple(rank for rank, held in enumerate(modules) if module in held)
         for path, module in model.named_modules()
     }
-    return Stages(stages, holders, module_holders, parallel.tp if parallel.sequence_parallel else 1)
+    return ExpectedPipeline(stages, holders, module_holders, parallel.tp if parallel.sequence_parallel else 1)
 
 
 def add_pipeline(
-    ledger: ExpectedTraffic,
+    traffic: ExpectedTraffic,
     config: Config,
-    stages: Stages,
-    pp: int,
+    pipeline: ExpectedPipeline,
+    rank: int,
     batch: Arrays,
     microbatches: Sequence[int],
 ) -> None:
@@ -87,19 +89,19 @@ def add_pipeline(
     n_forward = 1 if config.model.contrastive is None else 2
     computed, rows = PRECISIONS[config.train.precision].compute_dtype.itemsize, config.train.micro_batch
     for i in microbatches:
-        inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
-        for stage in stages.stages[1:]:
-            previous_rank = stages.stages[stage.index - 1].rank
-            for name, spec in stage.takes.items() if previous_rank != stage.rank else ():
-                elements = _count_elements(spec, inputs, stages.sequence_shards)
-                for _ in range(n_forward if previous_rank == pp else 0):
-                    ledger.send(PIPELINE, elements * (8 if spec.d_model is None else computed))
-                if stage.rank == pp and name in stage.returns:
-                    ledger.send(PIPELINE, elements * computed)
+        tensors = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
+        for stage in pipeline.stages[1:]:
+            previous_rank = pipeline.stages[stage.index - 1].rank
+            for name, spec in stage.inputs.items() if previous_rank != stage.rank else ():
+                elements = _count_elements(spec, tensors, pipeline.sequence_shards)
+                for _ in range(n_forward if previous_rank == rank else 0):
+                    traffic.send(PIPELINE, elements * (8 if spec.d_model is None else computed))
+                if stage.rank == rank and name in stage.inputs_with_grad:
+                    traffic.send(PIPELINE, elements * computed)
 
 
 def _list_stage_ranks(schedule: str, ranks: int, stages_per_rank: int) -> list[int]:
-    """Return the rank of each stage: round-robin, or in a V for schedules of that shape."""
+    """Return the rank of each stage: in a loop over the ranks, or in a V for schedules of that shape."""
     if schedule in ("zbv", "dualpipev"):
         return [*range(ranks), *range(ranks - 1, -1, -1)]
     return list(range(ranks)) * stages_per_rank
@@ -158,8 +160,8 @@ def _collect_modules(model: nn.Module, stages: Sequence[ExpectedStage], rank: in
     return {module for path in paths for module in model.get_submodule(path).modules()}
 
 
-def _count_elements(spec: Any, inputs: Mapping[str, Tensor], sequence_shards: int) -> int:
-    rows, length = inputs[spec.shape_of].shape[:2]
+def _count_elements(spec: Any, batch: Mapping[str, Tensor], sequence_shards: int) -> int:
+    rows, length = batch[spec.shape_of].shape[:2]
     if spec.length_of is not None:
-        length = spec.length_of(inputs)
+        length = spec.length_of(batch)
     return rows * (length if spec.d_model is None else length // sequence_shards * spec.d_model)

@@ -26,9 +26,9 @@ from megatfm.verify.axes import (
     MeshPosition,
     name_group,
 )
-from megatfm.verify.expected_pipeline import ExpectedStage, Stages
+from megatfm.verify.expected_pipeline import ExpectedPipeline, ExpectedStage
 from megatfm.verify.module_calls import Call
-from megatfm.verify.module_cuts import ModuleCut, list_block_paths
+from megatfm.verify.module_shardings import ModuleSharding, list_block_paths
 from megatfm.verify.shrink import objective_for
 from megatfm.verify.traffic import ExpectedTraffic
 
@@ -37,11 +37,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of the plain model on one rank. cuts: module path → tensor-parallel cut."""
+    """Parameters of the plain model on one rank. shardings: module path → tensor-parallel sharding."""
 
     model: nn.Module
-    cuts: Mapping[str, ModuleCut]
-    pipeline: Stages | None
+    shardings: Mapping[str, ModuleSharding]
+    pipeline: ExpectedPipeline | None
     position: MeshPosition
     parallel: ParallelConfig
 
@@ -64,7 +64,7 @@ class RankParameters:
         shape = list(self.model.get_parameter(name).shape)
         if self.is_expert(name):
             shape[0] //= self.parallel.ep
-        dim, n_shards = self._find_cut_dim(name), self.parallel.tp
+        dim, n_shards = self._find_shard_dim(name), self.parallel.tp
         if dim is not None and n_shards > 1:
             shard_size = -(-shape[dim] // n_shards)
             shape[dim] = max(0, min(shard_size, shape[dim] - shard_size * position.tp))
@@ -72,7 +72,7 @@ class RankParameters:
 
     def is_expert(self, name: str) -> bool:
         """Return whether expert parallelism shards the parameter."""
-        return self.parallel.ep > 1 and self._get_cut(name).are_experts
+        return self.parallel.ep > 1 and self._get_sharding(name).are_experts
 
     def list_shard_axes(self, name: str) -> tuple[str, ...]:
         """Return the axes over which ZeRO shards the parameter."""
@@ -98,29 +98,29 @@ class RankParameters:
         """Return an id of the block that a rank holds of a parameter: equal for ranks with the same block."""
         return (
             position.ep if self.is_expert(name) else 0,
-            position.tp if self.is_cut(name) else 0,
+            position.tp if self.is_tp_sharded(name) else 0,
             self.compute_shard_index(name, position) if self.zero else 0,
         )
 
-    def is_cut(self, name: str) -> bool:
+    def is_tp_sharded(self, name: str) -> bool:
         """Return whether tensor parallelism shards the parameter rather than replicating it."""
-        return self.parallel.tp > 1 and self._find_cut_dim(name) is not None
+        return self.parallel.tp > 1 and self._find_shard_dim(name) is not None
 
     def is_partial(self, name: str) -> bool:
         """Return whether each tensor-parallel rank has only a partial gradient."""
-        return self.is_partial_cut(self._get_cut(name)) and not self.is_cut(name)
+        return self.has_partial_gradients(self._get_sharding(name)) and not self.is_tp_sharded(name)
 
-    def is_partial_cut(self, cut: ModuleCut) -> bool:
-        """Return whether replicated tensors with this cut have partial gradients."""
-        if cut.gradient == "partial_with_sp":
+    def has_partial_gradients(self, sharding: ModuleSharding) -> bool:
+        """Return whether replicated tensors with this sharding have partial gradients."""
+        if sharding.gradient == "partial_with_sp":
             return self.parallel.tp > 1 and self.parallel.sequence_parallel
-        return self.parallel.tp > 1 and cut.gradient == "partial"
+        return self.parallel.tp > 1 and sharding.gradient == "partial"
 
     def count_local_elements(self, name: str, position: MeshPosition | None = None) -> int:
         """Return the elements of a parameter on a rank (default: this one) after ZeRO."""
         position = position or self.position
         shape, n_shards = self.compute_shape(name, position), self.count_shards(name) if self.zero else 1
-        size = shape[self._find_data_dim(name)]
+        size = shape[self._find_zero_dim(name)]
         shard_size = -(-size // n_shards)
         shard_index = self.compute_shard_index(name, position) if n_shards > 1 else 0
         return max(0, min(shard_size, size - shard_size * shard_index)) * (prod(shape) // size)
@@ -128,21 +128,21 @@ class RankParameters:
     def count_padded_elements(self, name: str) -> int:
         """Return the elements of a parameter when ZeRO's shards are padded to equal sizes."""
         shape, ranks = self.shapes[name], self.count_shards(name)
-        size = shape[self._find_data_dim(name)]
+        size = shape[self._find_zero_dim(name)]
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
-    def _find_data_dim(self, name: str) -> int:
-        """Return the dim that ZeRO cuts: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
-        if not self._get_cut(name).are_experts or self.zero < 2:
+    def _find_zero_dim(self, name: str) -> int:
+        """Return the dim that ZeRO shards: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
+        if not self._get_sharding(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.compute_shape(name, self.position), self.count_shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
-    def _find_cut_dim(self, name: str) -> int | None:
-        return self._get_cut(name).find_cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
+    def _find_shard_dim(self, name: str) -> int | None:
+        return self._get_sharding(name).find_shard_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
 
-    def _get_cut(self, name: str) -> ModuleCut:
-        return self.cuts[name.rpartition(".")[0]]
+    def _get_sharding(self, name: str) -> ModuleSharding:
+        return self.shardings[name.rpartition(".")[0]]
 
 
 BUCKET_NUMEL = 2**24
@@ -150,7 +150,7 @@ BUCKET_NUMEL = 2**24
 
 
 def add_weights_and_gradients(
-    ledger: ExpectedTraffic,
+    traffic: ExpectedTraffic,
     config: Config,
     parameters: RankParameters,
     microbatches: Sequence[Sequence[Call]],
@@ -162,39 +162,39 @@ def add_weights_and_gradients(
     """
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     if parameters.zero == 0:
-        _add_replicated(ledger, config, parameters)
+        _add_replicated(traffic, config, parameters)
     elif parameters.zero == 1:
-        _add_sharded_optimizer(ledger, config, parameters)
+        _add_sharded_optimizer(traffic, config, parameters)
     else:
-        _add_fully_sharded(ledger, config, parameters, microbatches, first_passes)
+        _add_fully_sharded(traffic, config, parameters, microbatches, first_passes)
     for ranks, tied in _find_tied_parameters(parameters).items():
-        ledger.all_reduce(
+        traffic.all_reduce(
             PIPELINE, sum(parameters.count_local_elements(name) for name in tied) * size, n_ranks=len(ranks)
         )
     partial = sum(parameters.count_local_elements(name) for name in parameters.trained if parameters.is_partial(name))
-    ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
-    _add_whole_tensor_optimizers(ledger, config, parameters)
-    _add_metric_reductions(ledger, config, parameters)
-    _add_module_state(ledger, parameters)
+    traffic.all_reduce(TENSOR, partial * size, times=partial > 0)
+    _add_whole_tensor_optimizers(traffic, config, parameters)
+    _add_metric_reductions(traffic, config, parameters)
+    _add_module_state(traffic, parameters)
 
 
-def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_replicated(traffic: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     for shard_axes, names in _group_by_shard_axes(parameters, parameters.trained).items():
-        axis = name_group(ledger.sizes, REPLICATE, *shard_axes)
+        axis = name_group(traffic.sizes, REPLICATE, *shard_axes)
         for bucket in _divide_into_buckets(parameters, names):
-            ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
+            traffic.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
 
-def _add_sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_sharded_optimizer(traffic: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
     for shard_axes, names in _group_by_shard_axes(parameters, parameters.trained).items():
-        axis = name_group(ledger.sizes, *shard_axes)
+        axis = name_group(traffic.sizes, *shard_axes)
         for bucket in _divide_into_buckets(parameters, names):
-            n_elements, ranks = sum(map(parameters.count_padded_elements, bucket)), ledger.sizes[axis]
-            ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
-            ledger.all_reduce(REPLICATE, n_elements // ranks * precision.param_dtype.itemsize)
-            ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
+            n_elements, ranks = sum(map(parameters.count_padded_elements, bucket)), traffic.sizes[axis]
+            traffic.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
+            traffic.all_reduce(REPLICATE, n_elements // ranks * precision.param_dtype.itemsize)
+            traffic.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
 def _divide_into_buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
@@ -219,7 +219,7 @@ def _group_by_shard_axes(parameters: RankParameters, names: Sequence[str]) -> di
 
 
 def _add_fully_sharded(
-    ledger: ExpectedTraffic,
+    traffic: ExpectedTraffic,
     config: Config,
     parameters: RankParameters,
     microbatches: Sequence[Sequence[Call]],
@@ -243,13 +243,13 @@ def _add_fully_sharded(
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and runs_per_step > 1 and len(microbatches) > reductions:
             reductions += 1  # gradients accumulated so far are reduced after the block's first run
-        axis = name_group(ledger.sizes, *parameters.list_shard_axes(names[0]))
-        shard_bytes = elements // ledger.sizes[axis] * precision.compute_dtype.itemsize
-        ledger.all_gather(axis, shard_bytes, times=gathers)
+        axis = name_group(traffic.sizes, *parameters.list_shard_axes(names[0]))
+        shard_bytes = elements // traffic.sizes[axis] * precision.compute_dtype.itemsize
+        traffic.all_gather(axis, shard_bytes, times=gathers)
         reductions *= trained > 0
-        ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
-        shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
-        ledger.all_reduce(REPLICATE, shard, times=reductions)
+        traffic.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
+        shard = trained // traffic.sizes[axis] * precision.param_dtype.itemsize
+        traffic.all_reduce(REPLICATE, shard, times=reductions)
 
 
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -281,7 +281,7 @@ def _count_root_gathers(parameters: RankParameters, microbatches: int) -> int:
     backward pass, which reshards them, except the last: that of the rank's first stage."""
     assert parameters.pipeline is not None
     stages = parameters.pipeline.list_stages(parameters.position.pp)
-    is_backward = [bool(stage.returns) or _has_trained_parameters(parameters, stage) for stage in stages]
+    is_backward = [bool(stage.inputs_with_grad) or _has_trained_parameters(parameters, stage) for stage in stages]
     return 1 + microbatches * sum(is_backward) - is_backward[0]
 
 
@@ -300,7 +300,7 @@ def _find_tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], l
     return names_by_ranks
 
 
-def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_whole_tensor_optimizers(traffic: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     """Add all-to-alls of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
 
     Tensors are assigned greedily, the largest first, to the rank with the least load.
@@ -312,7 +312,7 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
         for cp in range(parallel.cp)
         for tp in range(parallel.tp)
     ]
-    axis = name_group(ledger.sizes, SHARD, CONTEXT, TENSOR)
+    axis = name_group(traffic.sizes, SHARD, CONTEXT, TENSOR)
     own_index = ranks.index(parameters.position)
     for group in build_optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]
@@ -331,39 +331,39 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
             blocks = [parameters.identify_block(name, rank) for rank in ranks]
             if blocks.index(blocks[own_index]) == own_index:  # the first rank with a block sends its gradient
                 gradient_numel += parameters.count_local_elements(name)
-        ledger.all_to_all(axis, gradient_numel * size)
-        ledger.all_to_all(axis, weight_numel * size)
+        traffic.all_to_all(axis, gradient_numel * size)
+        traffic.all_to_all(axis, weight_numel * size)
 
 
-def _add_metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_metric_reductions(traffic: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     """Add the reductions of each loss term's sum and count, and of gradient norms, sharded over tp and replicated."""
     loss_bytes = len(objective_for(config).loss_weights) * 8
     for axis in (SHARD, REPLICATE):
-        ledger.all_reduce(axis, loss_bytes, times=2)
-    ledger.all_reduce(CONTEXT, loss_bytes)  # sums only: all ranks that share a row know its counts
-    ledger.all_reduce(PIPELINE, loss_bytes)
+        traffic.all_reduce(axis, loss_bytes, times=2)
+    traffic.all_reduce(CONTEXT, loss_bytes)  # sums only: all ranks that share a row know its counts
+    traffic.all_reduce(PIPELINE, loss_bytes)
     names = [name for name, _ in parameters.model.named_parameters()]
-    kinds = {(parameters.is_expert(name), parameters.is_cut(name)) for name in names}
-    experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
+    kinds = {(parameters.is_expert(name), parameters.is_tp_sharded(name)) for name in names}
+    expert_bytes, tp_sharded_bytes = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
     if parameters.zero:
         for axis in (SHARD, CONTEXT):
-            ledger.all_reduce(axis, len(kinds) * 8 - experts)
-        ledger.all_reduce(EXPERT_SHARD, experts, times=experts > 0)
-    ledger.all_reduce(PIPELINE, len(kinds) * 8)
-    ledger.all_reduce(EXPERT, experts, times=experts > 0)
-    ledger.all_reduce(TENSOR, cut)
+            traffic.all_reduce(axis, len(kinds) * 8 - expert_bytes)
+        traffic.all_reduce(EXPERT_SHARD, expert_bytes, times=expert_bytes > 0)
+    traffic.all_reduce(PIPELINE, len(kinds) * 8)
+    traffic.all_reduce(EXPERT, expert_bytes, times=expert_bytes > 0)
+    traffic.all_reduce(TENSOR, tp_sharded_bytes)
 
 
-def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> None:
+def _add_module_state(traffic: ExpectedTraffic, parameters: RankParameters) -> None:
     """Add the reductions of stateful modules' observations, one for all modules with the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in parameters.model.named_modules():
         pipeline, pp = parameters.pipeline, parameters.position.pp
         ranks = pipeline.module_holders.get(path, ()) if pipeline else (pp,)
         if isinstance(module, CountingModule) and pp in ranks:
-            key = parameters.is_partial_cut(parameters.cuts[path]), ranks
+            key = parameters.has_partial_gradients(parameters.shardings[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
         for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):
-            ledger.all_reduce(axis, count * 8)
-        ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, n_ranks=len(ranks))
+            traffic.all_reduce(axis, count * 8)
+        traffic.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, n_ranks=len(ranks))

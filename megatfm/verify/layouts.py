@@ -1,6 +1,14 @@
-"""Usual layouts, under which presets are verified. Imports nothing heavy, so that the command line is quick."""
+"""Usual layouts, under which presets are verified, and kinds of documents in their rows.
+
+Imports nothing heavy, so that the command line is quick.
+"""
 
 from collections.abc import Mapping
+from typing import Literal
+
+Documents = Literal["mixed", "short", "long", "one", "sparse"]
+"""Documents in a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
+one, then padding; "mixed": rows of these kinds in turn."""
 
 SINGLE_RANK = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
 

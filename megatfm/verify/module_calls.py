@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatfm.config import Config
 from megatfm.engines.interface import compares_samples
 from megatfm.split_points import Splittable
-from megatfm.verify.expected_pipeline import Stages
-from megatfm.verify.module_cuts import is_a, list_block_paths
+from megatfm.verify.expected_pipeline import ExpectedPipeline
+from megatfm.verify.module_shardings import is_a, list_block_paths
 from megatfm.verify.shrink import Arrays, objective_for
 
 Shape = tuple[int, ...]
@@ -126,7 +126,9 @@ class _StageOutput:
     predictions: Any
 
 
-def record_module_calls(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None) -> list[list[Call]]:
+def record_module_calls(
+    config: Config, model: nn.Module, batch: Arrays, pipeline: ExpectedPipeline | None
+) -> list[list[Call]]:
     """Run the plain model on the global batch and return the calls of each micro-batch."""
     recorder, objective, rows = ModuleCallRecorder(model), objective_for(config), config.train.micro_batch
 
@@ -138,7 +140,7 @@ def record_module_calls(config: Config, model: nn.Module, batch: Arrays, pipelin
         for stage in pipeline.stages:
             recorder.stage = stage.index
             view = cast(Splittable, model).stage({point.name for point in stage.split_points})
-            output = view.forward(**inputs, **{n: t for n, t in carry.items() if n in stage.takes})
+            output = view.forward(**inputs, **{n: t for n, t in carry.items() if n in stage.inputs})
             carry, predictions = carry | output.carried(), output.predictions
             for term, loss in (output.losses or {}).items():
                 losses[term] = losses[term] + loss if term in losses else loss

@@ -35,6 +35,7 @@ from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
+from megatfm.verify.axes import count_ranks
 from megatfm.verify.forkserver import get_context
 from megatfm.verify.reference import draw_perturbation
 from megatfm.verify.shrink import Arrays, objective_for
@@ -65,12 +66,12 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Result of a step on one rank. blocks: of every gradient (zeros without one); weights: blocks after the step."""
+    """Result of a step on one rank. gradients: zeros without one. weights: after the step."""
 
     loss: float
     grad_norm: float
-    blocks: Blocks
-    flows: list[CollectiveTraffic]
+    gradients: Blocks
+    traffic: list[CollectiveTraffic]
     weights: Blocks = field(default_factory=dict)
 
 
@@ -153,12 +154,12 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
             block.tensor.add_(draw_perturbation(config.train.seed, name, *region))
     engine.sync_weights()
     with TrafficCounter(engine.process_groups()) as traffic:
-        stats = engine.forward_backward(_make_microbatches(config, engine, batch), objective_for(config))
+        totals = engine.forward_backward(_make_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     updated = {name: sharded.tensor.detach().clone() for name, sharded in _get_weights(engine).items()}
     return RankResult(
-        stats.loss, grad_norm, _make_blocks(weights, gradients), traffic.list_traffic(), _make_blocks(weights, updated)
+        totals.loss, grad_norm, _make_blocks(weights, gradients), traffic.list_traffic(), _make_blocks(weights, updated)
     )
 
 
@@ -167,11 +168,12 @@ def _get_weights(engine: Engine) -> dict[str, ShardedTensor]:
     return {name: sharded for name, sharded in engine.weights().items() if name in engine.layout}
 
 
-def _make_blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
+def _make_blocks(weights: Mapping[str, ShardedTensor], values: Mapping[str, torch.Tensor]) -> Blocks:
+    """Return values with the layout of the weights; zeros for missing ones."""
     return {
         name: [
             ((block.offsets, tuple(block.tensor.shape)), block.tensor.numpy())
-            for block in sharded.with_tensor(gradients.get(name, torch.zeros_like(sharded.tensor))).blocks
+            for block in sharded.with_tensor(values.get(name, torch.zeros_like(sharded.tensor))).blocks
         ]
         for name, sharded in weights.items()
     }
@@ -228,8 +230,7 @@ class RankPool:
         Raises MegatfmError that names the rank which failed, died or hangs, and UsageError for an impossible layout;
         all processes have ended by then.
         """
-        parallel = config.parallel
-        world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+        world_size = count_ranks(config.parallel)
         try:
             with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
                 n_running = len(self._members)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.train.build import fit_frozen_patterns
+from megatfm.verify.axes import count_ranks
+from megatfm.verify.layouts import Documents
 from megatfm.verify.shrink_images import (
     shrink_features,
     shrink_image_section,
@@ -71,8 +73,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     are inexact by design are switched off.
     """
     parallel = _resolve_layout(config.parallel)
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    data_ranks = parallel.dp_replicate * compute_axis_sizes(parallel, world_size)[SHARD]
+    data_ranks = parallel.dp_replicate * compute_axis_sizes(parallel, count_ranks(parallel))[SHARD]
     original_lengths = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
         key: length and _shrink_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
@@ -130,8 +131,7 @@ def _resolve_layout(parallel: ParallelConfig) -> ParallelConfig:
         # Each rank of dp_shard adds −expert_mesh_size ranks (dp_shard is −1 here); `ep` divides all of them.
         multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
         parallel = parallel.model_copy(update={"dp_shard": -(-min_dp_shard // multiple) * multiple})
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    if world_size > MAX_RANKS:
+    if (world_size := count_ranks(parallel)) > MAX_RANKS:
         raise UsageError(
             f"this layout has {world_size} processes, but verify starts all of them on this machine, at most "
             f"{MAX_RANKS}: use smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
@@ -298,10 +298,6 @@ def _iter_value_changes(key_path: str, old: object, new: object) -> Iterator[str
 
 
 Arrays = dict[str, NDArray[Any]]
-
-Documents = Literal["mixed", "short", "long", "one", "sparse"]
-"""Documents in a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
-one, then padding; "mixed": rows of these kinds in turn."""
 
 DOCUMENT_CYCLE: tuple[Documents, ...] = ("short", "one", "sparse", "long")
 

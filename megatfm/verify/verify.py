@@ -18,7 +18,7 @@ from megatfm.parallel.layout import Region
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
 from megatfm.verify.expected import compute_expected_traffic, explain_unpredicted_axes
-from megatfm.verify.layouts import LAYOUTS, SINGLE_RANK
+from megatfm.verify.layouts import LAYOUTS, SINGLE_RANK, Documents
 from megatfm.verify.rank_processes import RankPool, RankResult
 from megatfm.verify.reference import (
     ReferenceStep,
@@ -26,7 +26,7 @@ from megatfm.verify.reference import (
     take_plain_step,
     take_reference_step,
 )
-from megatfm.verify.shrink import Documents, draw_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
 ParameterBlocks = Sequence[tuple[Region, NDArray[np.floating[Any]]]]
@@ -76,8 +76,8 @@ class GradientComparison:
     """Differences in the optimizer's update of each weight, given the layout's gradients."""
     loss: Difference
     grad_norm: Difference
-    flows: list[CollectiveTraffic]
-    expected: TrafficTable
+    traffic: list[CollectiveTraffic]
+    expected_traffic: TrafficTable
     """Axis and collective → calls and bytes by closed forms, on the rank that sends most."""
     axes_without_closed_form: Mapping[str, str]
     """Axis → why it has no closed form."""
@@ -106,7 +106,7 @@ def verify(config: Config, documents: Documents = "mixed", pool: RankPool | None
     import_plugins(config.plugins)
     small, shrunk = shrink(config)
     batch = draw_batch(small, documents)
-    step = take_reference_step(small, batch)
+    reference = take_reference_step(small, batch)
     if pool:
         results = pool.step(small, batch)
     else:
@@ -121,14 +121,14 @@ def verify(config: Config, documents: Documents = "mixed", pool: RankPool | None
     return GradientComparison(
         config=small,
         shrunk=shrunk,
-        gradients=compute_gradient_differences(step.gradients, results, limits),
+        gradients=compute_gradient_differences(reference.gradients, results, limits),
         updates=compute_update_differences(small, results, limits),
-        loss=_find_worst_difference("loss", [result.loss for result in results], step.loss, limits),
+        loss=_find_worst_difference("loss", [result.loss for result in results], reference.loss, limits),
         grad_norm=_find_worst_difference(
-            "gradient norm", [result.grad_norm for result in results], step.grad_norm, limits
+            "gradient norm", [result.grad_norm for result in results], reference.grad_norm, limits
         ),
-        flows=_find_max_traffic(results),
-        expected=_find_max_expected(expected_by_rank),
+        traffic=_find_max_traffic(results),
+        expected_traffic=_find_max_expected(expected_by_rank),
         axes_without_closed_form=unpredicted_axes,
         traffic_mismatches=find_traffic_mismatches(results, expected_by_rank, unpredicted_axes),
     )
@@ -142,7 +142,7 @@ def find_traffic_mismatches(
     """Return a message for each collective whose calls or bytes on a rank differ from the expected ones."""
     mismatches = []
     for rank, (result, expected) in enumerate(zip(results, expected_by_rank, strict=True)):
-        counted = {(flow.axis, flow.collective): (flow.calls, flow.sent_bytes) for flow in result.flows}
+        counted = {(flow.axis, flow.collective): (flow.calls, flow.sent_bytes) for flow in result.traffic}
         for axis, collective in sorted(counted.keys() | expected.keys()):
             calls, n_bytes = counted.get((axis, collective), (0, 0))
             expected_calls, expected_bytes = expected.get((axis, collective), (0, 0))
@@ -173,7 +173,7 @@ def compute_gradient_differences(
     differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
-        distance = _compute_distance(gradient, [result.blocks.get(name, []) for result in results])
+        distance = _compute_distance(gradient, [result.gradients.get(name, []) for result in results])
         error = _compute_relative_error(distance, max(norm, limits.relative_floor * expected_norm))
         differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return _sort_worst_first(differences)
@@ -187,7 +187,8 @@ def compute_update_differences(config: Config, results: Sequence[RankResult], li
     """
     weights = compute_plain_weights(config)
     gradients = {
-        name: _assemble(weight, [result.blocks.get(name, []) for result in results]) for name, weight in weights.items()
+        name: _assemble(weight, [result.gradients.get(name, []) for result in results])
+        for name, weight in weights.items()
     }
     updated = take_plain_step(config, build_model(config), weights, gradients)
     updates = {name: updated[name] - weight for name, weight in weights.items()}
@@ -251,7 +252,7 @@ def _find_max_traffic(results: Sequence[RankResult]) -> list[CollectiveTraffic]:
     """Return, for each axis and collective, the traffic of the rank that sends most."""
     max_traffic: dict[tuple[str, str], CollectiveTraffic] = {}
     for result in results:
-        for flow in result.flows:
+        for flow in result.traffic:
             key = flow.axis, flow.collective
             if key not in max_traffic or flow.sent_bytes > max_traffic[key].sent_bytes:
                 max_traffic[key] = flow

@@ -20,7 +20,7 @@ from megatfm.config import Config, load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.inference.evaluate import evaluate_run
-from megatfm.parallel import context_attention
+from megatfm.ops import log_once
 from tests.support import forked_commands
 from tests.support.training_runs import (
     assert_bitwise_equal,
@@ -63,10 +63,16 @@ def test_a_run_starts_from_a_hugging_face_folder(workers, corpus, foreign, tmp_p
     assert "LlamaForCausalLM" in output[0]
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     same_weights(tmp_path / "run", megatfm.load(foreign))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert continue_from_config(foreign, None, words) == (config, [])
-    with pytest.raises(UsageError, match="which one process must convert first: run `megatfm convert"):
-        continue_from_config(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
+    other = [f"run_dir={tmp_path / 'other'}", *words[1:]]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    with monkeypatch.context() as patch:
+        for name, value in ranks.items():
+            patch.setenv(name, value)
+        assert continue_from_config(foreign, None, words) == (config, [])
+        with pytest.raises(UsageError, match="which one process must convert first: run `megatfm convert"):
+            continue_from_config(foreign, None, other)
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # as in the shell of `sbatch` or `salloc`, which is one process
+    assert "LlamaForCausalLM" in continue_from_config(foreign, None, other)[1][0]
 
 
 def test_settings_of_a_foreign_model_survive_training_and_export(workers, corpus, foreign, tmp_path):
@@ -227,7 +233,7 @@ PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 def train_with_fresh_log(config: Config) -> int:
     """Train as in a process that has logged nothing yet, so that messages logged once are logged."""
-    context_attention._logged.clear()
+    log_once._LOGGED.clear()
     return run_training(config)
 
 

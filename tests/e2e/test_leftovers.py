@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,6 +66,18 @@ def test_a_run_resumes_despite_leftovers_and_a_checkpoint_without_permission(sta
     closed += aside
     assert len(aside) == 1, "out of the way of the one that is saved in its place"
     checkpoint.check_all_bytes(newest)
+
+
+def train_in_the_room_of_a_leftover(config: Config) -> int:
+    """Train on a disk that a killed save has filled."""
+    leftover = config.run_folder / "checkpoints/.step-00000004.partial-0123abcd"
+    leftover.mkdir(parents=True)
+    with patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if leftover.exists() else 10**12)):
+        return run_training(config)
+
+
+def test_leftovers_are_removed_before_room_is_looked_for(workers: Workers, make_config: Callable[..., Config]) -> None:
+    assert workers.run(train_in_the_room_of_a_leftover, 1, make_config("train.steps=2", *QUICK)) == [EXIT_OK]
 
 
 CLOSED = {

@@ -241,7 +241,7 @@ def test_a_run_directory_holds_metrics_config_and_profile(workers, make_config, 
     (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
     (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
     (["data.sequence_length=10000000"], 1, ["10000000"]),
-    (["model.ffn.activation=swigul"], 2, ["unknown activation 'swigul'", "swiglu"]),
+    (["plugins=[json]", "model.ffn.activation=swigul"], 2, ["model.ffn.activation = 'swigul': unknown", "'swiglu'"]),
     (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_a_config_that_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_path, overrides, ranks, words):
@@ -303,8 +303,8 @@ def test_a_layout_fitted_to_fewer_processes_is_not_kept(workers, make_config, tm
 
 
 def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path):
-    config = make_config("log.sinks=[foo]", run="sink")
-    with pytest.raises(WorkerFailure, match="log sink"):
+    config = make_config("plugins=[json]", "log.sinks=[foo]", run="sink")
+    with pytest.raises(WorkerFailure, match=r"log\.sinks = 'foo': unknown"):
         workers.run(run_training, 1, config)
     assert not (tmp_path / "sink").exists()
 

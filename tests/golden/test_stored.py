@@ -18,7 +18,7 @@ import megatfm
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import REMOVED_KEYS, RENAMED_VALUES, migrate
 from megatfm.errors import EXIT_OK
-from megatfm.train import resume
+from megatfm.train import compatibility, resume
 from megatfm.train.run import train
 from tests.support.golden_curves import TOLERANCE
 from tests.support.stored_formats import FOLDER, PRESETS, list_variants, stored_config
@@ -53,7 +53,7 @@ def test_a_stored_config_keeps_its_values(path: Path) -> None:
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, list_variants()[variant] if variant else [])
     resume_point = resume.ResumePoint(path, facts(stored))
-    assert resume.check_compatible(resume_point, facts(today), []) == []
+    assert compatibility.check_compatible(resume_point, facts(today), []) == []
 
 
 def test_every_part_is_among_them() -> None:

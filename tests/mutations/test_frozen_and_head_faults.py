@@ -119,10 +119,7 @@ HEADS: dict[Callable[[Patch], None], ParallelConfig] = {
 
 
 def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if fault:
-            globals()[fault](patch)
-        return frozen_errors(NAME, parallel)[0]
+    return frozen_errors(NAME, parallel, fault=globals()[fault] if fault else None)[0]
 
 
 def names() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers import classifier, embedding, patch_merging
+from megatfm.layers import classifier, embedding, stage_blocks
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
 from megatfm.layers.pixel_head import PixelsHead
 from megatfm.layers.sequence_shard import SequenceShard
@@ -127,12 +127,12 @@ def windows_see_across_the_edge(patch: Patch) -> None:
 
 
 def neighbours_are_merged_column_first(patch: Patch) -> None:
-    patch.setattr(patch_merging, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
+    patch.setattr(stage_blocks, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
 
 
 def a_rank_merges_its_neighbour_s_channels(patch: Patch) -> None:
     patch.setattr(
-        patch_merging.ChannelShard,
+        stage_blocks.ChannelShard,
         "forward",
         lambda self, x: x.chunk(self.n_shards, -1)[(self.shard_index + 1) % self.n_shards],
     )
@@ -157,8 +157,7 @@ def shards_of_visible_patches_are_gathered_in_another_order(patch: Patch) -> Non
 
 
 def class_tokens_count_in_the_mean(patch: Patch) -> None:
-    real = classifier._find_members
-    patch.setattr(classifier, "_find_members", lambda *sides, with_special=False: real(*sides, with_special=True))
+    patch.setattr(classifier, "_find_patches", lambda sequence: sequence.find_document_members())
 
 
 def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:

@@ -144,19 +144,14 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
     sum_what_is_whole_already: ("tp2 without sequence parallel", UNTIED_MODEL, NORMS),
     scatter_sum_keeps_its_shard: ("tp2", UNTIED_MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
     gather_shards_takes_its_own: (
-        "tp2",
-        UNTIED_MODEL,
-        {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
+        "tp2", UNTIED_MODEL, {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
     copy_to_shards_forgets_its_sum: (
-        "tp2 without sequence parallel",
-        UNTIED_MODEL,
+        "tp2 without sequence parallel", UNTIED_MODEL,
         {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
     sum_partial_sums_twice: (
-        "tp2 without sequence parallel",
-        UNTIED_MODEL,
-        {"*.embedding.tokens.weight", "*.layers.*"},
+        "tp2 without sequence parallel", UNTIED_MODEL, {"*.embedding.tokens.weight", "*.layers.*"},
     ),
     count_only_own_targets: ("zero3 on 2", UNTIED_MODEL, EVERYTHING),
     count_one_replica: ("replicas on 2", UNTIED_MODEL, EVERYTHING),
@@ -165,7 +160,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
     forget_the_tie_s_second_use: ("tp2", TIED_MODEL, {"decoder.embedding.tokens.weight"}),
     keep_all_tokens_of_an_embedding_shard: ("tp2", UNTIED_MODEL, EVERYTHING),
     normalise_over_own_tokens: ("tp2", UNTIED_MODEL, EVERYTHING),
-}
+}  # fmt: skip
 """Fault → the layout and model that show it, and the parameters whose gradients must be found wrong."""
 
 

@@ -1,4 +1,4 @@
-"""Every combination of norm position, norm, activation, position and mask trains, in float32 and in bfloat16.
+"""Every combination of norm placement, norm, activation, position and mask trains, in float32 and in bfloat16.
 
 `make test` takes a ninth of them, in which every two parts meet; `make test-all` takes all.
 """

@@ -107,14 +107,10 @@ EXTENDED_TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
         "patterns of encoders": ("cp4, one document",)},
 }  # fmt: skip
 OBJECTIVES = {
-    "t5": SpanCorruptionObjective(),
-    "patterns of encoders": MaskedObjective(),
-    "deberta": MaskedObjective(),
-    "bert": SpanBoundaryObjective(),
-    "xlnet": PermutationObjective(),
-    "soft experts": MaskedObjective(),
+    "t5": SpanCorruptionObjective(), "patterns of encoders": MaskedObjective(), "deberta": MaskedObjective(),
+    "bert": SpanBoundaryObjective(), "xlnet": PermutationObjective(), "soft experts": MaskedObjective(),
     "soft experts, rows of 11 tokens": MaskedObjective(),
-}
+}  # fmt: skip
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 

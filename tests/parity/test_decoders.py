@@ -25,22 +25,10 @@ from tests.support.reference_gradients import LargestErrors, Pair, assert_docume
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
-    modeling_deepseek_v2,
-    modeling_deepseek_v3,
-    modeling_gemma2,
-    modeling_gemma3,
-    modeling_gpt_oss,
-    modeling_llama,
-    modeling_mistral,
-    modeling_mixtral,
-    modeling_olmoe,
-    modeling_qwen2,
-    modeling_qwen3,
-    modeling_qwen3_moe,
-    modeling_rope_utils,
-    modeling_switch_transformers,
-    modeling_t5,
-)
+    modeling_deepseek_v2, modeling_deepseek_v3, modeling_gemma2, modeling_gemma3, modeling_gpt_oss, modeling_llama,
+    modeling_mistral, modeling_mixtral, modeling_olmoe, modeling_qwen2, modeling_qwen3, modeling_qwen3_moe,
+    modeling_rope_utils, modeling_switch_transformers, modeling_t5,
+)  # fmt: skip
 SMALL = {"vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "attention.n_heads": 6, "ffn.d_ff": 40}
 GPT = {
     **SMALL, "norm.name": "layer_norm", "norm.eps": 1e-4, "ffn.activation": "gelu_tanh", "attention.bias": True,

@@ -107,13 +107,10 @@ MORE: dict[str, tuple[int, list[Config]]] = {
     "hierarchical models, pipelines": (10, [make_case("mvit v2", zero=1, dp_shard=1, pp=2)]),
     "hierarchical models by cosines, pipelines": (10, [make_case("swin v2", zero=1, dp_shard=1, pp=2)]),
     "vision-language models, contexts": (10, [make_case("llava", zero=1, dp_shard=1, cp=2)]),
-    "vision-language models, tensors": (
-        10,
-        [make_case("llava", "data.sequence_length=576", zero=1, dp_shard=1, tp=2)],
-    ),
+    "vision-language models, tensors": (10, [make_case("llava", "data.sequence_length=576", zero=1, dp_shard=1, tp=2)]),
     "vision-language models, pipelines": (10, [make_case("llava", zero=1, dp_shard=1, pp=2)]),
     "recomputed": (10, [make_case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [

@@ -19,7 +19,7 @@ from megatfm.tasks.question_scores import average_metrics, score_questions
 from megatfm.tasks.questions import list_scored_pairs, open_evaluation_task, split_pair
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_tokenizer
-from megatfm.train.evaluation_tasks import open_task_evaluator
+from megatfm.train.evaluation_tasks import TaskEvaluator
 from tests.support.evaluated_tasks import build_initial_model, small_config, write_tasks
 from tests.support.workers import Workers
 
@@ -48,9 +48,7 @@ def by_engine(folder: Path, cases: list[dict[str, Any]]) -> list[Results]:
         _, tokenizer = open_tokenizer(config)
         mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
         engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-        tasks = open_task_evaluator(engine, config, tokenizer)
-        assert tasks is not None
-        results.append(tasks.evaluate())
+        results.append(TaskEvaluator(engine, config, tokenizer).evaluate())
     return results
 
 

@@ -17,6 +17,7 @@ from tests.support.frozen_parity import (
     lora_errors,
 )
 from tests.support.layouts import EXTENDED, SLOW, make_cases_by_ranks
+from tests.support.small_runs import VERIFIED_CONFIG
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -56,26 +57,11 @@ def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layou
 ], ids=["zero0", "zero1", "zero2", "zbv", "pp2 × zero3"])  # fmt: skip
 def test_gradients_of_frozen_weights_are_not_sent(parallel: dict[str, Any]) -> None:
     """Every byte is one that the closed forms expect, and these leave frozen gradients out."""
-    model = {
-        "vocab_size": 512, "d_model": 64, "n_layers": 4, "attention": {"n_heads": 4}, "ffn": {"d_ff": 128},
-    }  # fmt: skip
-    actual = verify(
-        Config.model_validate(
-            {
-                "name": "frozen",
-                "model": model,
-                "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
-                "optimizer": {"name": "adamw", "lr": 1e-3},
-                "train": {
-                    "steps": 1,
-                    "global_batch": 8,
-                    "micro_batch": 2,
-                    "freeze": ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"],
-                },
-                "parallel": {"dp_shard": 1, **parallel},
-            }
-        )
-    )
+    frozen = ("decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*")
+    sizes = {"n_layers": 4, "attention": {"n_heads": 4}}
+    changes = {"model": VERIFIED_CONFIG["model"] | sizes, "parallel": {"dp_shard": 1, **parallel}}
+    changes["train"] = {"steps": 1, "global_batch": 8, "micro_batch": 2, "freeze": frozen}
+    actual = verify(Config.model_validate(VERIFIED_CONFIG | changes))
     assert not actual.wrong
     assert not actual.traffic_mismatches
     still = {gradient.name for gradient in actual.gradients if gradient.norm == 0}
@@ -120,19 +106,14 @@ EXPERT_LAYOUTS = {
     2: {
         **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)},
         **{f"ep2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, zero=zero) for zero in (0, 1, 2, 3)},
-        "tp2": ParallelConfig(tp=2),
-        "tp2 by channels": ParallelConfig(tp=2, expert_tp="by_channel"),
-        "ep2 of tp2": ParallelConfig(tp=2, ep=2, expert_tp="folded"),
-        "pp2": ParallelConfig(pp=2),
+        "tp2": ParallelConfig(tp=2), "tp2 by channels": ParallelConfig(tp=2, expert_tp="by_channel"),
+        "ep2 of tp2": ParallelConfig(tp=2, ep=2, expert_tp="folded"), "pp2": ParallelConfig(pp=2),
         "cp2": ParallelConfig(cp=2, zero=0),
     },
     3: {
-        "zero1": ParallelConfig(dp_shard=3, zero=1),
-        "zero3": ParallelConfig(dp_shard=3, zero=3),
-        "ep3, zero0": ParallelConfig(dp_shard=3, ep=3, zero=0),
-        "ep3, zero3": ParallelConfig(dp_shard=3, ep=3),
-        "tp3": ParallelConfig(tp=3),
-        "tp3 by channels": ParallelConfig(tp=3, expert_tp="by_channel"),
+        "zero1": ParallelConfig(dp_shard=3, zero=1), "zero3": ParallelConfig(dp_shard=3, zero=3),
+        "ep3, zero0": ParallelConfig(dp_shard=3, ep=3, zero=0), "ep3, zero3": ParallelConfig(dp_shard=3, ep=3),
+        "tp3": ParallelConfig(tp=3), "tp3 by channels": ParallelConfig(tp=3, expert_tp="by_channel"),
         "ep3 of tp3": ParallelConfig(tp=3, ep=3, expert_tp="folded"),
     },
     4: {
@@ -145,12 +126,11 @@ EXPERT_LAYOUTS = {
         "ep2 × pp2": ParallelConfig(dp_shard=2, ep=2, pp=2),
     },
     5: {
-        "zero3": ParallelConfig(dp_shard=5),
-        "ep5, zero1": ParallelConfig(dp_shard=5, ep=5, zero=1),
+        "zero3": ParallelConfig(dp_shard=5), "ep5, zero1": ParallelConfig(dp_shard=5, ep=5, zero=1),
         "ep5, zero3": ParallelConfig(dp_shard=5, ep=5),
         "tp5 by channels": ParallelConfig(tp=5, expert_tp="by_channel", sequence_parallel=False),
     },
-}
+}  # fmt: skip
 LONGER_EXPERTS = {
     2: ["zero0", "zero1", "zero2", "ep2, zero1", "ep2, zero2", "pp2", "cp2"],
     3: ["zero1", "zero3", "ep3, zero0", "tp3", "ep3 of tp3"],

@@ -24,16 +24,13 @@ from tests.support.workers import Workers
 
 IMAGES = 19
 MODELS: dict[str, dict[str, Any]] = {
-    "image_classification": {
-        "extra_heads.classifier.n_classes": CLASSES,
-        "extra_heads.classifier.hidden": True,
-    },
+    "image_classification": {"extra_heads.classifier.n_classes": CLASSES, "extra_heads.classifier.hidden": True},
     "contrastive": {
         "family": "two_towers",
         "text_tower": {"d_model": 12, "n_layers": 1, "n_heads": 2, "d_ff": 24, "max_positions": 8},
         "contrastive": {"width": 10, "scale": 3.0},
     },
-}
+}  # fmt: skip
 ROW_LENGTHS = {
     "image_classification": [{"sequence_length": 5}, {"sequence_length": 21}],
     "contrastive": [{"sequence_length": 5, "target_length": 8}, {"sequence_length": 21, "target_length": 30}],

@@ -54,12 +54,8 @@ OTHERS = {
 }
 """Encoders with other positions than BERT's."""
 POOLERS = {
-    "BigBird": "activation",
-    "Deberta": "gelu",
-    "DebertaV2": "gelu",
-    "Electra": "gelu",
-    "ModernBert": "transform",
-}
+    "BigBird": "activation", "Deberta": "gelu", "DebertaV2": "gelu", "Electra": "gelu", "ModernBert": "transform",
+}  # fmt: skip
 """Those of classifiers of sequences and of choices; BERT's is "tanh"."""
 SPAN, CHOICE = {"name": "span_extraction"}, {"name": "multiple_choice", "dropout": 0.0}
 HEADS_OF_CLASS = {

@@ -38,37 +38,27 @@ from tests.support.workers import Workers
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}
 CAUSAL = CausalObjective()
 CASES = {
-    "gpt": CAUSAL,
-    "llama": CAUSAL,
-    "bert": NextSentenceObjective(),
-    "albert": MaskedObjective(),
-    "t5": SpanCorruptionObjective(),
-    "xlnet": PermutationObjective(),
-    "electra": ReplacedTokenObjective(),
-}
+    "gpt": CAUSAL, "llama": CAUSAL, "bert": NextSentenceObjective(), "albert": MaskedObjective(),
+    "t5": SpanCorruptionObjective(), "xlnet": PermutationObjective(), "electra": ReplacedTokenObjective(),
+}  # fmt: skip
 MANY = ("gpt", "bert", "t5", "electra", "xlnet")
 """Are counted under all layouts, the others under those without stages."""
 LAYOUTS = {
     2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
+        "zero0": ParallelConfig(dp_shard=2, zero=0), "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
+        "zero1": ParallelConfig(dp_shard=2, zero=1), "zero2": ParallelConfig(dp_shard=2, zero=2),
         "zero2, shards": ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
-        "zero3": ParallelConfig(dp_shard=2),
-        "zero3, shards": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
+        "zero3": ParallelConfig(dp_shard=2), "zero3, shards": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
         "tp2": ParallelConfig(tp=2, dp_shard=1),
         "tp2 without sequence parallel": ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False),
     },
     4: {
         "zero0 2 × replicas 2": ParallelConfig(dp_replicate=2, dp_shard=2, zero=0),
         "zero1 2 × replicas 2": ParallelConfig(dp_replicate=2, dp_shard=2, zero=1),
-        "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2),
-        "tp4": ParallelConfig(tp=4, dp_shard=1),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+        "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2), "tp4": ParallelConfig(tp=4, dp_shard=1),
+        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1), "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
     },
-}
+}  # fmt: skip
 LONGER = {2: ["replicas", "zero2, shards"], 4: ["zero0 2 × replicas 2"]}
 """Layouts of extended cases: what is sent along each of their axes `make test` counts in others."""
 STAGES = {
@@ -134,7 +124,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
         patch.setattr(expected_weights, "BUCKET_NUMEL", elements)
         [answer] = count_traffic([config])
         expected = compute_expected_traffic(config, draw_batch(config))[dist.get_rank()]
-        assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
+        assert max(flow.calls for flow in answer.traffic if flow.axis == "dp_shard") > 5
         return find_traffic_mismatches([answer], [expected])
 
 
@@ -207,9 +197,9 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
     configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in expected]
     for answers in workers.run(count_traffic, 2, configs):
         for layout, answer in zip(expected, answers, strict=True):
-            sent = sum(flow.sent_bytes for flow in answer.flows)
+            sent = sum(flow.sent_bytes for flow in answer.traffic)
             if layout == "tp2":  # norms' gradients
-                sent -= next(f.sent_bytes for f in answer.flows if f.collective == "all_reduce")
+                sent -= next(f.sent_bytes for f in answer.traffic if f.collective == "all_reduce")
             if "tp2" in layout:
                 sent -= m * 4 * 24 * 8  # the loss over the vocabulary: 4 numbers a token
             assert 0 <= sent - expected[layout] * 8 < SCALARS, layout
@@ -221,7 +211,7 @@ def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=item) for item in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
     for answers in workers.run(count_traffic, 2, configs):
-        calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]
+        calls = [{f.collective: f.calls for f in answer.traffic} for answer in answers]
         none, full, selective = (Counter(calls_by_name) for calls_by_name in calls)
         assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)
         assert selective - none == Counter(all_gather=2 * blocks_run)

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from megatfm.engines.interface import Engine
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.loss_terms import BlockOutput
-from megatfm.layers.norm import NORMS
-from megatfm.layers.position import POSITIONS, PositionEncoding
+from megatfm.layers.position import PositionEncoding
 from megatfm.models import Model, build
-from megatfm.objectives import OBJECTIVES, Objective
+from megatfm.objectives import Objective
 from megatfm.registry import import_plugins
-from megatfm.tracking.metrics import SINKS, MetricsLog, RunInfo
+from megatfm.tracking.metrics import MetricsLog, RunInfo
 from megatfm.verify.shrink import draw_batch, objective_for
 from tests.support.documentation import FENCE, ROOT, list_code_blocks, load_module
 
@@ -44,18 +42,13 @@ def test_adding_a_part_works_as_its_page_says(
     """Its own test passes, and a model of the quickstart has it and learns its parameters."""
     follow("layers.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for registry in (NORMS, POSITIONS):  # so that other tests don't meet the new part
-        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     options = [
         f'plugins=["my_{part}"]', f"model.{part}.name={option}", "model.vocab_size=32", "model.n_layers=1",
     ]  # fmt: skip
     config = load_section(Config, "quickstart", options)
-    try:
-        import_plugins(config.plugins)
-        getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
-        model = build(config.model)
-    finally:
-        sys.modules.pop(f"my_{part}", None)
+    import_plugins(config.plugins)
+    getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
+    model = build(config.model)
     initialise(model, seed=0)
     parts = [module for module in model.modules() if type(module).__name__ == kind]
     assert len(parts) == count
@@ -68,17 +61,13 @@ def test_adding_a_part_works_as_its_page_says(
 def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow("tasks.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(OBJECTIVES, "_parts", dict(OBJECTIVES._parts))
     options = ["model.vocab_size=96", "model.n_layers=1", "data.sequence_length=32"]
     config = load_section(
         Config, "quickstart", [*options, 'plugins=["fill_in"]', "objective.name=fill_in", "objective.rate=0.9"]
     )
-    try:
-        import_plugins(config.plugins)
-        load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
-        objective, arrays = objective_for(config), draw_batch(config)
-    finally:
-        sys.modules.pop("fill_in", None)
+    import_plugins(config.plugins)
+    load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
+    objective, arrays = objective_for(config), draw_batch(config)
     assert vars(objective)["rate"] == 0.9
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
     marked = (batch["tokens"] >= 64).sum()
@@ -93,9 +82,8 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     )
 
 
-def test_the_log_sink_of_the_questions_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_sink_of_the_questions_works(tmp_path: Path) -> None:
     follow("faq.md", tmp_path)
-    monkeypatch.setattr(SINKS, "_parts", dict(SINKS._parts))
     load_module(tmp_path / "my_sink.py")
     with MetricsLog(RunInfo(tmp_path), ["mine"]) as metrics:
         metrics.write({"step": 1, "tokens": 8, "loss": 2.5})

@@ -110,22 +110,19 @@ CONTEXT_MODELS["prefix language model"] = CONTEXT_MODELS["llama"]
 CONTEXT_MODELS["window, prefixes"] = CONTEXT_MODELS["window"]
 CONTEXT_LAYOUTS = {
     2: {
-        "cp2": ParallelConfig(cp=2, zero=0),
-        "cp2 by heads": ParallelConfig(cp=2, cp_method="ulysses", zero=0),
+        "cp2": ParallelConfig(cp=2, zero=0), "cp2 by heads": ParallelConfig(cp=2, cp_method="ulysses", zero=0),
         "ep2 × cp2": ParallelConfig(ep=2, dp_shard=1, cp=2),
     },
     3: {"cp3": ParallelConfig(cp=3, zero=0)},
     4: {
-        "cp4": ParallelConfig(cp=4, zero=0),
-        "cp4 by heads": ParallelConfig(cp=4, cp_method="ulysses", zero=0),
+        "cp4": ParallelConfig(cp=4, zero=0), "cp4 by heads": ParallelConfig(cp=4, cp_method="ulysses", zero=0),
         "cp4 by a ring": ParallelConfig(cp=4, cp_method="ring", zero=0),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2, zero=0),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False, zero=0),
         **{f"pp2 {item} × cp2": ParallelConfig(pp=2, cp=2, pp_schedule=item, zero=0) for item in PIPELINE_SCHEDULES},
         "zero0 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=0),
         "zero1 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=1),
-        "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2),
-        "zero3 × cp2": ParallelConfig(dp_shard=2, cp=2),
+        "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2), "zero3 × cp2": ParallelConfig(dp_shard=2, cp=2),
         "replicas × cp2": ParallelConfig(dp_replicate=2, dp_shard=1, cp=2),
         "ep4 of 2 × cp2": ParallelConfig(dp_shard=2, ep=4, cp=2, zero=3),
     },
@@ -134,7 +131,7 @@ CONTEXT_LAYOUTS = {
         "zero3 × cp2 × tp2 without sequence parallel": ParallelConfig(dp_shard=2, cp=2, tp=2, sequence_parallel=False),
         "replicas × zero3 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
     },
-}
+}  # fmt: skip
 """Weights are whole where no name speaks of ZeRO, since FSDP2 takes a third of a comparison.
 
 In tests/parity/test_zero_context.py they are sharded over `cp`.

@@ -70,13 +70,9 @@ OPTIMIZERS: dict[str, list[str]] = {
     "schedule_free_adamw": ["optimizer.name=schedule_free_adamw", "optimizer.eps=1e-2", "lr_schedule.name=constant"],
 }
 LAYOUTS: dict[str, dict[str, int]] = {
-    "dp2": {"dp_shard": 2},
-    "dp4": {"dp_shard": 4},
-    "tp2 dp2": {"dp_shard": 2, "tp": 2},
-    "cp2": {"dp_shard": 1, "cp": 2},
-    "pp2": {"dp_shard": 1, "pp": 2},
-    "ep2": {"dp_shard": 2, "ep": 2},
-}
+    "dp2": {"dp_shard": 2}, "dp4": {"dp_shard": 4}, "tp2 dp2": {"dp_shard": 2, "tp": 2},
+    "cp2": {"dp_shard": 1, "cp": 2}, "pp2": {"dp_shard": 1, "pp": 2}, "ep2": {"dp_shard": 2, "ep": 2},
+}  # fmt: skip
 ONE_DEVICE = {"engine": "native", "zero": 0, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
 ROWS = 4
 BUCKETS = Path(__file__).with_name("deepspeed_buckets.json")

@@ -15,63 +15,35 @@ BIASED_MOE = {**MOE_OPTIONS, "bias": True, "activation": "clamped_swiglu"}
 DEEPSEEK_V3_ROUTER = {
     "name": "deepseek_v3", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "bias_update_rate": 0.05,
 }  # fmt: skip
+
+
+def sparse_model(router: dict[str, Any], ffn: dict[str, Any] = MOE_OPTIONS, **options: Any) -> ModelConfig:
+    """A model of a plain block and one with experts."""
+    return ModelConfig.from_dotted(**SPARSE | {"layer_type.sparse.ffn": {**ffn, "router": router}} | options)
+
+
+DRAWN_ROUTERS: dict[str, dict[str, Any]] = {
+    "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
+    "second": {"name": "gshard", "aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2},
+    "hash": {"name": "hash"},
+}
 EXPERT_MODELS = {
-    "top-k": ModelConfig.from_dotted(
-        **SPARSE, **{"layer_type.sparse.ffn": {**MOE_OPTIONS, "router": {"name": "top_k", **LOSS_COEFFICIENTS}}}
+    "top-k": sparse_model({"name": "top_k", **LOSS_COEFFICIENTS}),
+    "by batch": sparse_model({"name": "top_k", "aux_loss_coef": 0.3, "z_loss_coef": 0.1}),
+    "deepseek-v3": sparse_model(
+        {**DEEPSEEK_V3_ROUTER, "seq_aux_loss_coef": 0.2}, {**BIASED_MOE, "n_shared_experts": 2},
+        **{"attention.qk_norm": "all_heads"}, n_mtp_heads=1,
     ),
-    "by batch": ModelConfig.from_dotted(
-        **SPARSE,
-        **{
-            "layer_type.sparse.ffn": {
-                **MOE_OPTIONS,
-                "router": {"name": "top_k", "aux_loss_coef": 0.3, "z_loss_coef": 0.1},
-            }
-        },
+    "switch": sparse_model(
+        {"name": "switch", "jitter": 0.1, **LOSS_COEFFICIENTS},
+        {**MOE_OPTIONS, "top_k": 1, "capacity_factor": 0.8, "activation": "relu"}, family="encoder_decoder",
     ),
-    "deepseek-v3": ModelConfig.from_dotted(
-        **SPARSE,
-        **{
-            "layer_type.sparse.ffn": {
-                **BIASED_MOE,
-                "n_shared_experts": 2,
-                "router": {**DEEPSEEK_V3_ROUTER, "seq_aux_loss_coef": 0.2},
-            }
-        },
-        **{"attention.qk_norm": "all_heads"},
-        n_mtp_heads=1,
-    ),
-    "switch": ModelConfig.from_dotted(
-        **SPARSE,
-        **{
-            "layer_type.sparse.ffn": {
-                **MOE_OPTIONS,
-                "top_k": 1,
-                "capacity_factor": 0.8,
-                "activation": "relu",
-                "router": {"name": "switch", "jitter": 0.1, **LOSS_COEFFICIENTS},
-            }
-        },
-        family="encoder_decoder",
-    ),
-}
-EXPERT_MODELS |= {
     "drawn": ModelConfig.from_dotted(
-        **{**SMALL_MODEL, "dropout": 0.2, "n_layers": 4, "layer_types": ["noisy", "second", "hash"]},
-        **{
-            f"layer_type.{kind}.ffn": {**MOE_OPTIONS, "router": router}
-            for kind, router in {
-                "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
-                "second": {"name": "gshard", "aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2},
-                "hash": {"name": "hash"},
-            }.items()
-        },
+        **SMALL_MODEL | {"dropout": 0.2, "n_layers": 4, "layer_types": [*DRAWN_ROUTERS]},
+        **{f"layer_type.{kind}.ffn": {**MOE_OPTIONS, "router": router} for kind, router in DRAWN_ROUTERS.items()},
     ),
-    "expert-choice": ModelConfig.from_dotted(
-        **SPARSE,
-        **{"layer_type.sparse.ffn": {**MOE_OPTIONS, "router": {"name": "expert_choice", "z_loss_coef": 0.1}}},
-        family="encoder",
-    ),
-}
+    "expert-choice": sparse_model({"name": "expert_choice", "z_loss_coef": 0.1}, family="encoder"),
+}  # fmt: skip
 TP2 = ParallelConfig(tp=2)
 EP2 = ParallelConfig(dp_shard=2, ep=2)
 EXPERT_LAYOUTS = {
@@ -169,20 +141,17 @@ PARTS_OF_FOUR = [
 PLAIN_EXPERT_LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
     2: {
-        "tp2": TP2,
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "tp2": TP2, "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2), "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
         **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
     },
     4: {
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
+        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2), "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
         "pp2 × tp2": ParallelConfig(pp=2, tp=2),
     },
     8: {},
-}
+}  # fmt: skip
 
 
 def expert_layouts_of(ranks: int) -> dict[str, ParallelConfig]:

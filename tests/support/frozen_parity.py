@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,12 +35,20 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
     return model
 
 
-def frozen_errors(name: str, *layouts: ParallelConfig) -> list[set[str]]:
-    """Differences from one device of a model whose weights are frozen in part, by layout."""
-    patterns, config = FREEZE[name], FAMILY_MODELS[name]
-    named = dict(frozen_model(config, patterns).named_parameters())
+@cache
+def frozen_builder(name: str) -> Callable[[ModelConfig], nn.Module]:
+    """What builds a model with the frozen weights of this name."""
+    patterns = FREEZE[name]
+    named = dict(frozen_model(FAMILY_MODELS[name], patterns).named_parameters())
     assert all(named[n].requires_grad != any(fnmatchcase(n, pattern) for pattern in patterns) for n in named)
-    return compare_two_steps(config, lambda config: frozen_model(config, patterns), layouts, UNDECAYED)
+    return partial(frozen_model, patterns=patterns)
+
+
+def frozen_errors(
+    name: str, *layouts: ParallelConfig, fault: Callable[[pytest.MonkeyPatch], None] | None = None
+) -> list[set[str]]:
+    """Differences from one device of a model whose weights are frozen in part, by layout. fault: planted in engines."""
+    return compare_two_steps(FAMILY_MODELS[name], frozen_builder(name), layouts, UNDECAYED, fault=fault)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,12 @@ class ReferenceStep:
     weights: dict[str, Tensor]
 
 
+@cache
 def take_two_reference_steps(
-    config: ModelConfig, build_model: Callable[[ModelConfig], nn.Module], undecayed: Sequence[str] = ()
+    config_json: str, build_model: Callable[[ModelConfig], nn.Module], undecayed: Sequence[str]
 ) -> tuple[PassThroughObjective, list[ReferenceStep]]:
-    """Train one device by plain torch. undecayed: matrices without decay."""
+    """Train one device by plain torch, once in a process. undecayed: matrices without decay."""
+    config = ModelConfig.model_validate_json(config_json)
     batch, reference = family_batch(config), build_model(config).double().train()
     initialise(reference, 7)
     trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
@@ -86,32 +97,42 @@ def compare_two_steps(
     layouts: Sequence[ParallelConfig],
     undecayed: Sequence[str] = (),
     recomputed: str = "none",
+    fault: Callable[[pytest.MonkeyPatch], None] | None = None,
 ) -> list[set[str]]:
-    """Differences from one device in two steps, by layout."""
+    """Differences from one device in two steps, by layout. fault: planted after the steps of one device."""
+    objective, steps = take_two_reference_steps(config.model_dump_json(), build_model, undecayed)
     batch = family_batch(config)
-    objective, reference = take_two_reference_steps(config, build_model, undecayed)
-    all_errors = []
-    for parallel in layouts:
-        engine = build_engine(config, parallel, build_model=build_model, recomputed=recomputed)
-        errors = set[str]()
-        for step in reference:
-            stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
-            if stats.loss != pytest.approx(step.loss, rel=1e-9):
-                errors.add("loss")
-            errors |= wrong_gradients(engine, step.gradients)
-            if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(step.norm, rel=1e-9):
-                errors.add("norm")
-            for n, local in engine.local.items():
-                expected = local_block(engine, n, step.weights[n])
-                is_trained = n in step.gradients
-                same = torch.allclose(local, expected, rtol=0, atol=1e-7) if is_trained else local.equal(expected)
-                errors |= set() if same else {f"weight {n}"}
-        with_state = {
-            key.removeprefix("optimizer.").rpartition(".")[0] for key in engine.state_dict() if "optimizer." in key
-        }
-        frozen = reference[-1].weights.keys() - reference[-1].gradients.keys()
-        all_errors.append(errors | {f"state {n}" for n in with_state & frozen})
-    return all_errors
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            fault(patch)
+        engines = (
+            build_engine(config, parallel, build_model=build_model, recomputed=recomputed) for parallel in layouts
+        )
+        return [find_layout_errors(engine, batch, objective, steps) for engine in engines]
+
+
+def find_layout_errors(
+    engine: NativeEngine, batch: dict[str, Tensor], objective: PassThroughObjective, steps: Sequence[ReferenceStep]
+) -> set[str]:
+    """Differences of an engine from these steps of one device."""
+    errors = set[str]()
+    for step in steps:
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
+        if stats.loss != pytest.approx(step.loss, rel=1e-9):
+            errors.add("loss")
+        errors |= wrong_gradients(engine, step.gradients)
+        if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(step.norm, rel=1e-9):
+            errors.add("norm")
+        for n, local in engine.local.items():
+            expected = local_block(engine, n, step.weights[n])
+            is_trained = n in step.gradients
+            same = torch.allclose(local, expected, rtol=0, atol=1e-7) if is_trained else local.equal(expected)
+            errors |= set() if same else {f"weight {n}"}
+    with_state = {
+        key.removeprefix("optimizer.").rpartition(".")[0] for key in engine.state_dict() if "optimizer." in key
+    }
+    frozen = steps[-1].weights.keys() - steps[-1].gradients.keys()
+    return errors | {f"state {n}" for n in with_state & frozen}
 
 
 def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:

@@ -210,7 +210,7 @@ def list_traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, 
 
 def count_sent_bytes(config: Config, world_size: int) -> dict[tuple[str, str], int]:
     """(axis, collective) → bytes that this rank sends in a step on one document per row."""
-    flows = _step(config, draw_batch(config, "one"), world_size).flows
+    flows = _step(config, draw_batch(config, "one"), world_size).traffic
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in flows}
 
 

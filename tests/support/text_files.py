@@ -114,25 +114,16 @@ def page(title: str, space: int, number: int, text: str, extra: str = "") -> str
 
 
 FILES: dict[str, Callable[[], bytes]] = {
-    "a.jsonl": jsonl,
-    "a.jsonl.gz": lambda: gzip.compress(jsonl()),
-    "a.jsonl.bz2": lambda: bz2.compress(jsonl()),
-    "a.jsonl.zst": lambda: zstd_frames(jsonl()),
-    "a.jsonl.xz": lambda: lzma.compress(jsonl()),
+    "a.jsonl": jsonl, "a.jsonl.gz": lambda: gzip.compress(jsonl()), "a.jsonl.bz2": lambda: bz2.compress(jsonl()),
+    "a.jsonl.zst": lambda: zstd_frames(jsonl()), "a.jsonl.xz": lambda: lzma.compress(jsonl()),
     "a.json.gz": lambda: gzip.compress(jsonl()),
     "a.json": lambda: json.dumps([json.loads(line) for line in jsonl().splitlines()], indent=1).encode(),
-    "a.csv": table_of_cells,
-    "a.tsv.bz2": lambda: bz2.compress(table_of_cells("\t")),
-    "a.parquet": parquet,
-    "stream.arrow": lambda: arrow(pyarrow.ipc.new_stream),
-    "file.arrow": lambda: arrow(pyarrow.ipc.new_file),
-    "a.tar": tar,
-    "json.tar.zst": lambda: zstd_frames(tar(json_=True)),
-    "a.warc": warc,
-    "a.warc.gz": lambda: b"".join(gzip.compress(record) for record in warc_records()),
-    "a.xml": wiki,
+    "a.csv": table_of_cells, "a.tsv.bz2": lambda: bz2.compress(table_of_cells("\t")), "a.parquet": parquet,
+    "stream.arrow": lambda: arrow(pyarrow.ipc.new_stream), "file.arrow": lambda: arrow(pyarrow.ipc.new_file),
+    "a.tar": tar, "json.tar.zst": lambda: zstd_frames(tar(json_=True)), "a.warc": warc,
+    "a.warc.gz": lambda: b"".join(gzip.compress(record) for record in warc_records()), "a.xml": wiki,
     "a.xml.bz2": lambda: bz2.compress(wiki()),
-}
+}  # fmt: skip
 WITHOUT_URL = ("a.tar", "a.xml", "a.xml.bz2")
 
 

@@ -71,12 +71,9 @@ def _run_rank(output: Path, port: int, rank: int, machines: str, hang_timeout: f
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(len(machines)),
-        "RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(machines)), "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-    }
+    }  # fmt: skip
     vars(rank_monitor_client)["machine"] = lambda: machines[rank]
     try:
         with distributed_session(60.0, "cpu", 60.0) as info, RankMonitor(info, hang_timeout) as monitor:

@@ -2,20 +2,27 @@
 
 import json
 import math
+import multiprocessing
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import megatfm
+from megatfm import terminal
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
-from megatfm.errors import UsageError
+from megatfm.data.loader import DataLoader
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
+from megatfm.tracking.run_directory import RunDirectory
 from tests.support.command_line import run_command
+from tests.support.documentation import list_code_blocks
 from tests.support.forked_commands import ForkedCommand
 from tests.support.small_runs import corpus, file, run, texts
 
@@ -99,10 +106,56 @@ def test_evaluation_is_what_the_command_leaves(
     assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     assert actual["more"]["compressors"] == {"of tokens": float(Corpus.open("validation").n_tokens)}
     requested, stored = list[Any](), json.loads((run / "evaluation.json").read_text())
-    monkeypatch.setattr(evaluate, "evaluate_run", lambda _, sets, *__, **___: requested.append(sets) or (stored, {}))
+
+    def evaluate_run(_: Path, sets: Any, *__: Any, show: Callable[[Any, Any], None], **___: Any) -> None:
+        requested.append(sets)
+        show(stored, {})
+
+    monkeypatch.setattr(evaluate, "evaluate_run", evaluate_run)
     assert run_command("evaluate", str(run), "--validation", f"web={url}") == 0
     assert requested == [{"web": url}]
     assert f"{actual['web']['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_commands_say_on_stderr_what_they_do(
+    run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names what it reads, results as they come, and every ten seconds (here: always) its progress."""
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
+    expected = {
+        ("evaluate", str(run)): [
+            rf"{run}: step-00000002, 2 validation sets, [\d,]+ parameters, .*",
+            r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
+        ],
+        ("data", "check", f"{corpus}/train"): [
+            rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
+        ],
+        ("convert", str(run), str(tmp_path / "hf"), "--to", "hf"): [
+            rf"{run}/checkpoints/step-00000002: \d+ tensors of LlamaForCausalLM", r"converted: 100 % of \d+ tensors",
+        ],
+    }  # fmt: skip
+    for words, lines in expected.items():
+        assert run_command(*words) == 0
+        output = capsys.readouterr()
+        for line in lines:
+            assert re.search(rf"^\d\d:\d\d:\d\d {line}$", output.err, re.MULTILINE), (line, output.err)
+            assert not re.search(line, output.out)
+
+
+def test_results_that_can_not_be_written_are_shown(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, or in another user's run: they may have taken hours."""
+
+    def refuse(*_: object) -> None:
+        raise MegatfmError("evaluation.json: can't write it: Read-only file system")
+
+    monkeypatch.setattr(RunDirectory, "write", refuse)
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: {"loss": 1.2345})
+    assert run_command("evaluate", str(run)) == 1
+    displayed = capsys.readouterr()
+    assert "1.2345" in displayed.out
+    assert displayed.err.endswith("error: evaluation.json: can't write it: Read-only file system\n")
 
 
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +171,33 @@ def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pyte
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)
-    with pytest.raises(UsageError, match=r"config\.changed"):
+    with pytest.raises(UsageError, match=r"config\.with_changes\("):
         megatfm.fit(config, "train.steps=3")
     with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
+
+
+def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing marks the process so while it imports the script."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="a data worker imports this script: call fit under `if __name__ == "):
+        megatfm.fit("nowhere.toml")
+
+
+def test_the_rows_of_the_questions_are_those_of_the_step(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (text for page, _, text in list_code_blocks("python") if page.name == "faq.md" and "read_rows" in text)
+    monkeypatch.chdir(run.parent.parent)
+    assert "step = 4211" in block
+    page: dict[str, Any] = {}
+    exec(block.replace("step = 4211", "step = 3").replace("runs/mine", str(run)), page)
+    with DataLoader(page["corpora"].train, global_batch=8, micro_batch=4) as loader:
+        third = [next(loader) for _ in range(3)][-1]
+    assert np.array_equal(page["rows"]["tokens"], np.concatenate([batch["tokens"] for batch in third]))
+    assert capsys.readouterr().out.strip()
 
 
 def test_every_offer_is_explained() -> None:

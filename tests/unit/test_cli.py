@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatfm.cli import COMMANDS, build_parser
-from megatfm.commands.config import COMPLETION_FILES, make_completion_script
+from megatfm.cli import COMMANDS, build_parser, main
+from megatfm.commands.completion import COMPLETION_FILES, make_completion_script
 from megatfm.config import load_config, to_toml
 from megatfm.terminal import print_table, spell_unencodable
 from tests.support.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
+STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}
 HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "megatfm.launchers", "megatfm.data_prep")
 PROGRAM = """
 import sys
@@ -118,6 +120,22 @@ def test_flags_of_launch_at_train_are_refused_with_a_hint(capsys: pytest.Capture
     assert "`megatfm launch CONFIG --nproc …` starts several" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "usage: megatfm"),
+    (["help"], "COMMAND = 'help': there is none (did you mean '--help'?)"),
+    (["version"], "COMMAND = 'version': there is none (did you mean '--version'?)"),
+    (["generate", "RUN", "hello"], "unknown argument: hello: `megatfm generate --help` lists those that there are"),
+    (["config", "show"], "the following arguments are required: CONFIG\n"),
+])  # fmt: skip
+def test_a_first_command_that_is_wrong_names_the_way_to_the_list(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*words) == 2
+    output = capsys.readouterr().err
+    assert message in output
+    assert ("quickstart" in output) == (not words or words[0] in ("help", "version"))
+
+
 @pytest.mark.parametrize("flag", ["--num-beams", "--beams"])
 def test_beams_have_one_name_in_both_commands(flag: str) -> None:
     parser = build_parser()
@@ -179,6 +197,36 @@ def test_a_command_runs_with_closed_streams_and_no_file_takes_their_numbers(clos
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, OPEN_A_FILE]
     completed = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
     assert (completed.returncode, completed.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("words", "are_blocked"), [
+    (["train"], True), (["finetune"], True), (["finetune", "--prepare"], False), (["status"], False),
+])  # fmt: skip
+def test_stop_signals_wait_for_training_alone(words: list[str], are_blocked: bool) -> None:
+    """Nothing else would ever handle them."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        with pytest.raises(SystemExit):
+            main([*words, "nowhere"])
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert STOP_SIGNALS & blocked == (STOP_SIGNALS if are_blocked else set())
+
+
+FULL = "can't be written: No space left on device: make room, or write it elsewhere"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize(("words", "full", "code", "message"), [
+    ("config presets", ">/dev/full", 1, f"error: the output {FULL}\n"),
+    ("config presets", ">/dev/full 2>&1", 1, ""),
+    ("status nowhere", "2>/dev/full", 2, ""),
+])  # fmt: skip
+def test_output_to_a_full_disk_is_an_error_in_one_line(words: str, full: str, code: int, message: str) -> None:
+    shell = ["sh", "-c", f'exec "$0" -m megatfm {words} {full}', sys.executable]
+    completed = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (code, message)
 
 
 def test_output_to_a_terminal_that_was_closed_is_dropped() -> None:

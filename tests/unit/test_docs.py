@@ -17,7 +17,7 @@ import tomli_w
 from megatfm.config import Config, EvaluationTaskConfig, ParallelConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import find_keys
-from megatfm.config.prep import PrepConfig
+from megatfm.config.prep import READ_FORMATS, PrepConfig
 from megatfm.config.section import list_sections
 from megatfm.config.sources import list_model_presets
 from megatfm.layers.moe import ROUTERS
@@ -208,11 +208,10 @@ def test_every_registered_part_is_in_the_reference() -> None:
 
 def test_the_readme_counts_what_there_is() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    formats = importlib.import_module("megatfm.data_prep.readers")
     steps = importlib.import_module("megatfm.data_prep.filters.base")
     counts = {
         "presets": len(list_model_presets()),
-        "input formats": len({*formats._TEXT_FORMATS, *formats._IMPORT_FORMATS} - set(formats.READERS.names())),
+        "input formats": len(READ_FORMATS),
         "cleaning steps": sum(map(len, steps._MODULES.values())),
         "routers": len(ROUTERS.names()),
     }
@@ -391,6 +390,8 @@ def test_the_log_of_experiments_has_the_newest_first() -> None:
 def test_percentages_are_spelled_with_a_space() -> None:
     """`24.3 %`, as in config values and on all pages, never Python's `24.3%`."""
     spelled = re.compile(r"\{[^{}]*:[^{}]*%\}|\}%")
-    files = [path for room in ("megatfm", "data_prep", "launchers", "slurm") for path in (ROOT / room).rglob("*.py")]
+    rooms = ("megatfm", "data_prep", "launchers", "slurm", "benchmarks")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     assert spelled.search('f"{share:<13.1%}"')
     assert not [path for path in files if spelled.search(path.read_text(encoding="utf-8"))]
+    assert not [page for page in PAGES if re.search(r"\d%", page.read_text(encoding="utf-8"))]

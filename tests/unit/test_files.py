@@ -6,18 +6,17 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatfm import cli, registry, rng
+from megatfm import cli, rng
 from megatfm.checkpoint import file_io
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write, temporary_path
+from megatfm.files import atomic_write, is_copied_record, temporary_path
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
 from megatfm.registry import Registry, did_you_mean, import_plugins
@@ -55,6 +54,21 @@ def test_file_and_name_are_forced_to_the_disk_in_that_order(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", noted)
     atomic_write(tmp_path / "a", "new")
     assert synced == [False, True]
+
+
+def test_a_record_is_copied_if_its_folder_still_exists_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, copy, link = (tmp_path / name for name in ("run", "copy", "link"))
+    run.mkdir()
+    copy.mkdir()
+    link.symlink_to(run)
+    record = {"run": str(run)}
+    is_copied = [is_copied_record(record, folder) for folder in (run, link, copy)]
+    assert is_copied == [False, False, True]
+    assert not any(is_copied_record({"run": origin}, copy) for origin in (None, 3, "a\0b", str(tmp_path / "gone")))
+    monkeypatch.setattr(Path, "samefile", lambda *_: False)  # mounted twice, as two devices
+    assert not is_copied_record(record, link)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
@@ -261,19 +275,6 @@ class PlainLayerNorm(nn.LayerNorm):
 """
 
 
-@pytest.fixture
-def own_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Norms, and where Python looks for modules, as they were after the test."""
-    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    yield
-    for name in sys.modules.keys() - known:
-        if name.startswith("found_"):
-            del sys.modules[name]
-
-
-@pytest.mark.usefixtures("own_parts")
 def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "found_parts").mkdir()
@@ -291,7 +292,6 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     assert model(torch.arange(5)[None]).logits.shape == (1, 5, 11)
 
 
-@pytest.mark.usefixtures("own_parts")
 @pytest.mark.parametrize("place", ["beside the config", "current directory"])
 @pytest.mark.parametrize("kind", ["file", "package"])
 def test_plugins_need_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
@@ -312,7 +312,6 @@ def test_plugins_need_no_installation(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sys.path == [*before, str(home)], "it comes last, and hides nothing"
 
 
-@pytest.mark.usefixtures("own_parts")
 def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's config is read from its state: there is no file of it beside which to look."""
     monkeypatch.chdir(tmp_path)
@@ -335,7 +334,6 @@ def test_a_failing_plugin_s_line_is_named(code: str, why: str, tmp_path: Path, m
         import_plugins(["broken_plugin"])
 
 
-@pytest.mark.usefixtures("own_parts")
 @pytest.mark.parametrize(("words", "changed", "why"), [
     ("super().__init__(d_model, eps, bias=False)", "super().__init__(d_model.eps)",
      r"^plugins: this arose in a plugin .* at \S+found_NUMBER.py:9, in __init__: mend it there$"),
@@ -347,7 +345,6 @@ def test_a_plugin_s_part_that_fails_is_named(
 ) -> None:
     """Below the traceback: the line in the plugin, or, where megatfm's own code fails, where its parts are."""
     name = f"found_{len(changed)}"
-    monkeypatch.setattr(registry, "_places_of_used_parts", {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"{name}.py").write_text(PLUGIN.replace("plain_layer_norm", name).replace(words, changed))
     with pytest.raises((AttributeError, TypeError)) as failed:
@@ -355,7 +352,6 @@ def test_a_plugin_s_part_that_fails_is_named(
     assert re.match(why.replace("found_NUMBER", name), failed.value.__notes__[-1])
 
 
-@pytest.mark.usefixtures("own_parts")
 @pytest.mark.parametrize(("words", "changed", "why"), [
     ('{"weight"', '{"wieght"', r"norm: PlainLayerNorm has no parameter or buffer 'wieght', which its `initial` names"),
     ("Constant(1.0)", "1.0", r"norm.weight: 1.0 in `initial` of PlainLayerNorm is no distribution: use one of "),
@@ -372,7 +368,6 @@ def test_initial_values_of_a_plugin_are_checked(
         build(config.model)
 
 
-@pytest.mark.usefixtures("own_parts")
 def test_a_name_that_megatfm_has_names_the_plugin_s_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "found_taken.py").write_text(PLUGIN.replace("plain_layer_norm", "rms_norm"))
@@ -389,7 +384,7 @@ def test_a_missing_plugin() -> None:
 
 @pytest.mark.parametrize(("field", "kind"), [
     ("norm.name", "norm"), ("ffn.activation", "activation"), ("position.name", "position"),
-    ("norm.placement", "norm position"),
+    ("norm.placement", "norm placement"),
 ])  # fmt: skip
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
     sizes = {"vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}

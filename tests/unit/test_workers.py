@@ -1,4 +1,4 @@
-"""The team of test workers: results by rank, every way to fail; and seeds of tests and fixtures by their names."""
+"""The team of test workers: results by rank, every way to fail; seeds by names; what tests leave to one another."""
 
 import os
 import signal
@@ -18,6 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from megatfm.layers.feed_forward import ACTIVATIONS
+from megatfm.registry import import_plugins
+from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment
 from tests.support.seeding import seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
 
@@ -38,13 +41,9 @@ def sum_of_ranks(pair: Pair, scale: float = 1.0) -> tuple[Pair, float]:
 
 def facts() -> dict[str, object]:
     return {
-        "rank": os.environ["RANK"],
-        "world": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "threads": torch.get_num_threads(),
-        "pid": os.getpid(),
-        "draw": torch.rand(1).item(),
-    }
+        "rank": os.environ["RANK"], "world": dist.get_world_size(), "backend": dist.get_backend(),
+        "threads": torch.get_num_threads(), "pid": os.getpid(), "draw": torch.rand(1).item(),
+    }  # fmt: skip
 
 
 def leave_a_mess() -> None:
@@ -237,3 +236,27 @@ def test_a_test_and_its_fixtures_are_seeded_by_their_names(test_seed: int, modul
 def test_parameters_draw_differently(case: str) -> None:
     assert torch.initial_seed() != zlib.crc32(f"{NAME}::test_parameters_draw_differently".encode())
     assert float(torch.rand(())) != first_draws("another")[0]
+
+
+def test_changed_settings_of_the_process_are_named() -> None:
+    """Environment variables are restored in silence: commands set some."""
+    folder = Path.cwd()
+    refused = pytest.raises(AssertionError, match=r"torch's dtype.*float64")
+    with refused, assert_unchanged_process(), restore_environment():
+        leave_a_mess()
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float32)
+    assert "MESS" not in os.environ
+
+
+def test_plugins_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "ACTIVATIONS.register('passing')(ACTIVATIONS.get('gelu'))"
+    (tmp_path / "passing.py").write_text(f"from megatfm.layers.feed_forward import ACTIVATIONS\n{code}\n")
+    for _ in range(2):  # the second time it is imported anew
+        with restore_environment(), forget_plugins():
+            import_plugins(["passing"])
+            assert "passing" in ACTIVATIONS.names()
+        assert "passing" not in ACTIVATIONS.names()
+        assert "passing" not in sys.modules
+        assert str(tmp_path) not in sys.path

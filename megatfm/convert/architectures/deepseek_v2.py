@@ -5,6 +5,7 @@ from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import DeepSeekV2RouterConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures import deepseek
+from megatfm.convert.architectures.llama import check_head_count
 from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.weight_mapping import require_dropless
 from megatfm.errors import UsageError
@@ -45,6 +46,7 @@ DEEPSEEK_V2_KEYS = omit_keys(deepseek.DEEPSEEK_V3_KEYS, *V3_ONLY_KEYS) | {
 
 
 def read_deepseek_v2(hf_config: Json) -> ModelConfig:
+    check_head_count(hf_config)
     has_experts = hf_config["first_k_dense_replace"] < hf_config["num_hidden_layers"]
     required = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (hf_config["topk_method"] == LIMITED)
     for key in required if has_experts else ():

@@ -33,7 +33,7 @@ from megatfm.convert.weight_mapping import (
     require_top_k_router,
 )
 from megatfm.errors import UsageError
-from megatfm.layers.feed_forward import ALPHA, LIMIT
+from megatfm.layers.feed_forward import CLAMP, SIGMOID_FACTOR
 
 DEFAULT_THETA = 150_000.0
 DEFAULT_YARN = {
@@ -59,8 +59,8 @@ GPT_OSS_KEYS = LLAMA_KEYS | {
     "attention_dropout": used(0.0),
     "attention_bias": used(True),
     "mlp_bias": supported_values(False),
-    "swiglu_alpha": supported_values(ALPHA),
-    "swiglu_limit": supported_values(LIMIT),
+    "swiglu_alpha": supported_values(SIGMOID_FACTOR),
+    "swiglu_limit": supported_values(CLAMP),
     "bos_token_id": COMMON_KEYS["bos_token_id"],
     "eos_token_id": COMMON_KEYS["eos_token_id"],
     **ignored("hidden_act"),  # experts always have the clamped SwiGLU
@@ -118,8 +118,8 @@ def write_gpt_oss(config: ModelConfig) -> Json:
         "num_experts_per_tok": experts.top_k,
         "sliding_window": find_window_width(config, 128),
         "layer_types": write_layer_types(config),
-        "swiglu_alpha": ALPHA,
-        "swiglu_limit": LIMIT,
+        "swiglu_alpha": SIGMOID_FACTOR,
+        "swiglu_limit": CLAMP,
     }
 
 

@@ -68,12 +68,7 @@ LLAMA_MAPPING = {
 
 
 def read_llama(hf_config: Json) -> ModelConfig:
-    width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    if heads < 1 or width % heads:
-        raise UsageError(
-            f"config.json: num_attention_heads = {heads} does not divide hidden_size = {width}, as transformers asks "
-            "whatever head_dim is"
-        )
+    check_head_count(hf_config)
     return ModelConfig.from_dotted(
         {
             **read_mapped(hf_config, LLAMA_MAPPING),
@@ -83,6 +78,16 @@ def read_llama(hf_config: Json) -> ModelConfig:
             **rope_from_hf(hf_config),
         }
     )
+
+
+def check_head_count(hf_config: Json) -> None:
+    """Raise UsageError for a number of heads that transformers' config classes refuse."""
+    width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    if heads < 1 or width % heads:
+        raise UsageError(
+            f"config.json: num_attention_heads = {heads} does not divide hidden_size = {width}, as transformers asks "
+            "whatever head_dim is"
+        )
 
 
 def write_llama(config: ModelConfig) -> Json:

@@ -189,7 +189,7 @@ class RelativePositionTable(nn.Module):
         return self.table.weight
 
 
-DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))
+POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))
 
 
 def assign_log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
@@ -228,4 +228,4 @@ class BucketedPositionTable(nn.Module):
         return self.norm(self.table.weight)
 
 
-DISENTANGLED_BUCKETS = POSITIONS.register("deberta_v2")(PositionEncoding(score_bias=BucketedPositionTable))
+POSITIONS.register("deberta_v2")(PositionEncoding(score_bias=BucketedPositionTable))

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.config import LongformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import Longformer
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
@@ -23,14 +23,14 @@ from megatfm.ops.transfer import move_to_device
 
 
 @ATTENTIONS.register("longformer")
-class LongformerAttention(nn.Module):
+class LongformerAttention(HeadProjections):
     """Windowed attention for all tokens, and full attention with separate projections for global tokens."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qkv]_global", "colwise"), ("wo", "rowwise"))
     cp_plan = "local"
+    lora_without_dropout = ("wq_global",)  # it reads the global tokens
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         options = require_variant(config.attention, LongformerAttentionConfig, "model.attention")
         if not isinstance(pattern, Longformer) or not pattern.tokens:
             raise UsageError(
@@ -49,22 +49,13 @@ class LongformerAttention(nn.Module):
                 "each query head: leave out n_kv_heads, qk_norm, sinks, key_bias and output_bias, and set "
                 f"position.name = 'learned', not {config.position.name!r}"
             )
-        d, self.head_dim = config.d_model, config.head_width
-        width = options.n_heads * self.head_dim
-        for suffix in ("", "_global"):
-            initial_weights = {
-                "q": initial("query", d, width),
-                "k": initial("key", d, width),
-                "v": initial("value", d, width),
-            }
-            for name, values in initial_weights.items():
-                self.add_module(f"w{name}{suffix}", Linear(d, width, values, bias=options.bias))
-        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
-        self.core, self.global_core = (
-            LocalAttention(config, initial, pattern),
-            GlobalAttention(config, initial, pattern),
-        )
-        self.tokens = pattern.tokens
+        super().__init__(config, initial, bias=options.bias)
+        d, width = config.d_model, options.n_heads * self.head_dim
+        self.wq_global = Linear(d, width, initial("query", d, width), bias=options.bias)
+        self.wk_global = Linear(d, width, initial("key", d, width), bias=options.bias)
+        self.wv_global = Linear(d, width, initial("value", d, width), bias=options.bias)
+        self.core, self.tokens = LocalAttention(config, initial, pattern), pattern.tokens
+        self.global_core = GlobalAttention(config, initial, pattern)
 
     def forward(
         self,
@@ -75,12 +66,12 @@ class LongformerAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Return [B, T, D]."""
-        heads_BNTH = self.core(*(self._project_heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
+        heads_BNTH = self.core(*(self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv)), sequence)
         key, device = ("global tokens", tuple(self.tokens)), x_BTD.device
         indices_BG, exists_BG = sequence.cached(key, lambda: self._find_global_tokens(sequence, device))
         x_BGD = x_BTD.gather(1, indices_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
-        q_BNGH = self._project_heads("wq_global", x_BGD)
-        k_BNTH, v_BNTH = self._project_heads("wk_global", x_BTD), self._project_heads("wv_global", x_BTD)
+        q_BNGH = self._split_heads(self.wq_global(x_BGD))
+        k_BNTH, v_BNTH = (self._split_heads(w(x_BTD)) for w in (self.wk_global, self.wv_global))
         heads_BNTH = self.global_core(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, indices_BG, exists_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
@@ -95,10 +86,6 @@ class LongformerAttention(nn.Module):
         order_BG = is_global_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(count_B.max())]
         exists_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
         return move_to_device(order_BG, device), move_to_device(exists_BG, device)
-
-    def _project_heads(self, name: str, x: Tensor) -> Tensor:
-        projected: Tensor = getattr(self, name)(x)
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class LocalAttention(DotProductAttention):
@@ -137,7 +124,7 @@ class GlobalAttention(DotProductAttention):
             rng_keys_BNT = rng_keys_BNT.gather(2, indices_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
         mask = DenseMask(None, mask_BGT[:, None])
         outputs_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.options, rng_keys_BNT)
-        # Where a row has fewer global tokens than another, padding keeps the existing output.
+        # Padding, in rows with fewer global tokens than others, keeps the existing output.
         index = indices_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
         outputs_BNGH = outputs_BNGH.where(exists_BG[:, None, :, None], heads_BNTH.gather(2, index))
         return heads_BNTH.scatter(2, index, outputs_BNGH.to(heads_BNTH.dtype))

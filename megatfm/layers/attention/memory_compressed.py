@@ -114,10 +114,8 @@ class CompressedKeyMask(UnstructuredMask):
 
     def _make_block_table(self, size: int, *, full: bool) -> Tensor:
         """Compare the ranges of positions and documents of blocks. Both ascend in a row; padding comes last."""
-        q, k = (
-            compute_block_bounds(self._sequence.indices[None], size, -1),
-            compute_block_bounds(self._positions, size, -2),
-        )
+        q = compute_block_bounds(self._sequence.indices[None], size, -1)
+        k = compute_block_bounds(self._positions, size, -2)
         documents_q, documents_k = self._get_documents()
         if full:
             return (k.last <= q.first) & is_one_document(documents_q, documents_k, size)

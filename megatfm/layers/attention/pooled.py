@@ -61,10 +61,8 @@ class PooledAttention(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost for `tokens` output tokens; queries, keys and values are projected before pooling."""
-        input_tokens, keys = (
-            tokens.with_count(tokens.n * self.stride**2),
-            tokens.n * (self.stride / self.pool_k.stride) ** 2,
-        )
+        input_tokens = tokens.with_count(tokens.n * self.stride**2)
+        keys = tokens.n * (self.stride / self.pool_k.stride) ** 2
         projections = sum_costs((self.wq, self.wk, self.wv), input_tokens) + sum_costs((self.wo,), tokens)
         pairs = self.core.channels * tokens.n * keys
         return projections + Cost(attention_macs=pairs, visible_attention_macs=pairs)
@@ -151,4 +149,4 @@ def _look_up_offsets(table_OC: Tensor, queries: int, keys: int) -> Tensor:
     return table_OC[index_QK.long()]
 
 
-RELATIVE_AXES = POSITIONS.register("relative_axes")(PositionEncoding(axis_bias=AxisBias))
+POSITIONS.register("relative_axes")(PositionEncoding(axis_bias=AxisBias))

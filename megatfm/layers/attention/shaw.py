@@ -96,4 +96,4 @@ class ShawCore(nn.Module):
         return zero_blind_queries(probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values, mask_B1TS)
 
 
-SHAW = POSITIONS.register("shaw")(PositionEncoding(attention=ShawCore))
+POSITIONS.register("shaw")(PositionEncoding(attention=ShawCore))

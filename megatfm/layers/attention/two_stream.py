@@ -131,7 +131,7 @@ class TwoStreamAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segment_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segments = nn.Parameter(torch.empty(2, heads, self.head_dim))
-        # As in the released code, biases are initialised like weights. Like other biases, they have no weight decay.
+        # Biases are initialised like weights, as in the released code, but have no weight decay, like other biases.
         biases = ("content_bias", "position_bias", "segment_bias")
         relative_init = initial("relative", 2, width)
         self.initial = dict.fromkeys((*biases, "segments"), relative_init)

@@ -15,7 +15,7 @@ from megatfm.config import (
 )
 from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.attention.patterns.windows_2d import MapWindows, Windows2d
@@ -37,27 +37,24 @@ LARGEST_LOG_BIAS = 16.0
 
 
 @ATTENTIONS.register("windowed")
-class WindowedAttention(nn.Module):
-    """Attention of tokens in the same window of a padded map. As in the released code, padding takes part: its keys and
-    values are the projections' biases."""
+class WindowedAttention(HeadProjections):
+    """Attention of tokens in the same window of a padded map.
+
+    Padding takes part, as in the released code: its keys and values are the projections' biases.
+    """
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
     lora_without_dropout = ("wq", "wk", "wv")  # they read padded maps
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         if not isinstance(pattern, Windows2d):
             raise UsageError(
                 f"model.attention.pattern = {config.attention.pattern.name!r}: attention.name = 'windowed' needs "
                 "pattern = 'windows_2d', or leave the pattern out"
             )
         options = require_variant(config.attention, WindowedAttentionConfig, "model.attention")
-        self.head_dim, self.pattern = config.head_width, pattern
-        d, width, bias = config.d_model, options.n_heads * config.head_width, options.bias
-        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
-        self.wk = Linear(d, width, initial("key", d, width), bias=bias and not options.cosine)
-        self.wv = Linear(d, width, initial("value", d, width), bias=bias)
-        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        super().__init__(config, initial, bias=options.bias, key_bias=options.bias and not options.cosine)
+        self.pattern = pattern
         self.cosine = CosineScale(options.n_heads) if options.cosine else None
         self.core = DotProductAttention(config, initial, pattern, scale=1.0 if options.cosine else None)
         make_bias = POSITIONS.get(config.position.name).window_bias
@@ -167,7 +164,7 @@ def _get_window_side(config: ModelConfig) -> int:
     return require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern").window
 
 
-RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))
+POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))
 
 
 class LogRelativeBias2d(nn.Module):
@@ -205,4 +202,4 @@ class LogRelativeBias2d(nn.Module):
         return torch.cartesian_prod(spaced, spaced)
 
 
-LOG_RELATIVE_2D = POSITIONS.register("log_relative_2d")(PositionEncoding(window_bias=LogRelativeBias2d))
+POSITIONS.register("log_relative_2d")(PositionEncoding(window_bias=LogRelativeBias2d))

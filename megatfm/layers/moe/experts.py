@@ -151,12 +151,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        activation, n, d, d_ff = (
-            ACTIVATIONS.get(options.activation),
-            options.n_experts,
-            config.d_model,
-            options.d_ff,
-        )
+        activation, n, d, d_ff = ACTIVATIONS.get(options.activation), options.n_experts, config.d_model, options.d_ff
         self.activation, self.n_experts, self.first = activation, n, 0
         self.capacity_factor, self.fixed_capacity = options.capacity_factor, options.expert_capacity
         self.by_position, self.is_unlimited = options.drop_policy == "position", False
@@ -223,11 +218,6 @@ class Experts(nn.Module):
         """Whether the number of choices that an expert takes from a row is limited."""
         return (self.capacity_factor is not None or self.fixed_capacity is not None) and not self.is_unlimited
 
-    @property
-    def uses_expert_parallelism(self) -> bool:
-        """Whether tokens are sent to experts on other ranks."""
-        return self.ep_size > 1
-
     def forward(
         self,
         x_BTD: Tensor,
@@ -252,12 +242,12 @@ class Experts(nn.Module):
             )
             is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
         local_choices_M = self._index_local_experts(choices_BTK.where(is_within_BTK, self.n_experts).flatten())
-        order_M, offs_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
+        order_M, ends_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
         # Expert parallelism returns zeros for rows that no expert gets, and gives them no gradient.
-        rows = SortedRows(order_M, offs_E, choices_BTK.shape[-1], padded=self.uses_expert_parallelism)
+        rows = SortedRows(order_M, ends_E, choices_BTK.shape[-1], padded=self.ep_size > 1)
         x_ND = x_BTD.flatten(0, 1)
         overlap_arguments = () if overlap_with is None else (overlap_with,)
-        outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *overlap_arguments))
+        outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), ends_E, *overlap_arguments))
         outputs_RD = outputs_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
         return self.reduce_output(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.split_kept(is_within_BTK)
 
@@ -268,28 +258,28 @@ class Experts(nn.Module):
         sorted_position_M = choices_M // group_experts * local_experts + within_M
         return sorted_position_M.where((within_M >= 0) & (within_M < local_experts), -1)
 
-    def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
-        """Apply FFNₑ to rows sorted by expert. offs_E: end of each expert's rows; later rows are undefined."""
+    def run_experts(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """Apply FFNₑ to rows sorted by expert. ends_E: end of each expert's rows; later rows are undefined."""
         kernel = choose_grouped_kernel(rows_MD, self.w_up)
         log_once(f"experts on {rows_MD.device.type} in {str(rows_MD.dtype)[6:]} run in kernel {kernel}")
-        inner_MF = self._apply_grouped_linear(rows_MD, "w_up", self.b_up, offs_E)
+        inner_MF = self._apply_grouped_linear(rows_MD, "w_up", self.b_up, ends_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(self._apply_grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF)
+            inner_MF = self.activation(self._apply_grouped_linear(rows_MD, "w_gate", self.b_gate, ends_E), inner_MF)
         b_down = self.b_down if self.b_down is None or self.down_bias_scale == 1 else self.b_down * self.down_bias_scale
-        return self._apply_grouped_linear(inner_MF, "w_down", b_down, offs_E)
+        return self._apply_grouped_linear(inner_MF, "w_down", b_down, ends_E)
 
-    def _apply_grouped_linear(self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
-        outputs_MO = grouped_linear(rows_MI, getattr(self, key), offs_E)
+    def _apply_grouped_linear(self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
+        outputs_MO = grouped_linear(rows_MI, getattr(self, key), ends_E)
         if (a_ErI := getattr(self, f"{key}_lora_a", None)) is not None:
-            low_rank_Mr = grouped_linear(rows_MI, a_ErI, offs_E)
-            update_MO = grouped_linear(low_rank_Mr, getattr(self, f"{key}_lora_b"), offs_E)
+            low_rank_Mr = grouped_linear(rows_MI, a_ErI, ends_E)
+            update_MO = grouped_linear(low_rank_Mr, getattr(self, f"{key}_lora_b"), ends_E)
             outputs_MO = outputs_MO + update_MO * self.lora_scale
         if bias_EO is None:
             return outputs_MO
-        sorted_position_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=offs_E.dtype)
-        experts_M = torch.searchsorted(offs_E, sorted_position_M, right=True)
+        sorted_position_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=ends_E.dtype)
+        experts_M = torch.searchsorted(ends_E, sorted_position_M, right=True)
         is_undefined_M1 = (experts_M == len(bias_EO))[:, None]
         biases_MO = bias_EO[experts_M.clamp(max=len(bias_EO) - 1)]
         return outputs_MO + biases_MO.masked_fill(is_undefined_M1, 0)  # gradients there are undefined too

@@ -112,8 +112,8 @@ class MoE(nn.Module):
         ("router", "sequence_parallel"),
         ("non_padding_mask", "split_output"),
         ("row_sums", "sum_tokens_by_row"),
-        ("counted", "sum_output"),
-        ("total", "sum_output"),
+        ("reduce_counts", "sum_output"),
+        ("reduce_losses", "sum_output"),
     )
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
@@ -125,7 +125,7 @@ class MoE(nn.Module):
         if options.n_shared_experts:
             self.shared = FFN(config.with_changes({"ffn": options.shared_ffn}), initial)
         # Under parallelism, sums over a rank's tokens of a row become sums over the full row here.
-        self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
+        self.reduce_counts, self.reduce_losses, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
         self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0)
         self.shares: Tensor
         self.initial = {"shares": Constant(1 / options.n_experts)}
@@ -154,17 +154,15 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
         routing, is_token_BT = self.router(x_BTD, sequence), self.non_padding_mask(sequence)
         choices_BTK = routing.expert_indices.where(is_token_BT[..., None], len(self.shares))
-        shared: list[Tensor] = []
         inputs = x_BTD, routing.expert_weights, choices_BTK, sequence
-        if self.shared is None:
-            y_BTD, is_within_capacity_BTK = self.experts(*inputs)
-        elif self.experts.uses_expert_parallelism:
-            shared_output = partial(self._add_shared_experts, shared, x_BTD, sequence)
-            y_BTD, is_within_capacity_BTK = self.experts(*inputs, shared_output)
+        if self.shared is not None and self.experts.ep_size > 1:
+            shared: list[Tensor] = []
+            add_shared_experts = partial(self._add_shared_experts, shared, x_BTD, sequence)
+            y_BTD, is_within_capacity_BTK = self.experts(*inputs, add_shared_experts)
             y_BTD = y_BTD + shared[0]
         else:
             y_BTD, is_within_capacity_BTK = self.experts(*inputs)
-            y_BTD = y_BTD + self.shared(x_BTD, sequence)
+            y_BTD = y_BTD if self.shared is None else y_BTD + self.shared(x_BTD, sequence)
         return BlockOutput(
             y_BTD,
             self._compute_losses(routing, is_token_BT),
@@ -181,7 +179,7 @@ class MoE(nn.Module):
         if self.options.aux_loss_coef:
             losses["balance"] = load_balancing_loss(routing, is_token_BT, self.shares)
         if self.options.seq_aux_loss_coef:
-            counts_BX = self.counted(count_choices_by_row(routing, is_token_BT, self.row_sums))
+            counts_BX = self.reduce_counts(count_choices_by_row(routing, is_token_BT, self.row_sums))
             losses["sequence_balance"] = sequence_load_balancing_loss(routing, is_token_BT, counts_BX, self.row_sums)
         if self.options.z_loss_coef:
             losses["router_z"] = z_loss(routing, is_token_BT)
@@ -189,7 +187,7 @@ class MoE(nn.Module):
             means_E = self.router.get_buffer(name)
             losses[name] = cv_squared_loss(values_BTE, is_token_BT, means_E)
         if losses:
-            sums = self.total(torch.stack(list(losses.values())))
+            sums = self.reduce_losses(torch.stack(list(losses.values())))
             losses = {name: sums[i].clone() for i, name in enumerate(losses)}  # FSDP2 warns of views
         return losses
 

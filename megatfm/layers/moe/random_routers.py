@@ -41,9 +41,8 @@ class SwitchRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        jitter = require_variant(options.router, SwitchRouterConfig, "model.ffn.router").jitter
-        self.jitter = Jitter(jitter, "router jitter")
+        options = require_variant(self.section, SwitchRouterConfig, "model.ffn.router")
+        self.jitter = Jitter(options.jitter, "router jitter")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(self.jitter(x_BTD, sequence))
@@ -82,16 +81,15 @@ class NoisyTopKRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        router = require_variant(options.router, NoisyTopKRouterConfig, "model.ffn.router")
-        self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
-        self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
+        options = require_variant(self.section, NoisyTopKRouterConfig, "model.ffn.router")
+        self.noise = Noise(0.0, "router noise")
+        self.noise_weight = nn.Parameter(torch.empty(self.n_experts, config.d_model))
         # Starts at 0; muP scales its learning rate like that of the other matrix with the same inputs.
         self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
-        self.balance_losses = [name for name in router.balance_losses if getattr(router, f"{name}_loss_coef")]
+        self.balance_losses = [name for name in options.balance_losses if getattr(options, f"{name}_loss_coef")]
         for name in self.balance_losses:
-            self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
-            self.initial[name] = Constant(1 / options.n_experts)
+            self.register_buffer(name, torch.empty(self.n_experts), persistent=True)
+            self.initial[name] = Constant(1 / self.n_experts)
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         clean_BTE = self.logits(x_BTD)
@@ -134,12 +132,11 @@ class SecondExpertSampling(Dropout):
 class GShardRouter(Router):
     """GShard's top-2 routing (Lepikhin et al. 2021); the two weights are normalised before the second is sampled."""
 
-    tp_plan = (("second", "local_token_dropout"),)
+    tp_plan = (("sample_second", "local_token_dropout"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
-        self.second = SecondExpertSampling(0.0, "second expert")
+        self.sample_second = SecondExpertSampling(0.0, "second expert")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
@@ -147,7 +144,7 @@ class GShardRouter(Router):
         choices_BT2 = stable_topk(probabilities_BTE, 2)
         weights_BT2 = probabilities_BTE.gather(-1, choices_BT2)
         weights_BT2 = weights_BT2 / weights_BT2.sum(-1, keepdim=True)
-        uses_second_BT = self.second(weights_BT2[..., 1].detach(), sequence)
+        uses_second_BT = self.sample_second(weights_BT2[..., 1].detach(), sequence)
         second_BT = choices_BT2[..., 1].where(uses_second_BT, self.n_experts)
         choices_BT2 = torch.stack([choices_BT2[..., 0], second_BT], dim=-1)
         return RouterOutput(choices_BT2, weights_BT2.to(x_BTD.dtype), logits_BTE, probabilities_BTE)
@@ -172,15 +169,15 @@ class TokenHash(nn.Module):
 class HashRouter(nn.Module):
     """Hash routing (Roller et al. 2021): a token id determines its experts; all have the same weight."""
 
-    tp_plan = (("hashed", "local_token_dropout"),)
+    tp_plan = (("token_hash", "local_token_dropout"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.top_k, self.n_experts, self.hashed = options.top_k, options.n_experts, TokenHash()
+        self.top_k, self.n_experts, self.token_hash = options.top_k, options.n_experts, TokenHash()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
-        scores_BTE = self.hashed(sequence, self.n_experts)
+        scores_BTE = self.token_hash(sequence, self.n_experts)
         choices_BTK = stable_topk(scores_BTE, self.top_k)
         weights_BTK = torch.full(choices_BTK.shape, 1 / self.top_k, dtype=x_BTD.dtype, device=x_BTD.device)
         chosen_BTE = torch.zeros_like(scores_BTE).scatter(-1, choices_BTK, 1 / self.top_k)

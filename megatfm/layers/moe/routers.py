@@ -46,14 +46,18 @@ class RowRedistribution(nn.Module):
 
 
 class Router(nn.Module):
-    """Base class: computes a logit for each expert, in float32 at least; subclasses choose the experts."""
+    """Base class: computes a logit for each expert, in float32 at least; subclasses choose the experts.
+
+    section: the router's section of the config.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        n_experts, d, self.top_k = options.n_experts, config.d_model, options.top_k
-        self.weight = nn.Parameter(torch.empty(n_experts, d))
-        self.initial = {"weight": initial("dense", d, n_experts)}
+        self.section: Any = options.router
+        self.n_experts, self.top_k, d = options.n_experts, options.top_k, config.d_model
+        self.weight = nn.Parameter(torch.empty(self.n_experts, d))
+        self.initial = {"weight": initial("dense", d, self.n_experts)}
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return logits [B, T, E]. In bfloat16, rounding would decide near ties (Fedus et al. 2022, section 2.4)."""
@@ -86,10 +90,9 @@ class TopKRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        router = require_variant(options.router, TopKRouterConfig, "model.ffn.router")
+        router = require_variant(self.section, TopKRouterConfig, "model.ffn.router")
         self.normalise = router.norm_topk_prob
-        self.bias = nn.Parameter(torch.empty(options.n_experts)) if router.bias else None
+        self.bias = nn.Parameter(torch.empty(self.n_experts)) if router.bias else None
         if router.bias:
             self.initial["bias"] = Constant(0.0)
 
@@ -116,7 +119,6 @@ class ExpertChoiceRouter(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
         # Tensor parallelism gathers full rows, and splits them again, here.
         self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
         # Context parallelism gathers full rows, and splits them again, here.
@@ -145,6 +147,16 @@ class ExpertChoiceRouter(Router):
         return is_chosen_BES.transpose(1, 2) & is_token_BS[..., None]
 
 
+def mask_worse_groups(scores_BTE: Tensor, n_groups: int, n_best: int, n_scores: int) -> Tensor:
+    """Set scores outside the `n_best` groups of experts with the highest sum of their `n_scores` best scores to −∞."""
+    if n_best == n_groups:
+        return scores_BTE
+    scores_BTGx = scores_BTE.unflatten(-1, (n_groups, -1))
+    sums_BTG = scores_BTGx.sort(-1, descending=True).values[..., :n_scores].sum(-1)
+    is_best_BTG = torch.zeros_like(sums_BTG, dtype=torch.bool).scatter_(-1, stable_topk(sums_BTG, n_best), True)
+    return scores_BTGx.masked_fill(~is_best_BTG[..., None], -math.inf).flatten(-2)
+
+
 @ROUTERS.register("deepseek_v2")
 class DeepSeekV2Router(Router):
     """DeepSeek-V2's router: top-k within the `topk_group` groups of experts with the best single expert.
@@ -154,18 +166,12 @@ class DeepSeekV2Router(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.options = require_variant(options.router, DeepSeekV2RouterConfig, "model.ffn.router")
+        self.options = require_variant(self.section, DeepSeekV2RouterConfig, "model.ffn.router")
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
         probabilities_BTE = logits_BTE.softmax(-1)
-        n, best = self.options.n_group, self.options.topk_group
-        scores_BTGx = probabilities_BTE.detach().unflatten(-1, (n, -1))
-        groups_BTG = stable_topk(scores_BTGx.max(-1).values, best)
-        allowed_BTG = torch.zeros(scores_BTGx.shape[:-1], dtype=torch.bool, device=x_BTD.device)
-        allowed_BTG.scatter_(-1, groups_BTG, True)
-        scores_BTE = scores_BTGx.masked_fill(~allowed_BTG[..., None], -1).flatten(-2)
+        scores_BTE = mask_worse_groups(probabilities_BTE.detach(), self.options.n_group, self.options.topk_group, 1)
         choices_BTK = stable_topk(scores_BTE, self.top_k)
         weights_BTK = (probabilities_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(x_BTD.dtype)
         return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
@@ -181,33 +187,23 @@ class DeepSeekV3Router(Router):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = require_variant(config.ffn, MoEConfig, "model.ffn")
-        self.options = require_variant(options.router, DeepSeekV3RouterConfig, "model.ffn.router")
-        self.register_buffer("bias", torch.empty(options.n_experts), persistent=True)
+        self.options = require_variant(self.section, DeepSeekV3RouterConfig, "model.ffn.router")
+        self.register_buffer("bias", torch.empty(self.n_experts), persistent=True)
         self.bias: Tensor
         self.initial |= {"bias": Constant(0.0)}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
         scores_BTE = logits_BTE.sigmoid()
-        choices_BTK = stable_topk(self._in_best_groups(scores_BTE.detach() + self.bias), self.top_k)
+        biased_BTE = scores_BTE.detach() + self.bias
+        biased_BTE = mask_worse_groups(biased_BTE, self.options.n_group, self.options.topk_group, 2)
+        choices_BTK = stable_topk(biased_BTE, self.top_k)
         weights_BTK = scores_BTE.gather(-1, choices_BTK)
         if self.options.norm_topk_prob:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
         probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         weights_BTK = (weights_BTK * self.options.routed_scaling_factor).to(x_BTD.dtype)
         return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
-
-    def _in_best_groups(self, scores_BTE: Tensor) -> Tensor:
-        """Mask the experts outside the `topk_group` groups with the highest sum of their two best scores."""
-        n, best = self.options.n_group, self.options.topk_group
-        if best == n:
-            return scores_BTE
-        grouped_BTGx = scores_BTE.unflatten(-1, (n, -1))
-        ranks_BTG = grouped_BTGx.sort(-1, descending=True).values[..., :2].sum(-1)
-        allowed_BTG = torch.zeros_like(ranks_BTG, dtype=torch.bool)
-        allowed_BTG.scatter_(-1, stable_topk(ranks_BTG, best), True)
-        return grouped_BTGx.masked_fill(~allowed_BTG[..., None], float("-inf")).flatten(-2)
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
         load_E = load_E.to(self.bias.dtype)

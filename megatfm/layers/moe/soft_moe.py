@@ -61,7 +61,7 @@ class SoftMoE(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTS = F.linear(x_BTD.to(precise), self.weight.to(precise))
-        is_member_BNT = _find_document_membership(sequence)
+        is_member_BNT = sequence.find_document_members()  # padding is in none
         scores_BNTS = logits_BTS[:, None].masked_fill(~is_member_BNT[..., None], float("-inf"))
         # NaN: documents that exist in other rows only.
         dispatch_weights_BNTS = scores_BNTS.softmax(2).nan_to_num(0.0)
@@ -74,11 +74,3 @@ class SoftMoE(nn.Module):
         combine_weights_BNTS = logits_BTS.softmax(-1)[:, None] * is_member_BNT[..., None]
         outputs_BNSD = outputs_BXD.unflatten(1, (N, S))
         return torch.einsum("bnts,bnsd->btd", combine_weights_BNTS.to(x_BTD.dtype), outputs_BNSD)
-
-
-def _find_document_membership(sequence: SequenceMetadata) -> Tensor:
-    """Return boolean [B, N, T], whether a token belongs to a document; padding belongs to none."""
-    if sequence.documents is None:
-        return torch.ones_like(sequence.positions, dtype=torch.bool)[:, None]
-    document_ids_N1 = torch.arange(sequence.max_documents_per_row, device=sequence.documents.device)[:, None]
-    return sequence.documents[:, None] == document_ids_N1

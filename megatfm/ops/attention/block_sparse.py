@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatfm.ops.attention import tile
 from megatfm.ops.attention.block_plan import BlockGrid, BlockGroup, plan_blocks
 from megatfm.ops.attention.flash import has_flash
 from megatfm.ops.attention.mask import AttentionMask, Band
@@ -25,6 +24,8 @@ from megatfm.ops.attention.tile import (
     Gradients,
     GradientTotals,
     append_columns,
+    compute_tile,
+    compute_tile_gradients,
     tile_backward,
     tile_backward_bf16,
     tile_forward,
@@ -159,7 +160,7 @@ def compute_forward(
     out = allocate(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
     for band in plan.visits:
         if isinstance(band, Band):
-            tile.compute_tile(band, q, k, v, out, lse, bias, plan)
+            compute_tile(band, q, k, v, out, lse, bias, plan)
     for chunk in _iter_chunks(plan, q, k, bias):
         (qc,), (kc, vc) = _gather_queries(chunk, q), _gather_keys(chunk, k, v)
         keep = _keep_mask(chunk, rng_keys, plan)
@@ -191,7 +192,7 @@ def compute_backward(
     band_inputs, totals = BackwardInputs(g, q, k, v, out, lse), GradientTotals(dq, dk, dv, bias_grad)
     for band in plan.visits:
         if isinstance(band, Band):
-            tile.compute_tile_gradients(band, band_inputs, bias, totals, plan)
+            compute_tile_gradients(band, band_inputs, bias, totals, plan)
     for chunk in _iter_chunks(plan, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _gather_queries(chunk, q, g, out, lse), _gather_keys(chunk, k, v)
         chunk_inputs = BackwardInputs(gc, qc, kc, vc, oc, lc)

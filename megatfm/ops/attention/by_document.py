@@ -35,9 +35,8 @@ def attend_by_document(
         return attention_reference(q_BNTH, k_BKTH, v_BKTV, mask, bias, options, rng_keys_BNT, sinks_N)
     if (groups := q_BNTH.shape[1] // k_BKTH.shape[1]) > 1:
         k_BKTH, v_BKTV = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTV))
-    scale = q_BNTH.shape[-1] ** -0.5 if options.scale is None else options.scale
-    inputs = (q_BNTH * scale, k_BKTH, v_BKTV, rng_keys_BNT)
-    heads_BNTV: Tensor = _AttentionByDocument.apply(*inputs, documents, options.dropout)
+    inputs = (q_BNTH * options.compute_scale(q_BNTH.shape[-1]), k_BKTH, v_BKTV, rng_keys_BNT)
+    heads_BNTV: Tensor = _AttentionByDocument.apply(*inputs, documents, options.dropout_threshold)
     return heads_BNTV
 
 
@@ -53,9 +52,8 @@ class _AttentionByDocument(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, rng_keys_BNT: Tensor, documents: DocumentSpans,
-        rate: float,
+        threshold: int,
     ) -> Tensor:  # fmt: skip
-        threshold = round(rate * RATE_STEPS)
         ctx.documents, ctx.kept_scale = documents, RATE_STEPS / (RATE_STEPS - threshold)
         heads_BNTV, saved = _empty_like(v_BNTV), []
         for row, start, end in documents.spans:

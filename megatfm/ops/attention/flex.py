@@ -63,7 +63,7 @@ def flex(
             return out_BNTV
         factor_BNT = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
         return out_BNTV * factor_BNT[..., None].to(out_BNTV.dtype)
-    threshold = round(options.dropout * RATE_STEPS)
+    threshold = options.dropout_threshold
     out_BNTV, kept_aux = run(
         q_BNTH, k_BKSH, v_BKSV, score_mod=_drop_scores(rng_keys_BNT, threshold, score_mod), **arguments
     )

@@ -113,18 +113,10 @@ class Kernel:
     is_preferred: Callable[[AttentionRequest], bool]
 
 
-def _supports_any(request: AttentionRequest) -> bool:
-    return True
-
-
 def _supports_by_document(request: AttentionRequest) -> bool:
     """Not compiled, since the documents depend on the batch."""
     has_score_changes = request.softcap or request.sinks or request.has_dense_bias or request.has_relative_bias
     return request.device == "cpu" and request.has_dropout and not (has_score_changes or request.compiled)
-
-
-def _prefers_documents(request: AttentionRequest) -> bool:
-    return request.builtin_mask is None and not request.needs_dense_mask
 
 
 def _supports_block_sparse(request: AttentionRequest) -> bool:
@@ -144,14 +136,6 @@ def _supports_flex(request: AttentionRequest) -> bool:
     return request.device == "cuda" and request.is_flex and not request.has_dense_bias
 
 
-def _needs_dense_mask(request: AttentionRequest) -> bool:
-    return request.needs_dense_mask
-
-
-def _has_no_builtin_mask(request: AttentionRequest) -> bool:
-    return request.builtin_mask is None
-
-
 def _prefers_matmuls(request: AttentionRequest) -> bool:
     """For bfloat16, and for biases that need gradients, with which torch fuses nothing and looks for blind queries."""
     is_unfused = request.dtype == torch.bfloat16 or request.trains_dense_bias
@@ -167,13 +151,16 @@ def _supports_sdpa(request: AttentionRequest) -> bool:
 
 KERNELS = (
     # name, function, what it supports, where it is preferred
-    Kernel("documents", attend_by_document, _supports_by_document, _prefers_documents),
-    Kernel("products", attention_reference, _supports_any, _prefers_matmuls),
-    Kernel("blocks", block_sparse_attention, _supports_block_sparse, _needs_dense_mask),
-    Kernel("varlen", varlen, _supports_varlen, _has_no_builtin_mask),
-    Kernel("flex", flex, _supports_flex, _needs_dense_mask),
-    Kernel("fused", sdpa_attention, _supports_sdpa, _supports_any),
-)
+    Kernel(
+        "documents", attend_by_document, _supports_by_document,
+        lambda request: request.builtin_mask is None and not request.needs_dense_mask,
+    ),
+    Kernel("products", attention_reference, lambda _: True, _prefers_matmuls),
+    Kernel("blocks", block_sparse_attention, _supports_block_sparse, lambda request: request.needs_dense_mask),
+    Kernel("varlen", varlen, _supports_varlen, lambda request: request.builtin_mask is None),
+    Kernel("flex", flex, _supports_flex, lambda request: request.needs_dense_mask),
+    Kernel("fused", sdpa_attention, _supports_sdpa, lambda _: True),
+)  # fmt: skip
 """Kernels in order of preference."""
 
 

@@ -146,19 +146,11 @@ class UnstructuredMask:
 
 @dataclass(frozen=True)
 class DenseMask(UnstructuredMask):
-    """A mask from a built-in one, a boolean tensor [B or 1, N or 1, T, S], or a window and documents' cumulative
-    lengths."""
+    """A mask from a built-in one or a boolean tensor [B or 1, N or 1, T, S]."""
 
     builtin_mask: BuiltinMask | None = None
     dense: Tensor | None = None
     block_size: int | None = None
-    window: tuple[int, int] | None = None
-    document_starts: Tensor | None = None
-
-    def cu_seqlens(self) -> Tensor:
-        """Return cumulative lengths as passed."""
-        assert self.document_starts is not None
-        return self.document_starts
 
     def mask(self) -> Tensor | None:
         return self.dense

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatfm.ops.attention.mask import FULL_MASK, AttentionMask
 from megatfm.ops.attention.relative_bias import expand_bias
-from megatfm.ops.keyed_random import dropout
+from megatfm.ops.keyed_random import RATE_STEPS, dropout
 from megatfm.ops.log_once import constant_when_compiled, log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
@@ -27,6 +27,15 @@ class AttentionOptions:
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
+
+    def compute_scale(self, width: int) -> float:
+        """Return the factor on the scores of heads of `width` channels."""
+        return width**-0.5 if self.scale is None else self.scale
+
+    @property
+    def dropout_threshold(self) -> int:
+        """Number of dropped probabilities of 65,536 (`megatfm.ops.keyed_random`)."""
+        return round(self.dropout * RATE_STEPS)
 
 
 def attention_reference(
@@ -46,9 +55,8 @@ def attention_reference(
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
-    scale = q_BNTH.shape[-1] ** -0.5 if options.scale is None else options.scale
     # Scaling the queries costs less than scaling the scores.
-    scores_BNTS = (q_BNTH * scale) @ k_BKSH.transpose(-1, -2)
+    scores_BNTS = (q_BNTH * options.compute_scale(q_BNTH.shape[-1])) @ k_BKSH.transpose(-1, -2)
     if options.softcap:
         scores_BNTS = options.softcap * torch.tanh(scores_BNTS / options.softcap)
     if bias is not None:

@@ -46,7 +46,7 @@ def sdpa_attention(
         # Only FlashAttention supports key heads shared by query heads; torch would choose no other kernel.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, v_width = q_BNTH.shape[-1], v_BKSV.shape[-1]
-    scale = width**-0.5 if options.scale is None else options.scale
+    scale = options.compute_scale(width)
     if q_BNTH.device.type == "cpu" and width != v_width and q_BNTH.shape[2] >= LONG:
         # The fused CPU kernel needs equal head widths; torch would hold all scores at once instead.
         max_width = max(width, v_width)

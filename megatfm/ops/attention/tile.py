@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,33 +75,11 @@ class BlockAttentionPlan:
 
     @classmethod
     def build(
-        cls,
-        visits: Sequence[BlockGroup | Band],
-        size: int,
-        width: int,
-        options: AttentionOptions,
-        *,
-        zero_distance: int,
-        k_positions: Tensor | None = None,
-        q_positions: Tensor | None = None,
-        is_banded: bool = False,
-        sums_parts: bool = False,
+        cls, visits: Sequence[BlockGroup | Band], size: int, width: int, options: AttentionOptions, **fields: Any
     ) -> Self:
-        """Build a plan from options. width: of a head. Other arguments: see the fields."""
-        scale = width**-0.5 if options.scale is None else options.scale
-        threshold = round(options.dropout * RATE_STEPS)
-        return cls(
-            visits,
-            size,
-            scale,
-            options.softcap or 0.0,
-            threshold,
-            k_positions,
-            q_positions,
-            zero_distance,
-            is_banded,
-            sums_parts,
-        )
+        """Build a plan from options. width: of a head. fields: the plan's fields from `k_positions` on."""
+        scale, softcap = options.compute_scale(width), options.softcap or 0.0
+        return cls(visits, size, scale, softcap, options.dropout_threshold, **fields)
 
 
 def tile_forward(

@@ -57,16 +57,13 @@ class MaliciousPickle:
 
 
 HARM: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
-    "empty": lambda file: os.truncate(file, 0),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1), "empty": lambda file: os.truncate(file, 0),
     "extended": lambda file: file.write_bytes(file.read_bytes() + b"x"),
-    "blown up": lambda file: os.truncate(file, 2**40),
-    "removed": Path.unlink,
+    "blown up": lambda file: os.truncate(file, 2**40), "removed": Path.unlink,
     "a link": lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
-    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a folder": lambda file: (file.unlink(), file.mkdir()), "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
     "a pickle": lambda file: file.write_bytes(pickle.dumps(MaliciousPickle())),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [SHARD, METADATA])

@@ -27,13 +27,9 @@ from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 SHAPES = {
-    "embedding": ((13, 6), torch.float32),
-    "norm": ((7,), torch.float64),
-    "experts": ((3, 4, 5), torch.bfloat16),
-    "counts": ((5, 3), torch.int64),
-    "step": ((), torch.int64),
-    "empty": ((0, 4), torch.float32),
-}
+    "embedding": ((13, 6), torch.float32), "norm": ((7,), torch.float64), "experts": ((3, 4, 5), torch.bfloat16),
+    "counts": ((5, 3), torch.int64), "step": ((), torch.int64), "empty": ((0, 4), torch.float32),
+}  # fmt: skip
 LAYOUTS = ("rows", "columns", "replicated", "grid", "stages")
 
 

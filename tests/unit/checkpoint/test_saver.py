@@ -106,6 +106,24 @@ def test_changes_after_a_save_returned_are_not_in_it(workers: Workers, tmp_path:
     assert stored["half"].dtype == torch.bfloat16
 
 
+def test_what_one_save_keeps_is_kept_until_the_next_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed in between resumes with the best checkpoint that its newest one names."""
+    genuine, allowed = file_format.write_safetensors, threading.Semaphore(1)
+    monkeypatch.setattr(file_format, "write_safetensors", lambda *args: allowed.acquire(timeout=30) and genuine(*args))
+    with Saver(tmp_path, keep=1) as saving:
+        best, newer = tmp_path / "step-00000001", tmp_path / "step-00000003"
+        saving.save(1, make_tensors(1), {}, pinned=best)
+        saving.wait_for_save()
+        saving.save(2, make_tensors(2), {}, pinned=best)
+        threading.Timer(0.1, allowed.release).start()
+        saving.save(3, make_tensors(3), {}, pinned=newer)
+        assert list_steps(tmp_path) == [1, 2]
+        allowed.release()
+    assert list_steps(tmp_path) == [3]
+
+
 def test_a_save_returns_before_its_copy_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, weights = threading.Event(), make_tensors(1)
     with Saver(tmp_path) as saving:

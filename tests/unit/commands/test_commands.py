@@ -64,6 +64,17 @@ def test_the_config_of_a_running_task_is_not_replaced(
     assert "finetune.toml: Not a directory: make room" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (["finetune", "task.toml", "--prepare", "--export", "out"], "--export is for a run that trains"),
+    (["verify", "--presets", "--layouts", "none", "--all"], "--all shows every parameter of one CONFIG"),
+])  # fmt: skip
+def test_options_that_would_change_nothing_are_refused(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*words) == 2
+    assert f"error: {message}" in capfd.readouterr().err
+
+
 CORPORA = ("train=corpora/web", "validation.web=corpora/web", 'mixture.web={path = "corpora/web"}')
 
 

@@ -84,8 +84,11 @@ def test_the_first_images_of_training_are_drawn_in_order(
     (["--images", "a.png"], "--images needs --config, the training config"),
     (["--images", "a.jpg", "--config", "vit-b16"], "--images a.jpg --count 32: give a name that ends in .png"),
     (["--images", "a.png", "--config", "vit-b16", "--count", "0"], "--images a.png --count 0: give a name that"),
+    (["--images", "a.png", "--config", "vit-b16", "--sample", "0"], "--images draws what training reads: leave"),
+    (["--count", "3"], "--count is for --images"),
+    (["--config", "vit-b16", "--sample", "0"], "--config is for --images"),
 ])  # fmt: skip
-def test_a_sheet_without_config_name_or_count_is_refused(
+def test_a_sheet_with_other_options_than_it_needs_is_refused(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("data", "show", "corpora/texts", *words) == 2

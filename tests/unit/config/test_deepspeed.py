@@ -172,21 +172,16 @@ HUGGING_FACE: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
     "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 1.0, "fast_init": False},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_reuse_distance": 1e9,
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 1.0, "fast_init": False},
+        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "steps_per_print": 2000,
     "train_batch_size": "auto",
-}
+}  # fmt: skip
 OFFLOADED = ["parallel.zero=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]
 
 
@@ -236,12 +231,11 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
         "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
         "fp16": {"enabled": True, "auto_cast": True},
         "zero_optimization": {
-            "stage3_param_persistence_threshold": 1e5,
-            "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
+            "stage3_param_persistence_threshold": 1e5, "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
         },
         "compile": {"deepcompile": True},
         "activation_checkpointing.profile": True,
-    }
+    }  # fmt: skip
     assert [
         message.partition(" and ")[0] for message in list_refused_keys(tmp_path, expected, "train.precision=bf16")
     ] == [

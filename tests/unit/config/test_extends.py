@@ -39,11 +39,11 @@ def test_keys_that_a_file_leaves_out_are_the_preset_s(tmp_path: Path) -> None:
 
 
 def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path: Path) -> None:
-    text = f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n'
+    text = f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["wandb"]\n'
     base = write(file.parent / "base.toml", text)
     text = f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n'
     config = load_config(write(tmp_path / "mine.toml", text))
-    assert (config.plugins, config.log.sinks) == ([], ["console"])
+    assert (config.plugins, config.log.sinks) == ([], ["wandb"])
     assert config.data.validation == {"mine": "s3://b/v"}
 
 

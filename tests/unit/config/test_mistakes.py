@@ -41,7 +41,8 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("steps=3", "steps: unknown key (did you mean train.steps?); known here: name, "),
         ("n_heads=3", "n_heads: unknown key (did you mean model.attention.n_heads?); known here: name, "),
         ("dropout=0.1", "dropout: unknown key (did you mean model.dropout?); known here: name, "),
-        ("train.every=3", "train.every: unknown key (did you mean checkpoint.every or evaluate.every or log.every?);"),
+        ("optimizer.steps=3", "optimizer.steps: unknown key (did you mean train.steps?); known here: name, lr, "),
+    ("train.every=3", "train.every: unknown key (did you mean checkpoint.every or evaluate.every or log.every?);"),
         # types
     ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
     ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
@@ -103,6 +104,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("log.profile=5", "log.profile = '5': string should match pattern"),
     ('run_dir=""', "run_dir: an empty path: give a path, or leave the key out"),
     ("data.train=~nobody-here/corpus", "data.train: ~nobody-here is no user of this machine: write the home"),
+    ("data.train=${CORPORA}/c", "data.train: '${CORPORA}/c': a config knows no variables of the environment: "),
     (f"data.train={'x' * 256}", f"data.train: '{'x' * 79} is no path: a name in it is too long, or has a null"),
     ('run_dir="a\\u0000b"', "run_dir: 'a\\x00b' is no path: a name in it is too long, or has a null character"),
     ('resume.allow=["all"]', "resume.allow = ['all']: input should be 'data', 'tokenizer', "),
@@ -113,6 +115,10 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         "lion, schedule_free_adamw; others need the package that registers them in plugins",
     ),
     # other names that only a plugin could register
+    ("model.ffn.activation=swigluu", "model.ffn.activation = 'swigluu': unknown (did you mean 'swiglu'?); there are: "),
+    ("model.norm.placement=preln", "model.norm.placement = 'preln': unknown (did you mean 'pre'?); there are: pre, po"),
+    ("log.sinks=[wandb, wandbb]", "log.sinks = 'wandbb': unknown (did you mean 'wandb'?); there are: tensorboard, "),
+    ("log.sinks=wandb,wandb", "log: sinks = ['wandb', 'wandb'] names 'wandb' twice: name it once"),
     ("objective.name=causall", "objective.name = 'causall': unknown (did you mean 'causal'?); there are: causal, "),
     ("parallel.engine=ntive", "parallel.engine = 'ntive': unknown (did you mean 'native'?); there are: native, deep"),
     ("model.attention.pattern.name=windw", "model.attention.pattern.name = 'windw': unknown (did you mean 'window'?"),
@@ -251,6 +257,8 @@ def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
     assert str(caught.value).startswith(f"{file}: not valid TOML: ")
     assert "\n" not in str(caught.value)
     assert "JSON" not in str(caught.value)
+    assert ("save the file as UTF-8" in str(caught.value)) == (content == b"\xff\xfe")
+    assert ("text needs quotes, a boolean is true or false" in str(caught.value)) == (content == b"name = ")
     other = file.rename(file.with_suffix(".yaml"))
     with pytest.raises(UsageError, match=r"; configs are TOML files, not YAML, JSON or Python$"):
         load_config(other)

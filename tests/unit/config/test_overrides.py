@@ -32,6 +32,15 @@ def test_a_key_is_taken_out_and_its_default_holds() -> None:
         quickstart("~")
 
 
+@pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.validation=NULL"])
+def test_null_is_no_word(override: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"^override '{override}': configs have no null: {override.split('=')[0]}= rem"
+    ):
+        quickstart(override)
+    assert quickstart('run_dir="null"').run_folder.name == "null"
+
+
 def test_another_name_takes_out_what_only_the_old_one_has() -> None:
     """The quickstart's Muon has a rate for matrices; AdamW has none."""
     assert quickstart().optimizer.name == "muon"

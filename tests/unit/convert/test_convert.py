@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,38 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits)
 
 
+NORM = "transformer.ln_f.weight"
+
+
+def write_index(folder: Path, content: dict[str, Any]) -> None:
+    """Write an index in place of the one file."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def test_one_file_is_read_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    expected = build_hf_gpt2()
+    expected.save_pretrained(tmp_path / "other")
+    edit_tensors(tmp_path / "other", lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
+    expected.save_pretrained(tmp_path / "theirs", max_shard_size="9KB")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "theirs")
+    reference = load_complete(type(expected), tmp_path / "theirs")
+    logits = megatfm.load(tmp_path / "theirs")(DECODER_TOKENS).logits
+    torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_few_weights_in_float32_do_not_make_a_model_float32(tmp_path: Path) -> None:
+    """DeepSeek's routers have biases in float32."""
+    build_hf_decoder("deepseek-v3").bfloat16().save_pretrained(tmp_path / "theirs")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    edit_tensors(tmp_path / "theirs", lambda tensors: tensors.update({name: tensors[name].float()}))
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    check_same_tensors(tmp_path)
+    assert read_folder_tensors(tmp_path / "back")[name].dtype == torch.float32
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize(("spoil", "message"), [
     ({"architectures": ["MambaForCausalLM"]}, r"unknown Hugging Face architecture 'MambaFor"),
     ({"activation_function": "mish"}, r"theirs: config.json: activation 'mish'"),
@@ -120,12 +153,15 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     ({"n_positions": 31}, r"would give decoder\.embedding\.positions\.weight \[32, .* has \[31"),
     (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
     (lambda f: (f / "config.json").write_text("[]"), r"config\.json: not a JSON object"),
-    (lambda f: (f / "model.safetensors.index.json").write_text("{}"), r"index\.json: has no weight_map from tensor na"),
-    (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'), r"to files in its"),
+    (lambda f: write_index(f, {}), r"index\.json: has no weight_map from tensor na"),
+    (lambda f: write_index(f, {"weight_map": {"a": "../x"}}), r"to files in its"),
     (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 30), r"model\.safetensors: can't read it"),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights are never opened"),
     (lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1})),
      r"lm_head\.weight differs from transformer\.wte\.weight"),
+    *((lambda f, dtype=dtype: edit_tensors(f, lambda t: t.update({NORM: t[NORM].to(dtype)})),
+       rf"{NORM} is stored as {name}, and megatfm reads F32, BF16, F16, F64: dequantise")
+      for dtype, name in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.complex64, "C64"))),
 ])  # fmt: skip
 def test_damaged_folders_are_named(spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path) -> None:
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
@@ -142,10 +178,12 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
     build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "theirs", tmp_path / "empty", "megatfm")
+    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
     for source, target, to, message in (
         ("theirs", "theirs", "megatfm", "exists already"),
+        ("theirs", "link", "megatfm", "exists already"),
         ("theirs", "x", "hf", "already in that format: use --to megatfm"),
         ("empty", "x", "megatfm", "already in that format: use --to hf"),
         ("nothing", "x", "hf", "there is no such folder: give one with a run or checkpoint"),

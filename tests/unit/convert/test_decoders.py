@@ -24,15 +24,17 @@ from megatfm.convert import tokenizer_files
 from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.convert.starting_config import OBJECTIVES
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import generate_text_beam, open_text_model
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
+from megatfm.tokenizers import TOKENIZER_FILENAMES, train_byte_bpe, train_sentencepiece, train_wordpiece
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
 from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
+from tests.support.hf_encoders import BERT_ENCODER
 from tests.support.hf_folders import (
     DECODER_TOKENS,
     check_same_tensors,
@@ -159,14 +161,18 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     tokenizer = tokenizers.load(folder)
-    position = {"position.name": "t5", "attention.scale": 1.0, "lm_head.scale": 24**-0.5} if family != "decoder" else {}
-    model = ModelConfig.from_dotted(
-        family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, **position,
-        **{"attention.n_heads": 4, "ffn.d_ff": 40, "ffn.activation": "swiglu" if family == "decoder" else "relu"},
-    )  # fmt: skip
+    options = {
+        "decoder": {"ffn.activation": "swiglu"},
+        "encoder": BERT_ENCODER | {"position.max_positions": 48},
+        "encoder_decoder": {
+            "position.name": "t5", "attention.scale": 1.0, "lm_head.scale": 24**-0.5, "ffn.activation": "relu",
+        },
+    }  # fmt: skip
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
+    model = ModelConfig.from_dotted(options[family] | sizes | {"family": family})
     config = Config.model_validate({
         "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
-        "objective": {"name": "causal" if family == "decoder" else "span_corruption"},
+        "objective": {"name": OBJECTIVES[family]},
         "data": {"train": "x", "tokenizer": str(folder / next(iter(files))), "sequence_length": 48},
         "train": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     })  # fmt: skip
@@ -181,10 +187,11 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
 TOKENIZERS = {
     "sentencepiece": lambda: {"tokenizer.model": train_sentencepiece(TEXTS, vocab_size=400, sentinels=4)},
     "byte-bpe": lambda: {"tokenizer.json": train_byte_bpe(TEXTS, vocab_size=400, sentinels=4)},
+    "wordpiece": lambda: {"tokenizer.json": train_wordpiece(TEXTS, vocab_size=400, sentinels=4)},
 }
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-bpe"])
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kind: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
@@ -194,6 +201,10 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kin
     reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
         assert reference(text, add_special_tokens=False)["input_ids"] == actual.tokenizer.encode(text).tolist()
+        (ids,) = (
+            build_prompts(actual, text, PromptOptions(sentinel="never")).encoder or build_prompts(actual, text).tokens
+        )
+        assert reference(text)["input_ids"] == ids.tolist(), "a text begins and ends as in training"
     roles = ("bos", "eos", "pad")
     assert [written[f"{r}_token_id"] for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
     assert [getattr(reference, f"{r}_token_id") for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
@@ -202,6 +213,11 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kin
         assert written["decoder_start_token_id"] == actual.tokenizer.pad
 
     convert(tmp_path / "theirs", tmp_path / "back", "megatfm")
+    convert(tmp_path / "back", tmp_path / "again", "hf")
+    for name in TOKENIZER_FILENAMES:
+        files = [path.read_bytes() for path in tmp_path.glob(f"[ta]*/{name}")]
+        assert len(files) in (0, 2), name
+        assert len({*files}) <= 1, name
     back = open_text_model(tmp_path / "back")
     assert back.tokenizer.hash == actual.tokenizer.hash
     assert back.config.data.sequence_length == 48
@@ -212,6 +228,25 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kin
     stored, converted = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == converted.keys()
     assert all(torch.equal(stored[name], converted[name]) for name in stored)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_an_encoder_s_texts_begin_and_end_in_transformers_as_in_training(kind: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "encoder", TOKENIZERS[kind]())
+    output = convert(run, tmp_path / "theirs", "hf")
+    tokenizer, reference = tokenizers.load(run), AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    (first, second), cls, sep = map(tokenizer.encode, ("import", "größe")), tokenizer.cls, tokenizer.sep
+    if kind == "sentencepiece":
+        assert reference("import")["input_ids"] == first.tolist()
+        assert [note for note in output if "was trained with <cls> before it and <sep> after it" in note] != []
+        return
+    assert reference("import")["input_ids"] == [cls, *first, sep]
+    pair = reference("import", "größe")
+    assert pair["input_ids"] == [cls, *first, sep, *second, sep]
+    assert pair["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs")
+    assert loaded(**reference("import", return_tensors="pt")).logits.shape[1] == len(first) + 2
+    assert tokenizers.load(tmp_path / "theirs").hash == tokenizer.hash
 
 
 def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -> None:

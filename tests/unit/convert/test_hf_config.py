@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import megatfm
-from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
+from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES, find_architecture, list_candidates
 from megatfm.convert.architectures.sparse_encoders import GLOBAL_TOKENS_KEY as SEEN_BY_ALL
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
@@ -286,3 +286,89 @@ def test_numbers_of_layers_that_no_model_has_are_refused_at_once(name: str, n_la
     """A list of a kind for each layer would fill the memory, and an empty one has no first."""
     with pytest.raises(UsageError, match=f"num_hidden_layers = {n_layers} is not between 1 and 16384"):
         ARCHITECTURES.get(name).parse_config({"num_hidden_layers": n_layers}, name)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), [
+    ("RobertaForMaskedLM", {"pad_token_id": -1}, "pad_token_id = -1: RoBERTa's positions begin after it"),
+    ("ModernBertForMaskedLM", {"global_attn_every_n_layers": 0}, "global_attn_every_n_layers = 0 and local_attention"),
+    ("ModernBertForMaskedLM", {"pad_token_id": 50368}, "pad_token_id = 50368 is no token of vocab_size = 50368"),
+    ("DeepseekV3ForCausalLM", {"num_key_value_heads": 8}, "num_key_value_heads must be num_attention_heads"),
+    ("DeepseekV3ForCausalLM", {"rope_scaling": YARN | {"mscale_all_dim": "x"}}, "mscale_all_dim = 'x' is no number"),
+    ("DeepseekV2ForCausalLM", {"num_attention_heads": 6}, "num_attention_heads = 6 does not divide hidden_size = 4096"),
+    ("DeepseekV2ForCausalLM", {}, "num_experts_per_tok is not there: say how many"),
+    ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"}, "n_group is not ther"),
+    ("Gemma2ForCausalLM", {"final_logit_softcapping": 30}, "transformers takes 30.0 alone"),
+    ("Gemma2ForCausalLM", {"layer_types": ["x"]}, r"layer_types = \['x'\] is not sliding_attention or full_attention"),
+    ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0: choose 1 or more"),
+    ("Gemma3ForCausalLM", {"rope_scaling": {"factor": 2.0}}, "rope_scaling has no rope_type, so transformers ignores"),
+    ("Gemma3ForCausalLM", {"rope_scaling": LINEAR, "rope_parameters": {"full_attention": LINEAR}}, "has both rope_sca"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention = 3 is not a"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}, "rope_theta": 6.0},
+     "has both rope_parameters.full_attention.rope_theta and rope_theta"),
+    ("GptOssForCausalLM", {"head_dim": 0}, "head_dim = 0 is not supported: give one above 0"),
+    ("OlmoeForCausalLM", {"head_dim": 8}, "head_dim = 8: OLMoE's norms of queries and keys are as wide"),
+    ("SwitchTransformersForConditionalGeneration", {"num_sparse_encoder_layers": 6}, "put experts into other layers"),
+    ("ViTForImageClassification", {"num_labels": 3, "id2label": {"0": "a"}}, "num_labels = 3, but id2label has 1"),
+    ("Swinv2ForImageClassification", {"image_size": 100}, "image_size = 100: stage 2 has a map of 7"),
+    ("LlamaForCausalLM", {"rope_scaling": LINEAR, "rope_parameters": YARN}, "rope_scaling and rope_parameters differ"),
+    ("LlamaForCausalLM", {"rope_parameters": LINEAR | {"factor": "x"}}, "rope_parameters.factor = 'x' is not a number"),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta = 'x' is not a number"),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 6.0}, "rope_theta": 5.0}, "= 6.0, but rope_theta = 5.0"),
+    ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
+    ("LlamaForCausalLM", {"rope_parameters": YARN | {"truncate": 1}}, "rope_parameters.truncate = 1 is not true or"),
+    ("LlamaForCausalLM", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor = 2.0 is not supported here"),
+])  # fmt: skip
+def test_a_config_json_that_megatfm_lacks_is_refused_by_key(name: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ARCHITECTURES.get(name).parse_config(keys, name)
+
+
+@pytest.mark.parametrize(("name", "keys", "changes", "message"), [
+    ("DeepseekV3ForCausalLM", {}, {"attention.scale": 0.3}, "scale = 0.3: here transformers has one with YaRN alone"),
+    ("DeepseekV3ForCausalLM", {}, {"norm.eps": 1e-5}, "model.norm.eps must be 1e-6"),
+    ("DeepseekV3ForCausalLM", {"n_shared_experts": 0}, {}, "n_shared_experts = 0: DeepSeek's blocks have at least one"),
+    ("MixtralForCausalLM", {}, {"ffn.router.norm_topk_prob": False}, "norm_topk_prob = false: Mixtral's weights add"),
+    ("MixtralForCausalLM", {}, {"ffn.capacity_factor": 1.5}, "ffn.capacity_factor = 1.5: transformers has no capacity"),
+    ("Gemma2ForCausalLM", {}, {"layer_type.local.attention.pattern": {"name": "chunked", "size": 4}}, "only windows"),
+    ("LongformerForMaskedLM", {}, {"attention.pattern.width": 5}, "width = 5: transformers' windows are even"),
+    ("SwitchTransformersForConditionalGeneration", {}, {"layer_type.sparse.ffn.expert_capacity": None},
+     "model.ffn.expert_capacity is not set"),
+    ("CLIPModel", {}, {"text_tower.causal": False}, "text_tower.causal = False .* the class .* has causal"),
+    ("LlavaForConditionalGeneration", {"text_config": {"vocab_size": 32001}}, {"vision_tower.final_norm": True},
+     "vision_tower.final_norm = true: LLaVA's connector has two matrices"),
+    ("ViTForImageClassification", {}, {"position.grid": (14, 7)}, r"grid = \[14, 7\]: transformers has square tables"),
+    ("SwinForImageClassification", {}, {"stages.grid": (56, 28)}, r"grid = \[56, 28\]: transformers stores square im"),
+])  # fmt: skip
+def test_a_model_that_a_class_of_transformers_lacks_is_refused_by_key(
+    name: str, keys: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    architecture = ARCHITECTURES.get(name)
+    config = architecture.parse_config(keys, name).with_changes(changes)
+    with pytest.raises(UsageError, match=message):
+        architecture.config_to_hf(config)
+
+
+def test_a_model_without_stages_is_no_swin() -> None:
+    vit = ARCHITECTURES.get("ViTForImageClassification").parse_config({}, "ViTForImageClassification")
+    config = vit.with_changes({"attention.pattern": {"name": "windows_2d", "window": 7}})
+    with pytest.raises(UsageError, match=r"model\.family = 'encoder' has no stages"):
+        ARCHITECTURES.get("SwinForImageClassification").config_to_hf(config)
+
+
+def test_classes_are_a_list_of_names() -> None:
+    with pytest.raises(UsageError, match="architectures = 'BertModel' is no list of names"):
+        list_candidates({"architectures": "BertModel"})
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "ModernBertForMaskedLM"])
+def test_learned_positions_are_exported_also_where_all_blocks_have_others(name: str) -> None:
+    """They are added to the embedding, whatever the kinds of blocks override."""
+    config = ARCHITECTURES.get(name).parse_config({}, name)
+    assert find_architecture(config, [name])[0] == name
+    changes = {"position": {"name": "learned", "max_positions": 64}}
+    with pytest.raises(UsageError, match=r"lacks model\.position = {'name': 'learned', 'max_positions': 64"):
+        find_architecture(config.with_changes(changes), [name])

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,11 +21,11 @@ from transformers.models.mixtral import modeling_mixtral
 
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import ADAPTER_CONFIG
-from megatfm.convert.convert import convert
+from megatfm.convert.convert import convert, merge_adapters
 from megatfm.convert.load import load_hf_model
-from megatfm.convert.merge_adapters import merge_adapters
 from megatfm.convert.peft import ADAPTER_WEIGHTS, flatten_experts, to_peft
-from megatfm.convert.peft_import import PeftAdapter, from_peft
+from megatfm.convert.peft_adapter import PeftAdapter
+from megatfm.convert.peft_import import from_peft
 from megatfm.convert.weight_mapping import WeightMapping, map_name
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
@@ -37,6 +38,7 @@ from tests.support.reference_gradients import cast_to_float64
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning",
     "ignore:fan_in_fan_out is set to False:UserWarning",
+    "ignore:Setting `save_embedding_layers`:UserWarning",
     # PEFT looks for these among modules alone, and uses them for parameters, too.
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
 )
@@ -220,6 +222,35 @@ def test_further_trained_weights_are_converted(tmp_path: Path) -> None:
     assert_close(logits(export_adapter(peft_model, tmp_path)), logits(peft_model))
 
 
+@pytest.mark.parametrize("tables", [["embed_tokens"], ["embed_tokens", "lm_head"]], ids="+".join)
+def test_adapters_of_tables_become_trained_tables(tables: list[str], tmp_path: Path) -> None:
+    peft_model = save_adapter(build_hf_llama(), tmp_path, ["q_proj", *tables], alpha_pattern={"lm_head": 5})
+    lora_model, expected = import_adapter(tmp_path), logits(peft_model)
+    assert_close(logits(lora_model, is_megatfm=True), expected)
+    names = {"embed_tokens": "decoder.embedding.tokens.weight", "lm_head": "head.weight"}
+    assert {name for name in names if lora_model.get_parameter(names[name]).requires_grad} == set(tables)
+    assert_close(logits(export_adapter(peft_model, tmp_path)), expected)
+
+
+def test_a_table_in_bfloat16_rounds_nothing_of_its_adapter_away(tmp_path: Path) -> None:
+    save_adapter(build_hf_llama().bfloat16(), tmp_path, ["q_proj", "lm_head"])
+    assert "the adapter of lm_head is merged into it" in "".join(from_peft(tmp_path / "adapter", tmp_path / "megatfm"))
+    adapter = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    a, b = (adapter[f"base_model.model.lm_head.lora_{letter}.weight"].double() for letter in "AB")
+    expected = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"].double() + 1.5 * b @ a
+    merged = checkpoint.read_tensors(checkpoint.find_checkpoint(tmp_path / "megatfm"))["model.head.weight"]
+    torch.testing.assert_close(merged, expected.float())
+
+
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning")
+def test_adapters_of_tables_that_megatfm_lacks_are_refused(tmp_path: Path) -> None:
+    refused = {"ensure_weight_tying": ["c_attn", "wte"], "no lora_A .* linear layer: merge": ["wte"]}
+    for reason, targets in refused.items():
+        save_adapter(build_hf_gpt2(), tmp_path, targets)
+        with pytest.raises(UsageError, match=reason):
+            import_adapter(tmp_path)
+
+
 TRAINED = {
     "a table that is the head's, too": ("gpt2, three matrices in one", ["decoder.embedding.tokens.weight"]),
     "a table of both sides": ("t5", ["*.embedding.tokens.weight"]),
@@ -278,7 +309,7 @@ def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
     base: Any = SimpleNamespace(architecture=architecture, config=None, mappings=mappings, name="BertModel")
 
     def convert_weights(*names: str) -> dict[str, Any]:
-        return PeftAdapter(tmp_path, {}, base)._convert_other_weights({name: torch.ones(2) for name in names})
+        return PeftAdapter(tmp_path, {}, base, [])._convert_other_weights({name: torch.ones(2) for name in names})
 
     assert convert_weights("pooler.weight").keys() == {"encoder.pool"}
     with pytest.raises(UsageError, match=r"holds bert\.a without bert\.b, which is in the same matrix of megatfm"):
@@ -293,6 +324,8 @@ def test_no_trained_weight_is_left_out(tmp_path: Path) -> None:
     ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora'"),
     ({"kasa_config": {"beta": 1.0}}, "kasa_config = "),
     ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+    ({"kasa_config": {}}, "kasa_config = {}"),
+    ({"never_heard_of": 1}, "never_heard_of = 1, which megatfm's adapters lack"),
     ({"lora_alpha": "much"}, "lora_alpha and alpha_pattern give no scale for .*: could not convert"),
     ({"lora_alpha": 0}, r"give no scale for .*: alpha = 0\.0 is no positive number"),
     ({"lora_alpha": math.inf}, r"give no scale for .*: alpha = inf is no positive number"),
@@ -333,6 +366,34 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
         save_file({key: tensor for key, tensor in tensors.items() if key != missing}, path)
         with pytest.raises(MegatfmError, match=f"has no {half} beside it"):
             import_adapter(tmp_path)
+    pair = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+    for more, message in (
+        ({"lm_head.weight": torch.ones(4)}, r"lm_head\.weight doesn't start with base_model\.model\."),
+        ({"base_model.model.never.weight": torch.ones(4)}, r"never\.weight is no weight of a LlamaForCausalLM"),
+        (pair, r"of lm_head do not fit its table \[60, 24\]"),
+    ):
+        save_file(tensors | more, path)
+        with pytest.raises(MegatfmError, match=message):
+            import_adapter(tmp_path)
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(MegatfmError, match="can't read it"):
         import_adapter(tmp_path)
+    path.unlink()
+    with pytest.raises(UsageError, match="there is no such file: adapters are read from safetensors only"):
+        import_adapter(tmp_path)
+
+
+def test_adapters_that_peft_lacks_are_refused(tmp_path: Path) -> None:
+    save_adapter(build_hf_gpt2(), tmp_path, ["c_attn"])
+    from_peft(tmp_path / "adapter", tmp_path / "megatfm")
+    source = checkpoint.find_checkpoint(tmp_path / "megatfm")
+    state: Any = copy.deepcopy(dict(checkpoint.read_state(source)))
+    state["config"]["model"]["lora"]["targets"] = ["wq"]
+    tensors = {key: t for key, t in checkpoint.read_tensors(source).items() if not re.search(r"w[kv]\.lora", key)}
+    checkpoint.save(tmp_path / "queries" / "checkpoints", 0, tensors, state)
+    with pytest.raises(UsageError, match=r"transformers holds transformer\.h\.0\..* otherwise than as"):
+        to_peft(tmp_path / "queries", tmp_path / "back")
+    merge_adapters(tmp_path / "megatfm", tmp_path / "plain")
+    with pytest.raises(UsageError, match=r"its model has no adapters \(model\.lora\): use --to hf"):
+        to_peft(tmp_path / "plain", tmp_path / "back")
+    assert not (tmp_path / "back").exists()

@@ -143,6 +143,8 @@ def test_layer_types_with_different_networks(tmp_path: Path, tokenizer_model: by
     assert widths == [24, 48, 30]
     expected = megatfm.load(run).double()(DECODER_TOKENS).logits
     torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(UsageError, match="--every 2: the model's blocks differ already, so all get experts"):
+        upcycle(run, tmp_path / "again", Upcycling(3, every=2))
     reason = r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6"
     with pytest.raises(UsageError, match=reason):
         upcycle(run, tmp_path / "again", Upcycling(3, granularity=8))

@@ -33,6 +33,7 @@ from tests.support.webdatasets import (
     encode_npy,
     forge_header,
     make_member,
+    make_sparse_tar,
     make_tar,
     write_wds,
 )
@@ -205,9 +206,10 @@ HOSTILE = {
     "a header that is no Python": (make_tar(make_member("0.npy", IDS[:30] + bytes(98) + IDS[128:])),
                                "no array of token ids"),
     "an odd integer": (make_tar(make_member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
-    "a sparse file, continued": (forge_header("0.npy", 0, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "not a whole tar"),
+    "a sparse file, continued": (forge_header("0.npy", 0, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "a sparse file:"),
+    "a sparse file of POSIX": (make_sparse_tar("0.npy", "1.0"), "a sparse file: '0.npy': write the tar again without"),
     "huge pax header": (forge_header("././@PaxHeader", 2**33, tarfile.XHDTYPE) + bytes(2048),
-                        "a header of 8589934592 bytes"),
+                        "a header of 8,589,934,592 bytes"),
 }  # fmt: skip
 
 

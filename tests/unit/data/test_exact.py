@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -137,9 +139,24 @@ def test_processes_give_the_same_rows_and_their_ends_are_reported(rows: PackedDa
         os.kill(pid, signal.SIGKILL)
         if already:  # before it is asked
             child.join()
-        with pytest.raises(MegatfmError, match=r"data worker 1 \(pid \d+\) died with exit code -9"):
+        reason = r"died with exit code -9: the machine may be short of memory: set data\.workers to fewer"
+        with pytest.raises(MegatfmError, match=rf"data worker 1 \(pid \d+\) {reason}"):
             list(loader)
     assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
+
+
+UNGUARDED = """
+from megatfm.data.workers import RowWorkers
+RowWorkers(str, 1).read_rows([0])
+"""
+
+
+def test_a_script_without_a_guard_is_no_lack_of_memory(tmp_path: Path) -> None:
+    """Each worker imports the script, which would start workers again; multiprocessing refuses that."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    completed = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+    assert "died with exit code 1: its error is on stderr\n" in completed.stderr
+    assert "before the\n        current process has finished its bootstrapping phase" in completed.stderr
 
 
 class Stuck:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatfm.config.data import MixtureSource
 from megatfm.data.dataset import PackedDataset, join_rows
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, compute_quotas, make_source_seed
@@ -27,6 +28,7 @@ def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
                 streams=STREAMS,
             )
             for name, n in (("a", 9), ("b", 5), ("c", 11))
+            if name in phases[0][1]
         }  # fmt: skip
         return Mixture(sources, [Phase(*phase) for phase in phases], seed=seed, streams=STREAMS, block=block)
 
@@ -114,6 +116,21 @@ def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) 
     backwards = [second.find_source(position) for position in positions[::-1]][::-1]
     assert [first.find_source(position) for position in positions] == backwards
     assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [first.find_source(p) for p in range(100)]
+
+
+@pytest.mark.parametrize("added", ["a", "b", "c"])
+def test_a_source_may_join_and_leave(make_mixture: Any, added: str) -> None:
+    """The rows before are those of the mixture without it, wherever it stands among the sources."""
+    assert MixtureSource(path="corpora/a", weight=0).weight == 0
+    before = {name: share for name, share in WEIGHTS.items() if name != added}
+    alone = make_mixture(phases=((0, before),))
+    without, end = {**before, added: 0.0}, 252  # a multiple of the streams
+    mixture = make_mixture(phases=((0, {name: without[name] for name in WEIGHTS}), (CHANGE, WEIGHTS), (end, without)))
+    places = [mixture.find_source(position) for position in range(400)]
+    assert places[:132] == [alone.find_source(position) for position in range(132)]
+    assert {name for name, _ in places[132:end]} == {*WEIGHTS}
+    assert {name for name, _ in places[end:]} == {*before}
+    assert len({*places}) == 400, "each row once"
 
 
 def test_identities_are_json_and_distinguish_mixtures(make_mixture: Any) -> None:

@@ -31,7 +31,7 @@ from megatfm.errors import MegatfmError
 from tests.support.images import encode_noise
 from tests.support.prep_files import warc_record, write_file
 from tests.support.text_files import FILES, formatted, read_documents, tar, warc
-from tests.support.webdatasets import forge_header, make_member, make_tar, pack_tar
+from tests.support.webdatasets import forge_header, make_member, make_sparse_tar, make_tar, pack_tar
 
 FOUND_BY_FUZZING = {
     "stream.arrow": (b"text", b"\xdcext"),  # a name of a column that is no UTF-8
@@ -117,7 +117,9 @@ FORGED = {
     "by its extension": (extended(b"28 size=4611686018427387904\n", forge_header("a.jpg", 3) + DATA),
                          "a member's size leads past the end of the file"),
     "a negative one": (forge_header("a.jpg", -(2**60)) + DATA, "seeking backwards"),
-    "a sparse file": (forge_header("a.txt", 3, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "a sparse file: 'a.txt'"),
+    "a sparse file": (forge_header("a.txt", 3, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "a sparse file: 'a.txt': write"),
+    **{f"a sparse file of POSIX, {version}": (make_sparse_tar("a.txt", version), "a sparse file: 'a.txt': write")
+       for version in ("0.0", "0.1", "1.0")},
     "a length of 5,000 digits": (extended(b"9" * 5000 + b" size=3\n", forge_header("a.jpg", 3) + DATA), "no whole tar"),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 from datatrove.data import Document as TheirDocument
 
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.filters.base import list_filter_names
+from megatfm.data_prep.filters.base import _MODULES
 from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
 from tests.support.prep_files import WORDS, apply_step, build_step, random_pages
@@ -290,7 +290,7 @@ def test_samples_are_fixed_and_grow() -> None:
 
 def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("cat sat on mat with that have\n")
-    for name in set(list_filter_names()) - {
+    for name in {name for names in _MODULES.values() for name in names} - {
         "metadata_filter", "linear_classifier", "fasttext", "presidio", "perplexity", "classifier",
     }:  # fmt: skip
         listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}

@@ -324,8 +324,7 @@ TRUE = {
     "an Azure key": (spelled("AccountKey=", "a" * 86, "=="), "AccountKey=<SECRET>"),
     "a JWT": (spelled("eyJhbGciOiJIUzI1NiJ9.", "eyJzdWIiOiIxMjM0NTYifQ.", LETTERS[:43]), "<SECRET>"),
     "a private key": (
-        spelled("-----BEGIN RSA ", "PRIVATE KEY-----\n", LETTERS, "\n-----END RSA ", "PRIVATE KEY-----"),
-        "<SECRET>",
+        spelled("-----BEGIN RSA ", "PRIVATE KEY-----\n", LETTERS, "\n-----END RSA ", "PRIVATE KEY-----"), "<SECRET>",
     ),
     "a card": ("4111 1111 1111 1111", "<CARD>"),
     "a card with dashes": ("5500-0000-0000-0004", "<CARD>"),
@@ -334,20 +333,17 @@ TRUE = {
     "an IBAN": ("DE89 3704 0044 0532 0130 00", "<IBAN>"),
     "a bare IBAN": ("GB82WEST12345698765432", "<IBAN>"),
     "a short IBAN": ("NO93 8601 1117 947", "<IBAN>"),
-}
+}  # fmt: skip
 FALSE = {
-    "a card whose check digit is wrong": "4111 1111 1111 1112",
-    "a number of no network": "9111111111111111",
-    "part of a longer number": "411111111111111112345678",
-    "a decimal": "0.4111111111111111",
+    "a card whose check digit is wrong": "4111 1111 1111 1112", "a number of no network": "9111111111111111",
+    "part of a longer number": "411111111111111112345678", "a decimal": "0.4111111111111111",
     "an IBAN with a wrong check": "DE88 3704 0044 0532 0130 00",
     "an IBAN of another length": "DE89 3704 0044 0532 0130 0",
     "a hash": "9e107d9d372bb6826bd81d3542a419d6e4d909c290d0fb1c",
     "a name like a token": "ghp_short hf_model npm_config_registry xoxo",
     "a public key": "-----BEGIN PUBLIC KEY-----\nMIIBIjANBgkqhkiG9w0\n-----END PUBLIC KEY-----",
-    "base64 of JSON": "eyJhbGciOiJIUzI1NiJ9",
-    "a time stamp": "20261122 190857 1234567",
-}
+    "base64 of JSON": "eyJhbGciOiJIUzI1NiJ9", "a time stamp": "20261122 190857 1234567",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*TRUE, *FALSE])

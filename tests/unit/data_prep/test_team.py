@@ -192,8 +192,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         key = getattr(keys, f"tls_{role}_key") + getattr(keys, f"tls_{role}_cert")
         for kind in ("cert", "key"):
             tls[f"distributed.comm.tls.{role}.{kind}"] = _written(folder / f"{role}.pem", key)
+    settings = {**tls, "distributed.comm.require-encryption": True, "temporary-directory": str(folder)}
     with (
-        dask.config.set({**tls, "distributed.comm.require-encryption": True}),
+        dask.config.set(settings),
         LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, security=Security(), host="127.0.0.1"
         ) as cluster,

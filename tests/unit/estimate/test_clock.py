@@ -55,6 +55,14 @@ def test_each_round_has_each_measurement_in_another_order() -> None:
     assert len(set(rounds)) > 1
 
 
+@pytest.mark.parametrize(("round_seconds", "rounds"), [(2.0, 24), (20.0, 13), (30.0, 9), (500.0, 8)])
+def test_slow_machines_measure_fewer_rounds(round_seconds: float, rounds: int) -> None:
+    """No round begins after 240 seconds, but eight do in any case."""
+    machine = Machine(lambda now: round_seconds)
+    measure_in_turns([machine.make_measurement(0, [0.7]), machine.make_measurement(1, [0.3])], 24, lambda: machine.now)
+    assert len(machine.order) == 2 * rounds
+
+
 def test_single_disturbed_measurements_do_not_count() -> None:
     true = np.array([0.3, 0.01, 0.02, 0.2])
     measured = np.tile(true, (7, 1))

@@ -92,12 +92,8 @@ def test_a_gradient_of_hidden_vectors_waits_for_the_other_heads(zero: int) -> No
 
 
 SMALL = [
-    "model.d_model=64",
-    "model.attention.n_heads=4",
-    "model.ffn.d_ff=256",
-    "model.n_layers=3",
-    "train.compile=false",
-]
+    "model.d_model=64", "model.attention.n_heads=4", "model.ffn.d_ff=256", "model.n_layers=3", "train.compile=false",
+]  # fmt: skip
 SMALL += ["train.micro_batch=2", "train.global_batch=2", "train.precision=bf16", "data.train=d"]
 
 

@@ -1,5 +1,6 @@
 """The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
+import json
 import math
 import os
 import re
@@ -55,18 +56,22 @@ class Reader(HTMLParser):
         self.texts.append(data)
 
 
+def make_traced(compiled: bool) -> Traced:
+    facts: dict[str, Any] = {"rank": 0, "world": 8, "microbatches": 2, "weights": 1, "passes": 10**9, "optimizer": 1}
+    facts |= {"sent": [], "seconds": 1.0, "largest": ""} | {key: {} for key in ("kernels", "waits", "all_pairs")}
+    facts |= {"at_peak": {}, "is_compiled": compiled, "saved": {f"decoder.layers.{i}": 10**9 for i in range(3)}}
+    facts |= {"graph_breaks": {"layers/block.py:64: skipped": 2}, "recompilations": {"layers/block.py:43: key": 1}}
+    return Traced(facts)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_trace_names_the_blocks_that_it_compiles(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled or not, the table's estimate is of blocks as they are traced."""
-    facts: dict[str, Any] = {"rank": 0, "world": 8, "microbatches": 2, "weights": 1, "passes": 10**9, "optimizer": 1}
-    facts |= {"sent": [], "seconds": 1.0, "largest": ""} | {key: {} for key in ("kernels", "waits", "all_pairs")}
-    facts |= {"at_peak": {}, "is_compiled": compiled, "saved": {f"decoder.layers.{i}": 10**9 for i in range(3)}}
-    facts |= {"graph_breaks": {"layers/block.py:64: skipped": 2}, "recompilations": {"layers/block.py:43: key": 1}}
     overrides = list[str]()
     monkeypatch.setattr(
-        "megatfm.estimate.traced.run_trace", lambda _, words, *__: overrides.extend(words) or Traced(facts)
+        "megatfm.estimate.traced.run_trace", lambda _, words, *__: overrides.extend(words) or make_traced(compiled)
     )
     words = ["estimate", "gpt2-124m", "--gpus", "8", "--traced", "model.n_layers=3"]
     with pytest.raises(SystemExit):
@@ -75,11 +80,25 @@ def test_a_trace_names_the_blocks_that_it_compiles(
     assert [word for word in overrides if word.startswith("train.compile")] == [
         f"train.compile={str(compiled).lower()}"
     ]
-    line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilations"
+    line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilation"
     assert (line in shown) == compiled
     assert ("graph break 2 ×: layers/block.py:64: skipped" in shown) == compiled
     assert ("compiled again 1 ×: layers/block.py:43: key" in shown) == compiled
     assert re.search(r"saved by blocks\W+\d\.\d+\W+3\.000", shown)
+
+
+def test_json_is_alone_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatfm.estimate.traced.run_trace", lambda *_: make_traced(False))
+    words = ["estimate", "gpt2-124m", "--json", "--traced", "--write", "job.toml", "--html", "page.html"]
+    with pytest.raises(SystemExit):
+        main([*words, "model.n_layers=3", "train.compile=false"])
+    output = capsys.readouterr()
+    assert "sent" in json.loads(output.out)
+    for text in ("written: page.html", "saved by blocks", "written: job.toml"):
+        assert text in output.err
 
 
 def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
@@ -110,7 +129,11 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     assert "gpt2-124m, estimated" in reader.texts
     assert "fits" in reader.texts
     caption = "Tokens a second by number of GPUs, both axes logarithmic; dashed: in proportion to the GPUs."
-    assert {caption, "4 GPUs", "64"} <= set(reader.texts), "the curve says what it shows, and from where to where"
+    assert caption in reader.texts, "the curve says what it shows, and below it from where to where"
+    ends = [text for text in reader.texts if re.fullmatch(r"[\d,]+ GPUs: [\d,]+", text)]
+    assert [text.partition(":")[0] for text in ends] == ["4 GPUs", "64 GPUs"]
+    assert list(timeline.legend.values()) == ["forward", "backward"], "what the schedule has"
+    assert timeline.min_width == 8 * 32 * 2, "passes are seen in a narrow window, too, which scrolls"
 
 
 def test_scaling_lines_of_a_run_that_scales_perfectly_are_one() -> None:

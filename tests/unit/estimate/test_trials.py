@@ -63,12 +63,19 @@ def test_batched_matmuls_have_tables_of_their_own() -> None:
     assert tabulate_matmuls(TrialTimes([(operator, 10.0)])) == {"fp32 batched nt": [[6, 7, 4, 2.0]]}
 
 
-def test_products_measured_alone_take_as_long_as_those_of_steps() -> None:
-    """Alone at 4e9 FLOP/s, within steps at 8e9 and 16e9."""
+def test_products_measured_alone_take_as_long_as_those_of_steps_near_them() -> None:
+    """Alone at 4e9 FLOP/s; within steps at 8e9 in the one corner of the grid, and at 16e9 in the other one."""
     alone = [[m, n, k, 2 * m * n * k / 4e9] for m, n, k in itertools.product((32, 128, 512), repeat=3)]
-    within = [[64, 64, 64, 2 * 64**3 / 8e9], [96, 96, 128, 2 * 96 * 96 * 128 / 16e9]]
-    share = sum(row[3] for row in within) / (2 * (64**3 + 96 * 96 * 128) / 4e9)
-    assert fit_to_steps(alone, within) == [pytest.approx([*row[:3], row[3] * share]) for row in alone]
+    within = [[n, n, n, 2 * n**3 / rate] for n, rate in ((32, 8e9), (512, 16e9))]
+    shares = {
+        tuple(row[:3]): row[3] / seconds[3] for row, seconds in zip(fit_to_steps(alone, within), alone, strict=True)
+    }
+    assert shares[128, 128, 128] == pytest.approx((1 / 2 * 1 / 4) ** 0.5)  # as far from both
+    assert shares[32, 128, 512] == pytest.approx((1 / 2 * 1 / 4) ** 0.5)
+    far = 0.25 / (3 * 4**2 + 0.25)  # weight of the other corner, four doublings of three sizes away
+    assert shares[32, 32, 32] == pytest.approx(1 / 2 * (1 / 2) ** (far / (1 + far)))
+    assert shares[512, 512, 512] == pytest.approx(1 / 4 * 2 ** (far / (1 + far)))
+    assert [row[3] for row in fit_to_steps(alone, within[:1])] == pytest.approx([row[3] / 2 for row in alone])
     assert fit_to_steps(alone, []) == alone
 
 

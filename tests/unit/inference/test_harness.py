@@ -102,6 +102,10 @@ def test_the_interface_of_the_harness(loaded: TextModel, fake_harness: None, cap
     assert "1 of 2 prompts are cut at their start, for positions end at 24" in caplog.text
     with pytest.raises(UsageError, match="generation_kwargs: num_beams is none of"):
         model.generate_until(instances([("a", {"num_beams": 3})]))
+    with pytest.raises(UsageError, match=r"an answer of \d+ tokens, but model\.position\.max_positions = 24"):
+        model.loglikelihood(instances([("a", " import" * 30)]))
+    with pytest.raises(UsageError, match="batch = 0: choose 1 or more prompts at a time"):
+        generate_texts(loaded, [], batch_size=0)
 
 
 def test_a_text_is_predicted_once_in_windows(loaded: TextModel) -> None:

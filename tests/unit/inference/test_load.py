@@ -17,11 +17,16 @@ from megatfm.config import ModelConfig
 from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate
+from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.evaluation_tasks import open_tasks
+from megatfm.inference.harness import HarnessRequests
 from megatfm.inference.prompts import PromptOptions, build_prompts
+from megatfm.inference.task_evaluation import predict_file
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam, open_text_model
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
 from megatfm.registry import import_plugins
+from tests.support.hf_folders import edit_config, edit_tensors, write_gpt2
 from tests.support.trained_runs import (
     SMALL_DECODER,
     padded_decoder,
@@ -166,7 +171,6 @@ def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
 def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run whose config names a package that lies in the current directory and in the run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     for folder in (tmp_path, run):
         (folder / "strangers_code.py").write_text("open('victim', 'w').close()\n")
     config = checkpoint.read_state(run / "checkpoints" / "step-00000030")["config"]
@@ -174,7 +178,6 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     write_next_checkpoint(run, {"config": {**config, "plugins": ["strangers_code"]}})
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(f'plugins = ["strangers_code"]\n{text.replace("plugins = []", "")}')
-    monkeypatch.delitem(sys.modules, "strangers_code", raising=False)
     return run
 
 
@@ -224,11 +227,36 @@ def test_wrong_requests_to_a_model_are_one_line(run: Path) -> None:
         ({"beams": -1}, "beams = -1: choose"),
         ({"begin": "eos"}, "begin = 'eos': choose one of auto, bos, none"),
         ({"sentinel": "no"}, "sentinel = 'no': choose one of auto, always, never"),
+        ({"begin": "chat"}, "a chat needs a tokenizer.json, in which special tokens are spelled"),
+        ({"begin": "chat", "image": "a.png"}, "a chat prompt with an image is not supported"),
+        ({"image": "a.png"}, "family = 'decoder' reads no image beside a prompt"),
     ):
         with pytest.raises(UsageError, match=why):
             model.generate(**arguments)
     with pytest.raises(UsageError, match="fit: a dict is not a config: give a file"):
         megatfm.fit({"name": "x"})  # type: ignore[arg-type]
+
+
+def test_a_folder_without_what_a_command_evaluates_is_one_line(run: Path, tmp_path: Path) -> None:
+    for evaluate in (lambda folder: evaluate_run(folder, {}, False), lambda folder: predict_file(folder, "rows.csv")):
+        with pytest.raises(UsageError, match=r"no run directory \(config\.toml is missing\)"):
+            evaluate(tmp_path)
+    with pytest.raises(UsageError, match=r"a run without a \[task\]: give one that `megatfm finetune` trained"):
+        predict_file(run, "rows.csv")
+    with pytest.raises(UsageError, match="limit = -1: choose 1 or more questions of each task"):
+        open_tasks({}, -1)
+
+
+def test_a_table_that_lacks_ids_of_the_tokenizer_is_refused(tmp_path: Path, tokenizer_model: bytes) -> None:
+    small = SMALL_DECODER.with_changes({"vocab_size": 300})
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(small, torch.float32))
+    with pytest.raises(MegatfmError, match="the model has 300 rows, fewer than its tokenizer's 400 ids"):
+        open_text_model(run)
+    folder, table = write_gpt2(tmp_path / "gpt2"), "transformer.wte.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({table: tensors[table][:99].clone()}))
+    edit_config(folder, vocab_size=99)
+    with pytest.raises(MegatfmError, match=r"vocabulary has 99 entries, its tokenizer's \d+: one of the two"):
+        megatfm.load(folder).generate("import")
 
 
 # ---------------------------------------------------------------------------------------------------- prompts
@@ -332,6 +360,8 @@ def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model:
     assert prompts.tokens[0].tolist() == full["tokens"].tolist()[:-1]
     assert prompts.encoder[0].tolist() == full["encoder_tokens"].tolist()
     assert not prompts.prefix
+    with pytest.raises(UsageError, match="'encoder_decoder' has no likelihood of a text from its beginning"):
+        HarnessRequests(loaded, 1).loglikelihood_rolling(["a"])
 
 
 @pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])

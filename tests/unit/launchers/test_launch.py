@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.errors import EXIT_FAILED, EXIT_USAGE, LockedError, UsageError
+from megatfm.errors import EXIT_FAILED, EXIT_USAGE, LOCKED, LockedError, UsageError
 from megatfm.files import NewPaths
+from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json_if_valid, tail_jsonl
@@ -134,6 +136,42 @@ def test_exit_codes_that_a_restart_can_not_help_end_the_job(folder: Path) -> Non
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
         assert run_launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_told_to_stop_and_fails_is_not_started_again(folder: Path, signum: signal.Signals) -> None:
+    """By Ctrl-C or `megatfm cancel`, because it hangs; the hang then ends it with an error."""
+    (folder / "fake_rank.py").write_text(
+        f"import os, signal, sys, time; open('starts', 'a').write('x'); signal.signal({int(signum)}, signal.SIG_IGN)\n"
+        f"os.kill(os.getppid(), {int(signum)}); time.sleep(0.2); sys.exit(3)"
+    )
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == EXIT_FAILED
+    assert (folder / "starts").read_text() == "x"
+    assert get_run_status(folder / "runs" / "quickstart").state.name == "STOPPED"
+
+
+RUNS_ELSEWHERE = """
+import json, sys
+event = open("runs/quickstart/events.jsonl", "a").write('{"event": "resumed", "detail": "of the other run"}\\n')
+BEGUN = False
+if BEGUN:
+    open("runs/quickstart/launch.json", "w").write('{"launcher": "local", "pid": 1, "host": "elsewhere"}')
+sys.exit(77)
+"""
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before", "since"])
+def test_a_launch_beside_another_one_leaves_its_records(folder: Path, has_begun: bool) -> None:
+    """On another machine, or by hand; it may begin while this one does."""
+    run = folder / "runs" / "quickstart"
+    run.mkdir(parents=True)
+    (run / "launch.json").write_text('{"launcher": "local", "pid": 7, "host": "elsewhere"}')
+    earlier = dump_attempts([Attempt(1.0, "of another")])
+    (run / "restarts.json").write_text(earlier)
+    (folder / "fake_rank.py").write_text(RUNS_ELSEWHERE.replace("BEGUN = False", f"BEGUN = {has_begun}"))
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == LOCKED
+    assert json.loads((run / "launch.json").read_text())["pid"] == (1 if has_begun else 7)
+    assert (run / "restarts.json").read_text() == earlier
 
 
 def test_a_run_that_is_stopped_after_its_last_step_is_done(folder: Path) -> None:

@@ -1,6 +1,8 @@
 """`megatfm logs` and `megatfm cancel`: which lines are shown, and who is told to stop."""
 
 import io
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -137,13 +139,17 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
 
 def test_all_cancels_jobs_of_all_runs(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     make("a", launcher="slurm", jobs=["7"])
-    make("b")
+    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    (make("b") / "lock").write_text(json.dumps(me))
+    (make("by-hand", launcher="local", **me, started=5.0) / "lock").write_text(json.dumps(me))
     make("c", evaluations=["9"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     code, output = run_megatfm("cancel", "--all", capsys=capsys)
     assert code == 0
     assert "a: cancelled job 7\nc: cancelled job 9\n" in output
-    assert "b: was not started by `megatfm launch`" in output
+    for name in ("b", "by-hand"):
+        reason = f"was not started by `megatfm launch`: send its process (pid {os.getpid()} on {socket.gethostname()})"
+        assert f"{name}: {reason} SIGTERM, and it saves and stops\n" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
     code, output = run_megatfm("cancel", "--all", capsys=capsys)

@@ -1,11 +1,14 @@
 """Decisions of a job's helper before and after an attempt, against a SLURM that answers from files."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatfm.launchers.attempts import UNFINISHED, AttemptLog
+from megatfm.launchers import prolog_epilog
+from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import (
@@ -112,6 +115,21 @@ def test_stopped_ahead_of_its_time_it_is_requeued(
     assert "stopped by USR1; the newest checkpoint is of step 40" in capsys.readouterr().err
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.step, attempt.code, attempt.asked, attempt.is_failure) == (40, 75, True, False)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_an_attempt_that_is_no_longer_recorded_is_requeued_all_the_same(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    run_prolog(run)
+    (run / RESTARTS).unlink()
+    if content is not None:
+        (run / RESTARTS).write_text(content)
+    assert run_epilog(run, 75, "--asked", "USR1") == 75
+    assert fake_slurm.calls[-1] == "scontrol requeue 7"
+    assert "restarts.json lacks this attempt: recorded anew\n" in capsys.readouterr().err
+    (attempt,) = AttemptLog(run).attempts
+    assert (attempt.job, attempt.submission, attempt.code, attempt.asked) == ("7", "7", 75, True)
 
 
 def test_failures_are_tried_until_no_gain(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,11 +244,36 @@ def test_a_host_is_excluded_beside_the_site_s_nodes_unless_too_few_are_left(
     assert message in capsys.readouterr().err
 
 
-def test_a_refusing_scheduler_is_one_line(run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusing_scheduler_is_one_line(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prolog_epilog, "RETRY_SECONDS", (0.0,))
     run_prolog(run)
     fake_slurm.fail("scontrol-requeue", "Job has\nno requeue\n")
     assert run_epilog(run, 75) == 1
     assert "megatfm job: error: scontrol requeue 7: Job has no requeue\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["scontrol-show", "scontrol-requeue"])
+def test_a_scheduler_that_is_busy_is_asked_again(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            (fake_slurm.folder / f"{command}.fails").unlink()
+
+    monkeypatch.setattr(prolog_epilog, "time", SimpleNamespace(time=time.time, sleep=wait))
+    run_prolog(run)
+    fake_slurm.fail(command, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+    assert run_epilog(run, 75, "--asked", "USR1") == 75
+    assert fake_slurm.calls[-1] == "scontrol requeue 7"
+    assert waits == [5.0, 15.0]
+    output = capsys.readouterr().err
+    assert output.count("Unable to contact slurm controller (connect failure): asking again in") == 2
+    assert "job 7 is requeued" in output
 
 
 def test_a_task_that_is_stopped_without_progress_is_given_up(
@@ -250,6 +293,11 @@ def test_a_task_that_is_stopped_without_progress_is_given_up(
     assert main(["requeue", "--run", str(run)]) == 76
     assert "task 2 was stopped 11 times in a row, and no task finished a part" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
+    monkeypatch.setattr(prolog_epilog, "RETRY_SECONDS", (0.0,))
+    fake_slurm.fail("squeue", "slurm_load_jobs error: Socket timed out\n")
+    assert main(["requeue", "--run", str(run)]) == 1, "it may have been cancelled, and may not"
+    assert "error: squeue -h -a: slurm_load_jobs error: Socket timed out\n" in capsys.readouterr().err
+    (fake_slurm.folder / "squeue.fails").unlink()
     fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
     assert main(["requeue", "--run", str(run)]) == 75, "another submission counts anew"
     assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, "one that was cancelled stays so"

@@ -12,7 +12,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, scheduler, snapshot, submit
 from megatfm.launchers.run_jobs import cancel_run
 from megatfm.launchers.status import get_run_status
-from tests.support.documentation import ROOT
+from tests.support.documentation import ROOT, list_code_blocks
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, run_launch
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -256,6 +256,24 @@ def test_flags_of_sbatch_are_in_the_script_once(capsys: pytest.CaptureFixture[st
     ):
         assert script.count(f"#SBATCH {line}\n") == 1, line
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
+
+
+def test_the_script_of_the_page_submits_and_waits(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = (text for page, _, text in list_code_blocks("python") if page.name == "slurm.md")
+    size = ["model.n_layers=2", "train.global_batch=16", "train.micro_batch=1"]
+    (folder / "mine.toml").write_text(to_toml(load_config("quickstart", ["name=mine", *size])))
+    fake_slurm.answer("squeue", "PENDING|Priority|\n")
+    submission, waiting = script.split("end = ")
+    page: dict[str, object] = {}
+    exec(submission, page)
+    (shown,) = re.findall(r"# (JobState\(.*\))", script)
+    assert shown.replace("4711", "12") in capsys.readouterr().out
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
+    exec(f"end = {waiting}", page)
+    assert capsys.readouterr().out == "COMPLETED None\n"
 
 
 def test_python_submits_the_same_job(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,54 @@ def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path, 
         run_launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
 
 
+NORM = """
+from torch import nn
+from megatfm.layers.norm import NORMS
+
+@NORMS.register("norm_of_this_test")
+class Norm(nn.Module):
+    pass
+"""
+STEP = """
+from megatfm.data_prep.filters.base import STEPS
+
+@STEPS.register("step_of_this_test")
+class Step:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("code", "config", "names", "message"), [
+    (NORM, "quickstart", ["model.norm.name=norm_of_this_test", "model.norm.name=norm_of_this_tset"],
+     r"model\.norm\.name = 'norm_of_this_tset': unknown \(did you mean 'norm_of_this_test'\?\); there are: rms_norm, "),
+    (STEP, "quickstart-data", ["steps=[{name='step_of_this_test'}]", "steps=[{name='step_of_this_tset'}]"],
+     r"steps\[0\]\.name = 'step_of_this_tset': unknown \(did you mean 'step_of_this_test'\?\); there are: normalize, "),
+], ids=["train", "prep"])  # fmt: skip
+def test_a_name_that_no_plugin_registers_is_refused(
+    fake_slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    code: str, config: str, names: list[str], message: str,
+) -> None:  # fmt: skip
+    """The plugin is imported for it; one that can't be imported here may be on the nodes."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (folder / "texts").mkdir()
+    kind = ["--prep", "read.folder=texts"] if config == "quickstart-data" else []
+    plugin = f"parts_of_{config.replace('-', '_')}"
+    (folder / f"{plugin}.py").write_text(code)
+    fake_slurm.answer("sbatch", "12\n")
+    right, wrong = names
+    with pytest.raises(UsageError, match=f"^{message}.*; others need the package .* plugins, where {plugin} is named$"):
+        run_launch("--slurm", *kind, f"plugins=[{plugin}]", wrong, config=config)
+    assert not any(call.startswith("sbatch") for call in fake_slurm.calls)
+    assert run_launch("--slurm", *kind, f"plugins=[{plugin}]", right, config=config) == 0
+    capsys.readouterr()
+    (folder / f"far_{plugin}.py").write_text("import a_library_of_the_nodes\n")
+    assert run_launch("--slurm", *kind, f"plugins=[far_{plugin}]", wrong, config=config) == 0
+    note = (
+        f"note: plugins: 'far_{plugin}' stopped at .* No module named 'a_library_of_the_nodes'.*names of parts are not"
+    )
+    assert re.search(note, capsys.readouterr().err)
+
+
 def test_a_closed_partition_is_a_note(fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert run_launch("--slurm", "--time", "6") == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from megatfm.launchers.attempts import Attempt, dump_attempts
+from megatfm.launchers.run_jobs import describe_process
 from megatfm.launchers.status import get_run_status
 from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
 
@@ -168,6 +170,65 @@ def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: MakeRun) -> N
     os.utime(run / "lock", (1, 1))
     assert get_run_status(run).state.name == "DONE", "nobody does"
     assert not list(run.glob(".now*"))
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_a_launched_run_that_is_continued_by_hand_is_known_by_its_lock(
+    make: MakeRun, fake_slurm: FakeSlurm, launcher: str
+) -> None:
+    run = make(launcher=launcher, jobs=["7"], host=socket.gethostname())
+    fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=1:0\n")
+    write_attempts(run, 75)
+    holder = {"host": socket.gethostname(), "pid": os.getpid()}
+    for job, state in ((None, "RUNNING"), ("7", "STOPPED"), ("8", "RUNNING")):
+        (run / "lock").write_text(json.dumps({**holder, "job": job}))
+        assert get_run_status(run).state.name == state, job
+    (run / "lock").write_text("")
+    for event, seconds, state in (
+        ("stopped", 100.5, "STOPPED"),
+        ("finished", 500.0, "DONE"),
+        ("failed", 600.0, "ENDED"),
+    ):
+        (run / "events.jsonl").write_text(json.dumps({"event": event, "detail": "", "time": seconds}) + "\n")
+        assert get_run_status(run).state.name == state, event
+
+
+def test_a_clock_that_is_set_leaves_a_run_its_process(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux counts a process's start from the machine's, and that from the clock."""
+    run = make(launcher="local", host=socket.gethostname(), **describe_process(psutil.Process()))
+    booted = psutil.boot_time()
+    for step in (-3600.0, 0.0, 3600.0):
+        monkeypatch.setattr(psutil._psplatform, "boot_time", lambda step=step: booted + step)
+        assert psutil.boot_time() == booted + step
+        assert get_run_status(run).state.name == "RUNNING", step
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_a_copy_of_a_run_that_trains_is_not_the_one_that_trains(
+    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    """Cancelling the copy, or launching it, leaves the other run alone; a run that was moved is itself."""
+    run = make(launcher=launcher, jobs=["7"], evaluations=["8"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        facts = {"host": socket.gethostname(), "pid": process.pid, "run": str(run)}
+        facts["started"] = psutil.Process(process.pid).create_time()
+        record = json.loads((run / "launch.json").read_text())
+        (run / "launch.json").write_text(json.dumps({**record, **facts}))
+        (run / "lock").write_text(json.dumps(facts))
+        (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
+        fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+        copy = Path(shutil.copytree(run, run.with_name("copy")))
+        assert get_run_status(run).state.name == "RUNNING"
+        assert get_run_status(copy).state.name == "ENDED"
+        assert run_megatfm("cancel", str(copy), capsys=capsys) == (2, f"error: {copy}: nothing runs\n")
+        assert "scancel" not in " ".join(fake_slurm.calls)
+        assert process.poll() is None
+        shutil.rmtree(run)
+        assert get_run_status(copy).state.name == "RUNNING", "moved"
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(("events", "state"), [

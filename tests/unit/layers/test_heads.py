@@ -105,6 +105,22 @@ def test_label_smoothing_is_for_training_only() -> None:
     torch.testing.assert_close(model.eval()(tokens, targets=targets).losses["masked"], plain)
 
 
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder", "discriminator"])
+def test_heads_get_the_sequence_in_each_family(family: str) -> None:
+    """An answer's first and last token among those of its text, which the sequence's documents tell."""
+    head = {"lm_head.name": "none", "lm_head.bias": False, "extra_heads": {"span": {"name": "span_extraction"}}}
+    model = build_encoder(**head, family=family)
+    tokens, marks, examples = drawn(23, 1, T, seed=8), torch.zeros(1, T, dtype=torch.int64), torch.full((1, T), -1)
+    marks[0, 6], marks[0, 9], examples[0, 5] = 1, 2, 0
+    batch = {"tokens": tokens, "documents": torch.tensor([[0] * 5 + [1] * 7])}
+    if family == "encoder_decoder":
+        batch |= {"encoder_tokens": tokens, "encoder_documents": batch["documents"]}
+    scores = model(**batch).predictions["span"][0, 5:]
+    expected = (F.cross_entropy(scores[:, 0], torch.tensor(1)) + F.cross_entropy(scores[:, 1], torch.tensor(4))) / 2
+    loss = model(**batch, answer_marks=marks, examples=examples).losses["answer_span"]
+    same_with_gradients(model, loss, expected, "span.classifier.weight")
+
+
 # ---------------------------------------------------------------------------------- vectors of several layers
 
 

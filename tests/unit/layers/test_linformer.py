@@ -13,7 +13,6 @@ from megatfm.layers.attention import linformer
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops import log_once
 from tests.support.reference_gradients import perturb
 from tests.support.tensors import draw
 
@@ -83,8 +82,7 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(layer._attend(*heads, keys), attended, rtol=0, atol=1e-15)
 
 
-def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_once, "_LOGGED", set())
+def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture) -> None:
     layer = Block(config_of("headwise"), "encoder").attn
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         for _ in range(2):

@@ -21,6 +21,7 @@ from megatfm.ops.cross_entropy import IGNORE
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.frozen_parity import LORA, build_adapted
 from tests.support.models import FAMILY_MODELS, UNTIED_MODEL, build_moe, moe_inputs, moe_sequence
+from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.tensors import assert_same_gradients, draw
 
 EXPERTS = ["experts.w_*"]
@@ -178,6 +179,10 @@ def expert_of_merged(experts: Experts, e: int, x_D: torch.Tensor, scale: float) 
     (FAMILY_MODELS["latent attention"], {"targets": ["wk"], "dropout": 0.1}, "attn.wk lies in no block, or reads"),
     (FAMILY_MODELS["deberta"], {"targets": ["w?_position"], "dropout": 0.1}, "attn.wq_position lies in no block, or"),
     (FAMILY_MODELS["swin v2"], {"targets": ["hidden"], "dropout": 0.1}, "attn.position.hidden lies in no block, or"),
+    (
+        ModelConfig.from_dotted(PATTERN_MODELS["longformer"]), {"targets": ["wq_global"], "dropout": 0.1},
+        "attn.wq_global lies in no block, or",
+    ),
     (UNTIED_MODEL, {"rank": 0}, "greater than or equal to 1|greater than 0"),
 ])  # fmt: skip
 def test_modules_without_an_adapter_are_named(config: ModelConfig, lora: dict[str, Any], message: str) -> None:

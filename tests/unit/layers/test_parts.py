@@ -215,13 +215,11 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
     first = Dropout(0.3, "here")(x, sequence) == 0
     remaining = {
         "another place": Dropout(0.3, "there")(x, sequence) == 0,
-        "another layer": Dropout(0.3, "here")(x, sequence.at_layer(0)) == 0,
-        "other rows": first.roll(1, 0),
-        "other tokens": first.roll(1, 1),
-        "the next channel": first.roll(1, 2),
+        "another layer": Dropout(0.3, "here")(x, sequence.at_layer(0)) == 0, "other rows": first.roll(1, 0),
+        "other tokens": first.roll(1, 1), "the next channel": first.roll(1, 2),
         "a channel of the next hash": first.roll(4, 2),
         "another step": Dropout(0.3, "here")(x, layout_of(keys(seed=1))) == 0,
-    }
+    }  # fmt: skip
     for subject, other in remaining.items():
         assert is_near_binomial_mean(float((first & other).double().mean()), 0.09, first.numel()), subject
     layers = [Dropout(0.3, "here")(x, sequence.at_layer(depth)) == 0 for depth in range(3)]

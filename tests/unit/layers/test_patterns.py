@@ -19,7 +19,6 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops import log_once
 from tests.support.pattern_models import LastTokensPattern, SameChunkPattern
 
 T = 13
@@ -266,8 +265,7 @@ def test_a_memory_is_seen_by_document() -> None:
     assert torch.equal(PatternMask(local.CrossAttentionPattern(), sequence).block_mask(1)[:, 0], mask[:, 0])
 
 
-def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_once, "_LOGGED", set())
+def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

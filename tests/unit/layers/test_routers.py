@@ -153,7 +153,7 @@ def test_gshard_router_equals_loops(training: bool) -> None:
             first, second = gates.argsort(descending=True)[:2].tolist()
             share = gates[second] / (gates[first] + gates[second])
             result = (1 - share) * expert(module, first, x[b, t])
-            goes = not training or bool(2 * share > draws(module.router.second, b, t, 1)[0])
+            goes = not training or bool(2 * share > draws(module.router.sample_second, b, t, 1)[0])
             went.append(goes)
             y = add_at(y, b, t, result + goes * share * expert(module, second, x[b, t]))
         return y

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.layers import patch_merging
+from megatfm.layers import stage_blocks
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
@@ -73,7 +73,7 @@ def leave_out_the_region_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_the_order_of_merging(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(patch_merging, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
+    patch.setattr(stage_blocks, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
 
 
 def hide_padding(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.rope import Rope
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops import log_once
 from megatfm.ops.attention import reference
 from megatfm.ops.cross_entropy import IGNORE
 from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
@@ -151,7 +150,6 @@ KINDS = {"shaw": "Full(causal=True) with Shaw's positions", "deberta": "disentan
 def test_the_attention_kernel_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(log_once, "_LOGGED", set())
     config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
     model, inputs = build(config).eval(), score_inputs(config.family, prefix=False)
     initialise(model, 3)

@@ -232,5 +232,5 @@ def test_fp8_of_no_tokens_is_empty_and_has_zero_gradients(rowwise: bool) -> None
 
 def test_fp8_refuses_float16() -> None:
     """Zeros in it gave NaN: their scale is below what it holds."""
-    with pytest.raises(AssertionError, match="fp8 is of bfloat16"):
+    with pytest.raises(AssertionError, match="fp8 products need bfloat16"):
         fp8_linear(torch.zeros(M, K).half(), draw_scaled(N, K).half())

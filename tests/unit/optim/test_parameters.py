@@ -1,7 +1,6 @@
 """Which parameters decay, which are for Muon and SOAP, at what rate each moves; the table, and a plugin."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
-from megatfm.optim.lr_schedules import SCHEDULES, compute_schedule_factor
+from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, build_optimizer_groups, describe_parameters
+from tests.support.models import FAMILY_MODELS
+from tests.support.pattern_models import PATTERN_MODELS
 
 SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 3, "attention.n_heads": 4, "ffn.d_ff": 64}
 ADAMW = AdamWConfig(lr=1e-3)
@@ -142,6 +143,26 @@ def test_layer_decay_leaves_heads_at_the_full_rate() -> None:
     assert {scale for name, scale in ahead.items() if name.startswith("future.")} == {1.0}
 
 
+def test_layer_decay_of_patch_merging_is_that_of_the_block_before_it() -> None:
+    """SimMIM's released optimizer.py: `get_swin_layer`."""
+    config = FAMILY_MODELS["swin"].with_changes({"stages.layers": (1, 3, 2), "stages.heads": (4, 8, 16), "n_layers": 6})
+    with torch.device("meta"):
+        parameters = describe_parameters(build(config), AdamWConfig(lr=1e-3, layer_decay=0.5))
+    for stage, last in ((0, 0), (1, 3)):
+        merging = {p.lr_scale for name, p in parameters.items() if name.startswith(f"encoder.merges.{stage}.")}
+        block = {p.lr_scale for name, p in parameters.items() if name.startswith(f"encoder.layers.{last}.")}
+        assert merging == block == {0.5 ** (6 - last)}
+
+
+def test_layer_decay_reaches_all_that_blocks_read() -> None:
+    """The vector that starts XLNet's query stream, and Linformer's projection for all layers, as embeddings."""
+    xlnet, linformer = (FAMILY_MODELS["xlnet"], ModelConfig.from_dotted(PATTERN_MODELS["linformer, shared by layers"]))
+    for config, name in ((xlnet, "encoder.query.weight"), (linformer, "encoder.sketch.weight")):
+        with torch.device("meta"):
+            parameters = describe_parameters(build(config), AdamWConfig(lr=1e-3, layer_decay=0.5))
+        assert parameters[name].lr_scale == parameters["encoder.embedding.tokens.weight"].lr_scale < 0.5
+
+
 def test_mup_and_layer_decay_multiply() -> None:
     config = AdamWConfig(lr=1e-3, layer_decay=0.5)
     parts = {"attention.bias": True, "mup": {"base_width": 8}, "embedding.tied": False}
@@ -213,14 +234,9 @@ def test_plugins_may_register_optimizers_and_schedules(tmp_path: Path, monkeypat
     (code,) = re.findall(r'^```python title="my_optimizers.py"\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
     (tmp_path / "my_optimizers.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    for registry in (OPTIMIZERS, SCHEDULES):
-        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     config = load_config("quickstart", OVERRIDES)
-    try:
-        assert describe(config).optimizer_bytes == 4  # imports the plugin
-        (group,) = build_optimizer_groups(config.optimizer, build(config.model))
-    finally:
-        sys.modules.pop("my_optimizers", None)
+    assert describe(config).optimizer_bytes == 4  # imports the plugin
+    (group,) = build_optimizer_groups(config.optimizer, build(config.model))
     shapes = {name: p.shape for name, p in build(config.model).named_parameters()}
     weights = {name: torch.ones(shape) for name, shape in shapes.items()}
     optimizer = TorchOptimizer(group, weights)

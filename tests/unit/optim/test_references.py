@@ -19,12 +19,9 @@ from tests.support.uninitialized_memory import OperatorCounter
 
 STEPS = 15
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
-    "tall": ((6, 4), "matrix"),
-    "wide": ((3, 7), "matrix"),
-    "table": ((9, 2), "embedding"),
-    "gain": ((5,), "vector"),
+    "tall": ((6, 4), "matrix"), "wide": ((3, 7), "matrix"), "table": ((9, 2), "embedding"), "gain": ((5,), "vector"),
     "stacked": ((2, 3), "vector"),
-}
+}  # fmt: skip
 SCALES = {"wide": 0.5}
 MATRIX = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
 Weights = dict[str, Tensor]

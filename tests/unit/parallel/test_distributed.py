@@ -19,17 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.local import find_free_port
-from megatfm.parallel import distributed
-from megatfm.parallel.distributed import (
-    TIMEOUTS,
-    _find_reachable_address,
-    _wait_for_all_ranks,
-    check_resolves,
-    distributed_session,
-    init_distributed,
-    shutdown,
-)
+from megatfm.parallel import distributed, rendezvous
+from megatfm.parallel.distributed import TIMEOUTS, distributed_session, init_distributed, shutdown
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment
+from megatfm.parallel.rendezvous import _find_reachable_address, check_resolves, wait_for_all_ranks
 from tests.support.forked_commands import ForkedCommand
 from tests.support.workers import Workers
 
@@ -173,18 +166,18 @@ def test_ranks_that_never_come(program: str) -> None:
 
 
 def test_the_time_that_rank_0_has_waited_already_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "MAX_POLL_SECONDS", 0.1)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     with pytest.raises(MegatfmError, match="rank 1 of 2 did not start within 1000 s"):
-        _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
+        wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
 
 
 def test_a_missing_last_count_is_reported_with_the_store_s_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "MAX_POLL_SECONDS", 0.01)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     store.set("megatfm/here/1", "n2")
     with pytest.raises(dist.DistError):
-        _wait_for_all_ranks(store, place, timedelta(seconds=0), time.monotonic())
+        wait_for_all_ranks(store, place, timedelta(seconds=0), time.monotonic())
 
 
 class CountingStore:
@@ -203,14 +196,14 @@ class CountingStore:
 
 
 def test_one_rank_finds_missing_ranks_and_reports_them_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "MAX_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "MAX_POLL_SECONDS", 0.1)
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     counts, errors = Counter[str](), []
 
     def arrive(rank: int) -> None:
         store: Any = CountingStore(server.port, counts)
         try:
-            _wait_for_all_ranks(store, ProcessEnvironment("srun", rank, 9), timedelta(seconds=0.5), time.monotonic())
+            wait_for_all_ranks(store, ProcessEnvironment("srun", rank, 9), timedelta(seconds=0.5), time.monotonic())
         except MegatfmError as error:
             errors.append(str(error))
 

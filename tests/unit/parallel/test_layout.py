@@ -1,4 +1,4 @@
-"""Boxes of cut parameters, plans, mistakes in plans, and axes of a mesh."""
+"""Boxes of cut parameters, plans and mistakes in plans."""
 
 import importlib
 import pkgutil
@@ -14,11 +14,11 @@ from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Region, Shard, TensorLayout
-from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh, compute_axis_sizes, create_group_of
+from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.parallel.tp_plans import UNPLANNED, match_styles
-from megatfm.verify.module_cuts import find_module_cuts
+from megatfm.verify.module_shardings import find_module_shardings
 from tests.support.documentation import ROOT
 from tests.support.workers import Workers
 
@@ -155,8 +155,8 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
 
     model = Matched()
     assert sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE) == matched
-    cuts = find_module_cuts(model, ParallelConfig(tp=2))
-    assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
+    shardings = find_module_shardings(model, ParallelConfig(tp=2))
+    assert sorted(name for name, sharding in shardings.items() if sharding.dim == 0) == matched
 
 
 def test_a_parameter_without_a_plan_row_is_an_error_that_shows_the_row() -> None:
@@ -340,70 +340,3 @@ def plan_rows() -> str:
 def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
     page = ROOT / "docs" / "internals" / "parallelism.md"
     assert f"```text\n{plan_rows()}\n```" in page.read_text(encoding="utf-8")
-
-
-# --------------------------------------------------------------------------------------------------------- mesh
-
-
-@pytest.mark.parametrize(("config", "world", "sizes"), [
-    (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
-    (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
-    (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
-    (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
-    (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
-    (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
-    (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
-])  # fmt: skip
-def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
-    assert tuple(compute_axis_sizes(config, world).values()) == sizes
-
-
-@pytest.mark.parametrize(("config", "world", "message"), [
-    (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
-    (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
-    (ParallelConfig(dp_shard=2, tp=2), 8, "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
-    (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
-    (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
-    (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
-])  # fmt: skip
-def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compute_axis_sizes(config, world)
-    assert str(caught.value).startswith(f"the layout {message}")
-
-
-def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
-    mesh = build_mesh(ParallelConfig(dp_replicate=2, tp=2), 4, "cpu")
-    rank = dist.get_rank()
-    neighbours = mesh.gather_objects(rank, ("dp_shard", "tp"))
-    total = torch.tensor([rank])
-    mesh.all_reduce_(total, ("dp_replicate",))
-    return (
-        mesh.rank("dp_replicate"), mesh.rank("tp"), mesh.data_rank, mesh.data_ranks, neighbours, total.tolist(),
-    )  # fmt: skip
-
-
-def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:
-    assert workers.run(coordinates, 4) == [
-        (0, 0, 0, 2, [0, 1], [2]),
-        (0, 1, 0, 2, [0, 1], [4]),
-        (1, 0, 1, 2, [2, 3], [2]),
-        (1, 1, 1, 2, [2, 3], [4]),
-    ]
-
-
-@pytest.mark.parametrize("others", [[], [[2, 3], [6, 7]]], ids=["all ranks", "some ranks"])
-def test_on_gpus_groups_are_split_off_at_once(others: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call takes all ranks of the run. Every rank must be in one group, as torch numbers them by a rank's own."""
-    groups = [[0, 1], [4, 5]] if others else [[0, 4], [1, 5], [2, 6], [3, 7]]
-    calls: list[list[list[int]]] = []
-    with fake_ranks(8, 5):
-        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 5))
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(dist, "split_group", lambda *, split_ranks: calls.append(split_ranks))
-        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", None)
-        create_group_of(groups, others)
-        monkeypatch.undo()
-    (split,) = calls
-    assert split[: len(groups)] == groups
-    assert sorted(rank for group in split for rank in group) == list(range(8))

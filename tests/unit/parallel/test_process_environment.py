@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.local import find_free_port
-from megatfm.parallel.distributed import restart_store
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
+from megatfm.parallel.rendezvous import restart_store
 from megatfm.parallel.startup_watch import StartupWatch
 from tests.support.forked_commands import ForkedCommand
 

@@ -53,8 +53,7 @@ def test_downsampling_keeps_spikes_ends_and_order() -> None:
     assert len(thin.steps) <= 1500
     assert {9.0, -9.0} <= set(thin.values)
     assert list(thin.steps) == sorted(set(thin.steps))
-    assert thin.steps[0] < 200
-    assert thin.steps[-1] > 99_800
+    assert (thin.steps[0], thin.steps[-1]) == (1, 100_000), "so that all charts of a run have one x axis"
     assert all(values[step - 1] == value for step, value in zip(thin.steps, thin.values, strict=True))
 
 

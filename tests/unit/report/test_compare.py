@@ -13,7 +13,7 @@ from megatfm.report import write_report
 from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
 from tests.support.command_line import run_command
-from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
+from tests.support.reported_runs import CHROMIUM, Page, replace_metrics, write_reported_run
 
 
 @pytest.fixture
@@ -199,6 +199,16 @@ def test_an_axis_ends_at_the_largest_possible_value(run: Path, tmp_path: Path) -
     assert [ticks[title].get(text) for title, text in (("F1 macro", "0"), ("Matthews", "-1"))] == [100, 100]
     assert max(map(float, ticks["Perplexity"])) > 1, "no bound"
     assert [y for _, y in points(plots["Utilization (MFU)"], "smooth")] == [0, 0], "beyond its bound"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+@pytest.mark.parametrize(("evaluations", "marked"), [(100, 1), (101, 0)])
+def test_points_of_a_curve_are_marked_unless_they_are_many(
+    run: Path, tmp_path: Path, evaluations: int, marked: int
+) -> None:
+    records = [{"step": step, "evaluation": {"a": {"loss": 1 / step}}} for step in range(1, evaluations + 1)]
+    replace_metrics(run, records)
+    assert draw(write_report(run), tmp_path).count('<path class="marks ') == marked
 
 
 def points(plot: str, kind: str) -> list[tuple[float, float]]:

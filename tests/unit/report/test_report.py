@@ -34,6 +34,13 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
     assert f"stdlib: 4.462 at step 100, {last['loss']:.4g} at step 1,000" in page.charts()[0]
 
 
+def test_files_and_text_are_in_powers_of_ten_as_on_the_page_of_a_corpus(run: Path) -> None:
+    text = report_page(run).text
+    assert "10.9 MB" in text, "text of 3,402,118 tokens"
+    assert "12.9 MB" in text, "text that was read"
+    assert "1.24 GiB" in text, "memory"
+
+
 def test_the_page_has_no_external_references(run: Path) -> None:
     page = report_page(run)
     html = (run / "report.html").read_text()
@@ -135,6 +142,24 @@ def test_losses_that_are_not_finite_are_counted(run: Path) -> None:
     assert "2 not finite" in report_page(run).text
 
 
+def test_a_metric_without_a_finite_value_is_named(run: Path) -> None:
+    records = [{"step": step, "loss": "NaN", "grad_norm": "Infinity", "lr": 0.1} for step in (1, 2)]
+    replace_metrics(run, records)
+    page = report_page(run)
+    assert "not shown, since no value is finite: loss, grad_norm" in page.text
+    assert [chart.partition(",")[0] for chart in page.charts()] == ["Learning rate"]
+    replace_metrics(run, [{**record, "norms": dict.fromkeys("abcdef", "NaN")} for record in records])
+    assert "loss, grad_norm, norms.a, norms.b, norms.c, norms.d and 2 more" in report_page(run).text
+
+
+def test_a_long_history_is_cut(run: Path) -> None:
+    events = [{"event": "skipped", "step": step, "detail": ""} for step in range(1000, 1300)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    text = " ".join(report_page(run).text.split())
+    assert "100 earlier events are in events.jsonl skipped at step 1,100 skipped" in text
+    assert text.count("skipped at step") == 200
+
+
 def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, 40_001):
@@ -187,6 +212,8 @@ def test_events_are_marked_at_their_steps(run: Path) -> None:
     for chart in page.data():
         assert [event[:2] for event in chart["events"]] == expected
     assert page.data()[0]["events"][3] == [700, "rolled back", "loss 9"]
+    classes = [str(attributes.get("class")) for tag, attributes in page.tags if tag == "li"]
+    assert sum(name.startswith("mark ") for name in classes) == 4, "the first chart explains the lines of all"
 
 
 def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: Path) -> None:

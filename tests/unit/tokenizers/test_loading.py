@@ -232,6 +232,10 @@ def test_missing_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(UsageError, match=r"x\.json: can't read the tokenizer \(No such file"):
         load(tmp_path / "x.json")
+    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UsageError, match=rf"no tokenizer.* here, but in the folder above: give {tmp_path}$"):
+        load(tmp_path / "train")
 
 
 def ids(text: str) -> dict[str, int]:

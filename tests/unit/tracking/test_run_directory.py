@@ -125,6 +125,17 @@ def test_a_refused_run_keeps_files_of_others(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "plan.txt").is_file()
 
 
+def test_a_run_that_starts_beside_another_one_leaves_its_folders(tmp_path: Path) -> None:
+    """Both found no folder; the other was first with the lock, and hasn't opened its log yet."""
+    second = RunDirectory(tmp_path / "a", 0)
+    second.new_paths.will_make_folder(second.log_path.parent)
+    with RunDirectory(tmp_path / "a", 0):
+        with pytest.raises(LockedError):
+            enter(second)
+        second.new_paths.remove()  # as the command does
+        assert (tmp_path / "a" / "logs").is_dir()
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs"])
 def test_checkpoints_and_logs_may_be_linked(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").mkdir()

@@ -6,9 +6,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,11 +82,11 @@ def test_a_lock_file_removed_before_locking_is_opened_again(tmp_path: Path, monk
     path, genuine = tmp_path / "lock", run_lock._try_lock
     attempts = []
 
-    def try_lock(file: int) -> bool:
+    def try_lock(file: int, holder: Mapping[str, Any]) -> bool:
         if not attempts:
             path.unlink()
         attempts.append(file)
-        return genuine(file)
+        return genuine(file, holder)
 
     monkeypatch.setattr(run_lock, "_try_lock", try_lock)
     held = RunLock(path)
@@ -218,6 +219,22 @@ def test_a_lock_of_another_machine_is_held_while_its_time_advances(tmp_path: Pat
     time.sleep(0.4)
     assert path.stat().st_mtime_ns > before, "this lock has a heartbeat"
     lock.release()
+
+
+def test_the_lock_of_a_copied_run_is_not_waited_for(tmp_path: Path) -> None:
+    """Its holder trains in another folder; one that was moved may be in use from another machine."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for folder in (run, copy):
+        folder.mkdir()
+        (folder / "lock").write_text(json.dumps({"host": "another-machine", "pid": 1, "time": 0, "run": str(run)}))
+    lock = RunLock(copy / "lock")
+    with keep_touching(copy / "lock"):
+        lock.acquire()
+    assert json.loads((copy / "lock").read_text())["run"] == str(copy)
+    lock.release()
+    run.rename(tmp_path / "moved")
+    with keep_touching(tmp_path / "moved/lock"), pytest.raises(LockedError, match="another-machine"):
+        RunLock(tmp_path / "moved/lock").acquire()
 
 
 @pytest.mark.usefixtures("short_waits")

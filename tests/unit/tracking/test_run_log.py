@@ -118,6 +118,22 @@ def test_a_run_continues_when_the_console_is_closed(
     assert capsys.readouterr().err == "", "no traceback of logging's"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_run_continues_on_a_console_whose_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDirectory(tmp_path, 0) as run, open("/dev/full", "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with RunLog(run, steps=1):
+            for message in ("first", "second"):
+                log.info(message)
+        screen.flush()  # as Python does at its end
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert text.count("the console can't be written (No space left on device): its lines are in the log file") == 1
+    assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
+    assert capsys.readouterr().err == "", "no traceback of logging's"
+
+
 def fail_in_a_run(run: RunDirectory) -> None:
     with RunLog(run, steps=1):
         log.info("first")

@@ -120,21 +120,15 @@ SMALL = (
     "model.d_model=16", "model.attention.n_heads=2", "model.ffn.d_ff=16", "model.n_layers=1", "data.sequence_length=16",
 )  # fmt: skip
 POOLERS = {
-    ("bert-base", "classification"): ("tanh", True),
-    ("bert-base", "multiple_choice"): ("tanh", True),
-    ("bert-base", "span_extraction"): ("none", True),
-    ("albert-base", "classification"): ("tanh", True),
-    ("deberta-base", "classification"): ("gelu", True),
-    ("deberta-base", "span_extraction"): ("none", True),
+    ("bert-base", "classification"): ("tanh", True), ("bert-base", "multiple_choice"): ("tanh", True),
+    ("bert-base", "span_extraction"): ("none", True), ("albert-base", "classification"): ("tanh", True),
+    ("deberta-base", "classification"): ("gelu", True), ("deberta-base", "span_extraction"): ("none", True),
     ("bigbird-base", "classification"): ("activation", True),
     ("modernbert-base", "classification"): ("transform", True),
-    ("modernbert-base", "span_extraction"): ("transform", True),
-    ("gpt2-124m", "classification"): ("none", False),
-    ("gpt2-124m", "multiple_choice"): ("none", True),
-    ("gpt2-124m", "span_extraction"): ("none", True),
-    ("xlnet-base", "classification"): ("tanh", True),
-    ("xlnet-base", "span_extraction"): ("none", True),
-}
+    ("modernbert-base", "span_extraction"): ("transform", True), ("gpt2-124m", "classification"): ("none", False),
+    ("gpt2-124m", "multiple_choice"): ("none", True), ("gpt2-124m", "span_extraction"): ("none", True),
+    ("xlnet-base", "classification"): ("tanh", True), ("xlnet-base", "span_extraction"): ("none", True),
+}  # fmt: skip
 """Preset and form → pooler, and whether the last layer has a bias, as in transformers' classes."""
 
 

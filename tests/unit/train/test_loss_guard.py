@@ -13,7 +13,8 @@ from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import LossTotals
 from megatfm.engines.losses import LossScale
 from megatfm.errors import MegatfmError
-from megatfm.train.resilience import DECISIONS, DecisionLog, LossGuard
+from megatfm.train.decision_log import DECISIONS, DecisionLog
+from megatfm.train.resilience import LossGuard
 
 
 class Engine:
@@ -37,7 +38,7 @@ def guard(path: Path, **settings: Any) -> LossGuard:
 def carried_out(loss_guard: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
     engine.gradient, engine.loss = torch.tensor([gradient]), loss
     stats = LossTotals({"causal": 1.0}, lambda: [loss, 1.0])
-    norm, output = loss_guard.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
+    norm, output = loss_guard.take_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
     assert (output is None) == math.isfinite(norm)
     return output is None
 

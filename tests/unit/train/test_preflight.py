@@ -78,9 +78,11 @@ def test_a_node_s_disk_holds_its_share_and_that_of_the_node_before(
     nodes = NodeTopology(tmp_path / "local" / "run", rank, node, None)
     needed = 3 * ranks_held * 1000  # the two newest checkpoints and the one being written
     state = 1000 * len(node)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
+    leftover = nodes.folder / ".step-00000008.partial-0123abcd"
+    leftover.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - leftover.exists()))
     check_local_disk(nodes, state)
-    assert list(nodes.folder.iterdir()) == [], "no probe is left"
+    assert list(nodes.folder.iterdir()) == [], "no probe is left, and no leftover of a killed save"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
     with pytest.raises(
         MegatfmError, match=rf"^{nodes.folder}: .* are free, but 3 more checkpoints .*checkpoint\.local_dir$"

@@ -16,9 +16,10 @@ from megatfm.config import Config, ResilienceConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import to_strict_json
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train import resume
+from megatfm.train import compatibility, resume
 from megatfm.train.best_checkpoint import find_best_checkpoint
-from megatfm.train.resilience import DecisionLog, LossGuard
+from megatfm.train.decision_log import DecisionLog
+from megatfm.train.resilience import LossGuard
 from megatfm.version import __version__
 from tests.support.workers import Workers
 
@@ -56,7 +57,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
 
 def check(stored: dict[str, Any], now: dict[str, Any], *allow: str, **options: Any) -> list[str]:
     """The changes that are allowed between a checkpoint's state and a run's."""
-    return resume.check_compatible(resume.ResumePoint(PATH, stored), now, list(allow), **options)
+    return compatibility.check_compatible(resume.ResumePoint(PATH, stored), now, list(allow), **options)
 
 
 @pytest.mark.parametrize("values", [
@@ -111,6 +112,29 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str, now: dic
         check(state(), now, *(name for name in GROUPS if name != group))
 
 
+def mixture(*phases: tuple[int, dict[str, float]]) -> dict[str, Any]:
+    return state(data__mixture=json.dumps(phases))
+
+
+@pytest.mark.parametrize(("phases", "is_told"), [
+    ([(0, {"a": 1, "b": 3})], True),
+    ([(0, {"a": 3, "b": 1, "c": 1})], True),
+    ([(0, {"b": 1, "a": 3})], True),
+    ([(0, {"a": 3, "b": 1}), (19, {"a": 1, "b": 1})], True),
+    ([(0, {"a": 3, "b": 1}), (20, {"a": 1, "b": 1})], False),
+    ([(0, {"a": 3, "c": 0, "b": 1}), (20, {"a": 1, "c": 1, "b": 0})], False),
+])  # fmt: skip
+def test_rows_that_a_new_mixture_repeats_are_told(phases: list[tuple[int, dict[str, float]]], is_told: bool) -> None:
+    """The checkpoint is at row 20."""
+    before, now = mixture((0, {"a": 3, "b": 1})), mixture(*phases)
+    lines = check(before, now, "data")
+    assert lines[0].startswith("data.mixture: [[0, ")
+    assert any("some rows are read again and others never" in line for line in lines) == is_told
+    with pytest.raises(UsageError, match="read again" if is_told else r"data\.mixture: .*accept the change"):
+        check(before, now)
+    assert "read again" not in str(check(state(), now, "data"))
+
+
 @pytest.mark.parametrize(("before", "now", "allow", "message"), [
     (state(), state(change(VALUES, "optimizer.name", "lion")), ["optimizer"],
      r"optimizer\.name = 'adamw', which 'lion' can't use.*init_from"),
@@ -143,7 +167,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
 def test_another_precision_is_logged() -> None:
     allowed = check(state(), state(precision="bf16"))
     assert allowed == ["precision: fp32 → bf16"]
-    assert resume.find_changes_that_may_fix_skips(allowed) == allowed
+    assert compatibility.find_changes_that_may_fix_skips(allowed) == allowed
 
 
 def test_a_precision_of_a_later_version_is_refused_by_name() -> None:
@@ -268,12 +292,12 @@ def test_a_resume_on_another_machine_is_logged() -> None:
     kind = {"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}
     before, now = state(machines={"kinds": [kind], "of_rank": [0, 0]}), state()
     assert check(before, now) == []
-    (line,) = resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE)
+    (line,) = compatibility.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
     assert "will not be bit-identical" in line
-    assert resume.describe_hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
+    assert compatibility.describe_hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
-    assert resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
+    assert compatibility.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -322,7 +346,7 @@ def test_losses_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
     ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
 ])  # fmt: skip
 def test_misfit_shapes_are_named(stored: dict[str, list[int]], expected: dict[str, list[int]], message: str) -> None:
-    assert resume.find_shape_mismatch(stored, expected) == message
+    assert compatibility.find_shape_mismatch(stored, expected) == message
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])

@@ -1,19 +1,22 @@
 """`verify` and its expected traffic: plugins' styles, cut rows, images, two towers, vision-language models."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from megatfm.config import Config, load_config
+from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.errors import UsageError
-from megatfm.layers.feed_forward import FFNS
-from megatfm.parallel.styles import STYLES
+from megatfm.parallel.styles import COLWISE, STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify import expected
 from megatfm.verify.expected import explain_unpredicted_axes
+from megatfm.verify.layouts import Documents
+from megatfm.verify.module_shardings import find_module_shardings
 from megatfm.verify.rank_processes import RankPool
-from megatfm.verify.shrink import Documents, draw_batch
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import GradientComparison, verify
 from tests.support.layouts import EXTENDED, extend
 from tests.support.small_runs import VERIFIED_CONFIG
@@ -46,13 +49,23 @@ def test_traffic_of_a_plugin_s_style_is_what_it_declares(
     model = {**VERIFIED_CONFIG["model"], "n_layers": 2, "ffn": {"name": name, "d_ff": 128}}
     changes = {"model": model, "plugins": [f"style_{name}"], "parallel": {"tp": 2, "dp_shard": 1}}
     config = Config.model_validate({**VERIFIED_CONFIG, **changes})
-    for registry in (STYLES, FFNS):
-        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
     assert explain_unpredicted_axes(config) == ({"tp": reason} if reason else {})
     comparison = verify(config)
     assert not comparison.wrong
     assert bool(comparison.traffic_mismatches) == is_wrong
+
+
+def test_a_plugin_s_style_for_fewer_heads_than_ranks_is_its_fallback() -> None:
+    STYLES.register("plugin_colwise")(replace(COLWISE, name="plugin_colwise"))
+
+    class Keys(nn.Linear):
+        tp_plan = (("", "plugin_colwise"),)
+        heads = 2
+
+    for ranks, dim, gradient in ((2, 0, "replicated"), (4, None, "partial")):
+        sharding = find_module_shardings(Keys(8, 8), ParallelConfig(tp=ranks))[""]
+        assert (sharding.dim, sharding.gradient) == (dim, gradient)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +141,7 @@ IMAGES = {
 )
 def test_images_in_parts_are_the_same(pool: RankPool, case: str, ranks: int) -> None:
     preset, overrides = IMAGES[case]
-    assert verify_preset(pool, preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]).expected
+    assert verify_preset(pool, preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]).expected_traffic
 
 
 # ------------------------------------------------------------------------------------------------- two towers
@@ -164,7 +177,7 @@ def test_counted_is_expected(pool: RankPool, case: str) -> None:
     comparison = verify_preset(pool, *CASES[case])
     assert not comparison.axes_without_closed_form
     small = comparison.config
-    (sent,) = (flow.sent_bytes for flow in comparison.flows if flow.collective == "send")
+    (sent,) = (flow.sent_bytes for flow in comparison.traffic if flow.collective == "send")
     batch = draw_batch(small)
     pairs = int(((batch["positions"] == 0) & (batch["documents"] >= 0)).sum())
     assert small.model.contrastive is not None
@@ -220,7 +233,7 @@ KEPT = {
 @pytest.mark.parametrize("case", extend(PREDICTED, kept=KEPT))
 def test_the_layout_is_the_same_computation_with_the_expected_traffic(pool: RankPool, case: str) -> None:
     comparison = verify_preset(pool, *PREDICTED[case])
-    assert comparison.expected
+    assert comparison.expected_traffic
     assert not comparison.axes_without_closed_form
 
 

@@ -21,13 +21,13 @@ from megatfm.verify import expected
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_keys import assign_tokens
 from megatfm.verify.expected_pipeline import divide_into_stages
-from megatfm.verify.module_cuts import CLASS_STYLES, STYLE_CUTS
+from megatfm.verify.module_shardings import CLASS_STYLES, STYLE_SHARDINGS
 from megatfm.verify.shrink import shrink
 
 FOLDER = Path(expected.__file__).parent
 FILES = [
     *sorted(FOLDER.glob("expected*.py")),
-    *(FOLDER / f"{name}.py" for name in ("axes", "context_shards", "module_calls", "module_cuts", "traffic")),
+    *(FOLDER / f"{name}.py" for name in ("axes", "context_shards", "module_calls", "module_shardings", "traffic")),
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
@@ -63,9 +63,9 @@ def test_the_table_has_all_classes_that_cut_or_send() -> None:
     }
     silent = {"local_token_dropout", "local_shard_dropout"}
     missing = {name for name, rows in classes.items() if {kind for _, kind in rows} - silent} - CLASS_STYLES.keys()
-    assert not missing, f"megatfm/verify/module_cuts.py: CLASS_STYLES needs what {missing} send"
+    assert not missing, f"megatfm/verify/module_shardings.py: CLASS_STYLES needs what {missing} send"
     assert not CLASS_STYLES.keys() - classes.keys()
-    assert {kind for rows in CLASS_STYLES.values() for _, kind in rows} <= STYLE_CUTS.keys()
+    assert {kind for rows in CLASS_STYLES.values() for _, kind in rows} <= STYLE_SHARDINGS.keys()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -92,7 +92,7 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
         for value, expected_value in zip(actual.stages, reference.stages, strict=True):
             assert len(value.split_points) == len(expected_value.split_points)
             assert value.rank == expected_value.rank
-            assert (value.takes, value.returns) == (expected_value.inputs, expected_value.inputs_with_grad)
+            assert (value.inputs, value.inputs_with_grad) == (expected_value.inputs, expected_value.inputs_with_grad)
         assert actual.holders == reference.parameter_ranks
 
 

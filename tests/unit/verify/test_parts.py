@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
+from megatfm.verify.layouts import Documents
 from megatfm.verify.rank_processes import RankResult
-from megatfm.verify.shrink import Documents, draw_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import compute_gradient_differences
 from tests.support.workers import Workers
@@ -95,14 +95,13 @@ def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     mixed = documents["mixed"]
     assert {tuple(row) for row in mixed[1::4].tolist()} == {(0,) * 64}
     assert ((mixed[2::4] == -1).sum(1) > 50).all()
-    assert get_args(Documents) == DOCUMENTS, "the command says them again, to be quick"
 
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResult:
     boxes = {
         name: [((offsets, tuple(block.shape)), block.double().numpy())] for name, (offsets, block) in blocks.items()
     }
-    return RankResult(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])
+    return RankResult(loss=1.0, grad_norm=1.0, gradients=boxes, traffic=[])
 
 
 def test_differences_of_cut_and_replicated_gradients() -> None:

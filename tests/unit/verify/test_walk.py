@@ -19,29 +19,16 @@ from megatfm.verify.verify import verify_presets
 from tests.support.layouts import EXTENDED
 
 EACH_LAYOUT = {
-    "llama3-8b": ("tp2-cp2",),
-    "mistral-7b-v0.1": ("cp2-heads",),
-    "gpt-oss-20b": ("cp3-ring",),
-    "deberta-v3-base": ("dp2-zero1",),
-    "electra-small": ("dp2",),
-    "t5-small": ("pp2-dp2",),
-    "switch-base-8": ("ep2",),
-}
+    "llama3-8b": ("tp2-cp2",), "mistral-7b-v0.1": ("cp2-heads",), "gpt-oss-20b": ("cp3-ring",),
+    "deberta-v3-base": ("dp2-zero1",), "electra-small": ("dp2",), "t5-small": ("pp2-dp2",), "switch-base-8": ("ep2",),
+}  # fmt: skip
 """A case of each axis, and of kinds of models of which test_expected.py has none."""
 EACH_KIND = {
-    "llama3-8b": ("dp2-zero0", "cp3-ring"),
-    "mistral-7b-v0.1": ("cp2",),
-    "deepseek-v2-lite": ("tp2", "ep2"),
-    "deberta-v3-base": ("cp2",),
-    "t-dmca": ("cp2",),
-    "longformer-base": ("cp2",),
-    "bigbird-base": ("cp3-ring",),
-    "spanbert-base": ("cp2",),
-    "electra-small": ("cp2",),
-    "xlnet-base": ("pp2", "cp2"),
-    "t5-small": ("tp2",),
+    "llama3-8b": ("dp2-zero0", "cp3-ring"), "mistral-7b-v0.1": ("cp2",), "deepseek-v2-lite": ("tp2", "ep2"),
+    "deberta-v3-base": ("cp2",), "t-dmca": ("cp2",), "longformer-base": ("cp2",), "bigbird-base": ("cp3-ring",),
+    "spanbert-base": ("cp2",), "electra-small": ("cp2",), "xlnet-base": ("pp2", "cp2"), "t5-small": ("tp2",),
     "quickstart-moe": ("ep2", "cp3-ring"),
-}
+}  # fmt: skip
 """Together with those, a case of each layout and kind of model, among them all that once differed."""
 
 REASONS = (

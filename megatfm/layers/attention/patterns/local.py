@@ -135,10 +135,7 @@ class Window(AttentionPattern):
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         # Is there a multiple of the dilation between the distances of the nearest and the farthest pair?
-        min_distance, max_distance = (
-            (q.first - k.last).clamp(min=-self.right),
-            (q.last - k.first).clamp(max=self.left),
-        )
+        min_distance, max_distance = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
         in_window = max_distance // self.step * self.step >= min_distance
         return in_window | ((k.first < self.first) & (k.first <= q.last)) if self.first else in_window
 

@@ -2,7 +2,8 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import base
 from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
+from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe import experts
+from megatfm.models import build
 from megatfm.ops import transfer
 from megatfm.ops.transfer import DeferredReads
 from megatfm.parallel import context_attention, context_parallel, ring_attention
-from tests.support.batches import CAUSAL, global_batch
+from tests.support.batches import CAUSAL, global_batch, task_batch
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.layouts import EXTENDED, extend
-from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.models import ADAMW, FAMILY_MODELS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches, model_gradient_errors
 from tests.support.uninitialized_memory import BLOCKING_METHODS, HostWaits
 from tests.support.workers import Workers
@@ -178,6 +181,30 @@ class Device(HostWaits):
 HERE, MOVED, READ = base.make_local_batch, transfer.move_to_device, DeferredReads.read
 
 
+@contextmanager
+def watch_host(device: Device, *, known: bool = True) -> Iterator[list[str]]:
+    """Tensors that are moved lie on the device; yields the methods that read one. known: the host has copies."""
+    requested: list[str] = []
+
+    def noted(name: str) -> Any:
+        method = getattr(Tensor, name)
+        return lambda self, *inputs: (device.holds(self) and requested.append(name), method(self, *inputs))[1]
+
+    with pytest.MonkeyPatch.context() as patch, device:
+        for name in BLOCKING_METHODS:
+            patch.setattr(Tensor, name, noted(name))
+        for module in [*sys.modules.values()]:
+            # `bigbird` moves to where the queries are.
+            if getattr(module, "move_to_device", None) is MOVED and module is not bigbird:
+                patch.setattr(module, "move_to_device", device.moved)
+        for module in (transfer, sequence):
+            patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
+        patch.setattr(base, "make_local_batch", device.here)
+        if not known:
+            patch.setattr(transfer, "remember_host_copy", lambda tensor, _: tensor)
+        yield requested
+
+
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
     """Host waits in the passes of two micro-batches, beside the one read of the losses. known: the host has copies.
 
@@ -187,31 +214,12 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
     engine = build_engine(config, parallel, ADAMW)
     engine.forward_backward(context_microbatches(engine, batch), objective)  # makes what is made once
     engine.zero_grad()
-    requested: list[str] = []
     device = Device([*engine.model.parameters(), *engine.model.buffers()])
-
-    def noted(name: str) -> Any:
-        method = getattr(Tensor, name)
-        return lambda self, *inputs: (device.holds(self) and requested.append(name), method(self, *inputs))[1]
-
-    with pytest.MonkeyPatch.context() as patch, device:
-        for method in BLOCKING_METHODS:
-            patch.setattr(Tensor, method, noted(method))
-        for module in [*sys.modules.values()]:
-            if (
-                getattr(module, "move_to_device", None) is MOVED and module is not bigbird
-            ):  # it moves to where the queries are
-                patch.setattr(module, "move_to_device", device.moved)
-        for module in (transfer, sequence):
-            patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
-        patch.setattr(base, "make_local_batch", device.here)
-        if not known:
-            patch.setattr(transfer, "remember_host_copy", lambda tensor, _: tensor)
+    with watch_host(device, known=known) as requested:
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)
-        actual = [*device.found, *requested]
     assert sums.loss == pytest.approx(loss, rel=1e-12)
     assert model_gradient_errors(engine, model) == {}
-    return actual
+    return [*device.found, *requested]
 
 
 @pytest.mark.parametrize(("name", "parallel"), [
@@ -225,6 +233,24 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
 ])  # fmt: skip
 def test_the_host_does_not_wait_for_known_values(workers: Workers, name: str, parallel: ParallelConfig) -> None:
     assert workers.run(waits_of_rows, 2, name, parallel, True) == [[], []]
+
+
+TASK_HEADS = [
+    {"name": "text_classifier", "classes": 2}, {"name": "text_classifier", "classes": 2, "both_orders": True},
+    {"name": "multiple_choice"}, {"name": "span_extraction"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", TASK_HEADS, ids=str)
+def test_task_heads_do_not_wait_for_known_values(head: dict[str, Any]) -> None:
+    changes = {"lm_head.name": "none", "lm_head.bias": False, "extra_heads": {"sentence": head}}
+    config = FAMILY_MODELS["bert"].with_changes(changes)
+    model, batch = build(config).train(), task_batch(config)
+    initialise(model, 7)
+    device = Device([*model.parameters(), *model.buffers()])
+    with watch_host(device) as requested:
+        model(**{name: device.moved(values, values.device) for name, values in batch.items()})
+    assert [*device.found, *requested] == []
 
 
 def test_the_host_reads_the_device_without_host_copies(workers: Workers) -> None:

@@ -1,4 +1,4 @@
-"""Table of how tensor parallelism cuts each class of modules and what that sends, independent of their `tp_plan`.
+"""Table of how tensor parallelism shards each class of modules and what that sends, independent of their `tp_plan`.
 
 After Korthikanti et al. 2022: once per sub-layer, the input of column-parallel weights is gathered and the output of
 row-parallel weights is summed. A class that isn't listed, such as a plugin's, counts by its own `tp_plan`.
@@ -16,77 +16,77 @@ from megatfm.verify.plugin_styles import get_plugin_style
 
 
 @dataclass(frozen=True)
-class ModuleCut:
-    """How tensor parallelism cuts the parameters and buffers of a module, and what its calls send.
+class ModuleSharding:
+    """How tensor parallelism shards the parameters and buffers of a module, and what its calls send.
 
-    dim: dim that is cut, None if tensors are replicated; dims: the same by name of the tensor. gradient: of replicated
+    dim: sharded dim, None if tensors are replicated; dims: the same by name of the tensor. gradient: of replicated
     tensors: "partial" (each rank has a summand), "partial_with_sp" (partial only with sequence parallelism) or
-    "replicated". sends: collectives such as "input gathered"; None if a plugin doesn't declare them.
+    "replicated". communication: such as "input gathered"; None if a plugin doesn't declare them.
     """
 
     dim: int | None = None
     gradient: Literal["replicated", "partial_with_sp", "partial"] = "replicated"
-    sends: tuple[str, ...] | None = ()
+    communication: tuple[str, ...] | None = ()
     dims: Mapping[str, int] | None = field(default=None, hash=False)
     are_experts: bool = False
 
-    def find_cut_dim(self, key: str, dims: int) -> int | None:
-        """Return the dim that is cut of the tensor `key` with `dims` dims; None if it is replicated."""
+    def find_shard_dim(self, key: str, n_dims: int) -> int | None:
+        """Return the sharded dim of the tensor `key` with `n_dims` dims; None if it is replicated."""
         dim = self.dim if self.dims is None else self.dims.get(key)
-        return None if dim is None or not -dims <= dim < dims else dim % dims
+        return None if dim is None or not -n_dims <= dim < n_dims else dim % n_dims
 
 
 GATHERED, SUMMED, REPLICATED_OUTPUT = ("input gathered",), ("output summed",), ("output replicated",)
-SPLIT_OUTPUT = ModuleCut(gradient="partial_with_sp")
-STYLE_CUTS: Mapping[str, ModuleCut] = {
-    "colwise": ModuleCut(dim=0),
-    "rowwise": ModuleCut(dim=1, gradient="partial_with_sp", sends=SUMMED),
-    "input_features": ModuleCut(dim=1),
-    "replicated_kv_heads": ModuleCut(gradient="partial"),
-    "shard_last_dim": ModuleCut(dim=-1),
-    "replicated_partial_grad": ModuleCut(gradient="partial"),
-    "gather_input": ModuleCut(sends=GATHERED),
-    "gather_input_shard_heads": ModuleCut(dim=-2, sends=GATHERED),
-    "gather_output": ModuleCut(sends=("output gathered",)),
-    "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
-    "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
+SPLIT_OUTPUT = ModuleSharding(gradient="partial_with_sp")
+STYLE_SHARDINGS: Mapping[str, ModuleSharding] = {
+    "colwise": ModuleSharding(dim=0),
+    "rowwise": ModuleSharding(dim=1, gradient="partial_with_sp", communication=SUMMED),
+    "shard_input_features": ModuleSharding(dim=1),
+    "replicated_kv_heads": ModuleSharding(gradient="partial"),
+    "shard_last_dim": ModuleSharding(dim=-1),
+    "replicated_partial_grad": ModuleSharding(gradient="partial"),
+    "gather_input": ModuleSharding(communication=GATHERED),
+    "gather_input_shard_heads": ModuleSharding(dim=-2, communication=GATHERED),
+    "gather_output": ModuleSharding(communication=("output gathered",)),
+    "gather_output_for_tokens": ModuleSharding(communication=("output gathered for tokens",)),
+    "sequence_parallel": ModuleSharding(gradient="partial_with_sp"),
     "split_output": SPLIT_OUTPUT,
-    "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=REPLICATED_OUTPUT),
-    "sum_output": ModuleCut(sends=("loss summed",)),
-    "sum_non_padding_tokens": ModuleCut(sends=("loss summed",)),
-    "sum_over_shards": ModuleCut(sends=("shards summed",)),
-    "sum_tokens_by_row": ModuleCut(),
-    "reduce_output": ModuleCut(sends=SUMMED),
-    "replicated": ModuleCut(),
-    "gather_input_replicated": ModuleCut(sends=("input replicated",)),
-    "vocab_parallel_embedding": ModuleCut(dim=0, sends=SUMMED),
-    "vocab_parallel_head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
-    "local_token_dropout": ModuleCut(),
-    "local_shard_dropout": ModuleCut(),
-    "local_channels": ModuleCut(),
-    "expert_parallel": ModuleCut(dim=0, are_experts=True),
-    "gather_expert_input": ModuleCut(sends=GATHERED),
-    "reduce_expert_output": ModuleCut(sends=SUMMED),
+    "gather_output_replicated": ModuleSharding(gradient="partial_with_sp", communication=REPLICATED_OUTPUT),
+    "sum_output": ModuleSharding(communication=("loss summed",)),
+    "sum_non_padding_tokens": ModuleSharding(communication=("loss summed",)),
+    "sum_over_shards": ModuleSharding(communication=("shards summed",)),
+    "sum_tokens_by_row": ModuleSharding(),
+    "reduce_output": ModuleSharding(communication=SUMMED),
+    "replicated": ModuleSharding(),
+    "gather_input_replicated": ModuleSharding(communication=("input replicated",)),
+    "vocab_parallel_embedding": ModuleSharding(dim=0, communication=SUMMED),
+    "vocab_parallel_head": ModuleSharding(dim=0, communication=("input gathered", "loss over the vocabulary")),
+    "local_token_dropout": ModuleSharding(),
+    "local_shard_dropout": ModuleSharding(),
+    "local_channels": ModuleSharding(),
+    "expert_parallel": ModuleSharding(dim=0, are_experts=True),
+    "gather_expert_input": ModuleSharding(communication=GATHERED),
+    "reduce_expert_output": ModuleSharding(communication=SUMMED),
     "split_kept_choices": SPLIT_OUTPUT,
-    "gather_choices": ModuleCut(),
-    "split_choices": ModuleCut(),
+    "gather_choices": ModuleSharding(),
+    "split_choices": ModuleSharding(),
 }
-"""Style name in a `tp_plan` → cut."""
+"""Style name in a `tp_plan` → sharding."""
 
 BY_CHANNELS = {
     **{"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2},
     **{"w_gate_lora_b": 1, "w_up_lora_b": 1, "w_down_lora_a": 2},
 }
-EXPERT_TP_CUTS: Mapping[tuple[str, str], ModuleCut] = {
-    ("expert_parallel", "by_channel"): ModuleCut(dims=BY_CHANNELS, gradient="partial", are_experts=True),
-    ("expert_parallel", "folded"): ModuleCut(are_experts=True),
-    ("gather_expert_input", "folded"): ModuleCut(),
-    ("reduce_expert_output", "folded"): ModuleCut(),
-    ("split_kept_choices", "folded"): ModuleCut(),
-    ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=REPLICATED_OUTPUT),
+EXPERT_TP_SHARDINGS: Mapping[tuple[str, str], ModuleSharding] = {
+    ("expert_parallel", "by_channel"): ModuleSharding(dims=BY_CHANNELS, gradient="partial", are_experts=True),
+    ("expert_parallel", "folded"): ModuleSharding(are_experts=True),
+    ("gather_expert_input", "folded"): ModuleSharding(),
+    ("reduce_expert_output", "folded"): ModuleSharding(),
+    ("split_kept_choices", "folded"): ModuleSharding(),
+    ("gather_choices", "folded"): ModuleSharding(gradient="partial_with_sp", communication=REPLICATED_OUTPUT),
     ("split_choices", "folded"): SPLIT_OUTPUT,
 }
-"""(style, `parallel.expert_tp`) → cut, where it differs from that of "by_expert"."""
+"""(style, `parallel.expert_tp`) → sharding, where it differs from that of "by_expert"."""
 
 StylePlan = tuple[tuple[str, str], ...]
 
@@ -134,8 +134,8 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("", "sequence_parallel"),
         ("router", "sequence_parallel"),
         ("non_padding_mask", "split_output"),
-        ("counted", "sum_output"),
-        ("total", "sum_output"),
+        ("reduce_counts", "sum_output"),
+        ("reduce_losses", "sum_output"),
     ),
     "Experts": (
         ("", "expert_parallel"),
@@ -155,7 +155,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     "ShawCore": SHARED_STYLES,
     "RelativePositionTable": (("table", "replicated_partial_grad"),),
     "BucketedPositionTable": (("table", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
-    "ShardedRMSNorm": (*PER_HEAD_STYLES, ("total", "sum_over_shards")),
+    "ShardedRMSNorm": (*PER_HEAD_STYLES, ("reduce_squares", "sum_over_shards")),
     "PreNorm": NORM_STYLES,
     "PostNorm": NORM_STYLES,
     "SandwichNorm": (*NORM_STYLES, ("norm_out", "sequence_parallel")),
@@ -212,24 +212,24 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
 """Class → pattern of submodule names ("" for itself) and style."""
 
 
-def find_module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleCut]:
-    """Return module path → cut, for each module that has a style or owns tensors."""
+def find_module_shardings(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleSharding]:
+    """Return module path → sharding, for each module that has a style or owns tensors."""
     style_of: dict[nn.Module, str] = {}
     for owner in model.modules():
         for pattern, style in _get_style_plan(type(owner)):
             for name, module in owner.named_modules():
                 if _matches(name.split(".") if name else [], pattern.split(".") if pattern else []):
                     style_of.setdefault(module, style)
-    cuts = {}
+    shardings = {}
     for path, module in model.named_modules():
         adapter = path.rpartition(".lora.")
         if adapter[1] and (adapted := model.get_submodule(adapter[0])) in style_of:
-            cuts[path] = _resolve_cut(_get_adapter_style(style_of[adapted], adapter[2]), module, parallel)
+            shardings[path] = _resolve_sharding(_get_adapter_style(style_of[adapted], adapter[2]), module, parallel)
         elif module in style_of:
-            cuts[path] = _resolve_cut(style_of[module], module, parallel)
+            shardings[path] = _resolve_sharding(style_of[module], module, parallel)
         elif next(_iter_tensors(module), None) is not None:
-            cuts[path] = ModuleCut()
-    return cuts
+            shardings[path] = ModuleSharding()
+    return shardings
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
@@ -244,10 +244,10 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
 
 
 def _get_adapter_style(style: str, matrix: str) -> str:
-    """Return the style of a LoRA matrix: B is cut beside a column-parallel weight, A beside a row-parallel one."""
+    """Return the style of a LoRA matrix: B is sharded beside a column-parallel weight, A beside a row-parallel one."""
     styles = {
         ("colwise", "a"): "replicated_partial_grad",
-        ("rowwise", "a"): "input_features",
+        ("rowwise", "a"): "shard_input_features",
         ("rowwise", "b"): "replicated_partial_grad",
     }
     is_on_tokens = style in ("split_output", "gather_output_replicated")
@@ -258,7 +258,7 @@ def find_undeclared_style(model: nn.Module) -> str | None:
     """Return the first style of a plugin that doesn't declare its communication; None if all do."""
     for owner in model.modules():
         for _, style in _get_style_plan(type(owner)):
-            if style not in STYLE_CUTS and get_plugin_style(style).communication is None:
+            if style not in STYLE_SHARDINGS and get_plugin_style(style).communication is None:
                 return style
     return None
 
@@ -278,18 +278,18 @@ def _iter_tensors(module: nn.Module) -> Iterator[object]:
     yield from module.buffers(recurse=False)
 
 
-def _resolve_cut(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut:
-    """Return the cut of a style under a layout: key heads fewer than ranks are replicated, experts as `expert_tp`."""
+def _resolve_sharding(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleSharding:
+    """Return the sharding of a style under a layout. Key heads fewer than ranks are replicated."""
     tp = parallel.tp
-    if style not in STYLE_CUTS:
-        declared = get_plugin_style(style)
-        return ModuleCut(declared.dim, declared.gradient, declared.communication, declared.dims)
-    if tp > 1 and (style, parallel.expert_tp) in EXPERT_TP_CUTS:
-        return EXPERT_TP_CUTS[style, parallel.expert_tp]
+    if style not in STYLE_SHARDINGS:
+        declared = get_plugin_style(style).resolve(module, tp, parallel.expert_tp)
+        return ModuleSharding(declared.dim, declared.gradient, declared.communication, declared.dims)
+    if tp > 1 and (style, parallel.expert_tp) in EXPERT_TP_SHARDINGS:
+        return EXPERT_TP_SHARDINGS[style, parallel.expert_tp]
     heads = getattr(module, "heads", None)
     if style == "colwise" and heads and heads % tp and tp % heads == 0:
-        return STYLE_CUTS["replicated_kv_heads"]
-    return STYLE_CUTS[style]
+        return STYLE_SHARDINGS["replicated_kv_heads"]
+    return STYLE_SHARDINGS[style]
 
 
 def is_a(module: nn.Module, name: str) -> bool:

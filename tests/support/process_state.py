@@ -1,0 +1,90 @@
+"""State of the process that a test could leave to later ones: plugins are forgotten, and all else must be as before."""
+
+import locale
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatfm import registry
+from megatfm.registry import Registry
+
+SIGNALS = sorted(signal.valid_signals())
+OF_LIBRARIES = ("PYTEST_", "TORCH", "TOKENIZERS_", "TRITON_", "ONEDNN_", "DS_", "HF_", "WANDB_")
+"""Beginnings of the environment variables that libraries set when they are imported or used: these stay."""
+
+
+def describe_process() -> dict[str, object]:
+    """Settings of the process, of Python and of torch, by name."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return {
+        "current directory": os.getcwd(),  # noqa: PTH109
+        "umask": umask,
+        "locale": locale.setlocale(locale.LC_ALL),
+        "signal handlers": [signal.getsignal(number) for number in SIGNALS],
+        "logging": (logging.root.level, logging.root.manager.disable, logging.getLogger("megatfm").level),
+        "torch's dtype": torch.get_default_dtype(),
+        "torch's threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "unwritten memory filled": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    }
+
+
+@contextmanager
+def restore_environment() -> Iterator[None]:
+    """Restore environment variables and Python's path at the end; both may have been changed by libraries."""
+    variables, path = dict(os.environ), [*sys.path]
+    yield
+    for name in os.environ.keys() - variables.keys():
+        if not name.startswith(OF_LIBRARIES):
+            del os.environ[name]
+    os.environ.update(variables)
+    sys.path[:] = path
+
+
+@contextmanager
+def assert_unchanged_process() -> Iterator[None]:
+    """Assert that the settings are the same at the end."""
+    before = describe_process()
+    yield
+    after = describe_process()
+    assert {name: (before[name], after[name]) for name in after if after[name] != before[name]} == {}
+
+
+@cache
+def list_registries(n_modules: int) -> list[Registry[Any]]:
+    """All registries of the modules of megatfm, looked for again when there are more modules."""
+    modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] == "megatfm"]
+    values = (value for module in modules for value in vars(module).values() if isinstance(value, Registry))
+    return list({id(value): value for value in values}.values())
+
+
+@contextmanager
+def forget_plugins() -> Iterator[None]:
+    """At the end, take parts of plugins out of their registries, and the plugins out of Python's modules."""
+    modules = set(sys.modules)
+    known = {(table.kind, name) for table in list_registries(len(modules)) for name in table._places}
+    imported, used = set(registry._imported_plugins), dict(registry._places_of_used_parts)
+    try:
+        yield
+    finally:
+        files = set()
+        for table in list_registries(len(sys.modules)):
+            for name in [name for name in table._places if (table.kind, name) not in known]:
+                files.add(table._places.pop(name).rpartition(":")[0])
+                del table._parts[name]
+        plugins = registry._imported_plugins - imported
+        for name in sys.modules.keys() - modules:
+            if name.partition(".")[0] in plugins or getattr(sys.modules[name], "__file__", None) in files:
+                del sys.modules[name]
+        registry._imported_plugins -= plugins
+        registry._places_of_used_parts.clear()
+        registry._places_of_used_parts.update(used)
