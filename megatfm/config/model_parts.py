@@ -31,7 +31,7 @@ class NormSection(Section):
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
     placement: Annotated[
-        str, PartName("norm position", ("pre", "post", "res_post", "sandwich", "deepnorm", "none"))
+        str, PartName("norm placement", ("pre", "post", "res_post", "sandwich", "deepnorm", "none"))
     ] = "pre"
     """Position of the norms around a sublayer: pre, post, res_post (on its output), sandwich, deepnorm or
     none."""
