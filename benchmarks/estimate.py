@@ -133,11 +133,12 @@ def measure_steps(preset: str, precision: str) -> None:
 
 @common.argument("--rounds", type=int, default=10)
 @common.argument("--held-out", type=int, default=40)
+@common.argument("--precision", nargs="+", choices=DTYPES, default=list(DTYPES))
 def run_calibrate(args: argparse.Namespace) -> None:
     keep_kernels()
-    for precision in DTYPES:
+    for precision in args.precision:
         measure_products(precision, args.rounds, args.held_out)
-    for preset, precision in product(FAMILIES, DTYPES):
+    for preset, precision in product(FAMILIES, args.precision):
         measure_steps(preset, precision)
 
 

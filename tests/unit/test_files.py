@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatfm import cli, rng
+from megatfm import cli, registry, rng
 from megatfm.checkpoint import file_io
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
@@ -346,6 +346,7 @@ def test_a_plugin_s_part_that_fails_is_named(
     """Below the traceback: the line in the plugin, or, where megatfm's own code fails, where its parts are."""
     name = f"found_{len(changed)}"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_places_of_used_parts", {})  # without those of modules of other tests
     (tmp_path / f"{name}.py").write_text(PLUGIN.replace("plain_layer_norm", name).replace(words, changed))
     with pytest.raises((AttributeError, TypeError)) as failed:
         cli.main(["describe", "quickstart", f"plugins={name}", f"model.norm.name={name}", "model.vocab_size=11"])

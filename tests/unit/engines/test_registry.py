@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatfm.config import load_config, parallel
+from megatfm.config import load_config
 from megatfm.engines.interface import Engine
 from megatfm.engines.registry import ENGINES, EngineRegistry
 from megatfm.errors import UsageError
@@ -42,10 +42,6 @@ def test_an_unknown_engine_or_feature() -> None:
         engines.check(load_config("quickstart", ["plugins=['engines']", "parallel.engine=other"]), "fp32")
     with pytest.raises(UsageError, match=r"there is no 'zero'; there are: pp, cp, ep, fp16, "):
         engines.register("mine", features=["zero"])  # type: ignore[list-item]
-
-
-def test_the_config_knows_the_engines() -> None:
-    assert set(parallel.ENGINES) == set(ENGINES.names())
 
 
 def test_an_engine_without_a_member_is_refused() -> None:

@@ -298,7 +298,7 @@ def test_a_loss_that_is_no_likelihood_has_no_empty_columns(
 ) -> None:
     photos: dict[str, Any] = {"loss": 4.5}
     results = {"step": 3, "objective": "image_to_text", "sets": {"photos": photos}}
-    monkeypatch.setattr(inference, "evaluate_run", lambda *_, **__: (results, {}))
+    monkeypatch.setattr(inference, "evaluate_run", lambda *_, show, **__: show(results, {}))
     for has_likelihood in (False, True):
         photos |= {"bits_per_byte": 1.25, "bytes": 10} if has_likelihood else {}
         arguments = cli.build_parser().parse_args(["evaluate", "runs/captioner"])
