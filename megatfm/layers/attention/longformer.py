@@ -54,7 +54,8 @@ class LongformerAttention(HeadProjections):
         self.wq_global = Linear(d, width, initial("query", d, width), bias=options.bias)
         self.wk_global = Linear(d, width, initial("key", d, width), bias=options.bias)
         self.wv_global = Linear(d, width, initial("value", d, width), bias=options.bias)
-        self.wo = self._modules.pop("wo")  # the last one: norms of gradients are summed in the order of parameters
+        # `wo` is the last one: norms of gradients are summed in the order of parameters.
+        self.register_module("wo", self._modules.pop("wo"))
         self.core, self.tokens = LocalAttention(config, initial, pattern), pattern.tokens
         self.global_core = GlobalAttention(config, initial, pattern)
 
