@@ -8,6 +8,7 @@ from megatfm.data.loader import check_global_batch
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
+from megatfm.object_collectives import all_gather_object
 from megatfm.optim.lr_schedules import check_schedule
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -90,8 +91,9 @@ def train(
                 mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
             trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
             check_schedule(config.lr_schedule, config.train.steps)
-            if error := find_unread_key(config):
-                raise UsageError(error)
+            errors = all_gather_object(find_unread_key(config))  # a part may be on some ranks alone
+            if errors[0] and all(errors):
+                raise UsageError(errors[0])
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)
