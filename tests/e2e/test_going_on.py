@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -272,7 +273,7 @@ def test_a_run_moves_to_context_ranks_and_back(
     assert_nearly_equal(tmp_path / "whole", tmp_path / "moved")
 
 
-# -------------------------------------------------------------------------------------- an engine of a plugin
+# ----------------------------------------------------------------------------------------- engines and keys of plugins
 
 
 DDP = ["plugins=['plain_ddp']", "parallel.engine=ddp", "parallel.zero=0", "train.steps=8"]
@@ -309,3 +310,27 @@ def test_a_plugin_s_engine_trains_as_native_and_engines_can_change(
     other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]
     assert workers.run(train_with_plugins, 1, make_config(*other, run="ddp")) == [EXIT_OK]
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)
+
+
+SCHEDULE = """
+import torch.distributed as dist
+from megatfm.optim.lr_schedules import SCHEDULES
+
+@SCHEDULES.register("floor_of_one_rank")
+def schedule(config, step, steps):
+    return config.floor if dist.get_rank() == 1 else 1.0
+"""
+
+
+def train_with_schedule(config: Config, folder: str) -> int:
+    sys.path.insert(0, folder)
+    return train_with_plugins(config)
+
+
+def test_a_plugin_s_key_may_be_read_on_some_ranks_alone(
+    workers: Workers, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "floor_plugin.py").write_text(SCHEDULE)
+    schedule = "lr_schedule={name='floor_of_one_rank', floor=1.0}"
+    config = make_config("plugins=['floor_plugin']", schedule, "parallel.zero=0", "train.steps=1")
+    assert workers.run(train_with_schedule, 2, config, str(tmp_path)) == [EXIT_OK] * 2
