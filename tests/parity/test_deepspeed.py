@@ -42,9 +42,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def check(errors: Distances, config: Config) -> None:
-    """Float32's own error counts where the native engine has it, too."""
+    """Float32's own error counts where the native engine has it, too: gradients of images have 3e-6 on some processors."""
     message = f"{config.parallel} {errors}"
-    assert errors.gradients <= max(1e-6, errors.native_gradients + 1e-7), message
+    assert errors.gradients <= errors.native_gradients + 1e-6, message
     assert errors.update_native <= 1e-6, message
     assert errors.update_one <= max(1e-6, errors.native_update_one + 1e-7), message
     assert errors.losses_native <= 1e-6, message
