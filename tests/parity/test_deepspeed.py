@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def check(errors: Distances, config: Config) -> None:
-    """Float32's own error counts where the native engine has it, too: gradients of images have 3e-6 on some processors."""
+    """Float32's own error counts where the native engine has it, too; on some processors, images have 3e-6."""
     message = f"{config.parallel} {errors}"
     assert errors.gradients <= errors.native_gradients + 1e-6, message
     assert errors.update_native <= 1e-6, message
