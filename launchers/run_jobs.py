@@ -33,6 +33,8 @@ from megatfm.launchers.record import (
 
 HELD_ADVICE = "it is held: `scontrol release {job}` releases it"
 RELAUNCH = "cancel it, and launch with"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""File of Linux with an id that each start of the machine has anew."""
 HEARTBEAT_SECONDS = 30.0
 """Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
 CLOCK_SKEW_SECONDS = 60.0
@@ -191,11 +193,15 @@ def check_no_process(run: Path) -> None:
         raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
 
-def describe_process(process: psutil.Process) -> dict[str, float]:
+def describe_process(process: psutil.Process) -> dict[str, Any]:
     """Return a process's pid and start: `started` in seconds since 1970, by the clock as it is set now, and `uptime` in
-    seconds since the machine started."""
+    seconds since the machine started; `boot` tells this start of the machine from others ("" where that is unknown)."""
     started = process.create_time()
-    return {"pid": process.pid, "started": started, "uptime": started - psutil.boot_time()}
+    try:
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return {"pid": process.pid, "started": started, "uptime": started - psutil.boot_time(), "boot": boot}
 
 
 def find_launcher_process(run: Path) -> psutil.Process | None:
@@ -205,9 +211,11 @@ def find_launcher_process(run: Path) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(get_number(launch_record, "pid") or 0))
-        # If the start time differs, another process has the pid now, unless the clock was set.
-        started = describe_process(process)
-        is_same = any(abs(started[key] - (get_number(launch_record, key) or 0)) < 1 for key in ("started", "uptime"))
+        # If the start time differs, another process has the pid now, unless the clock was set since.
+        description = describe_process(process)
+        is_same_boot = bool(description["boot"]) and description["boot"] == launch_record.get("boot")
+        keys = ("started", "uptime") if is_same_boot else ("started",)
+        is_same = any(abs(description[key] - (get_number(launch_record, key) or 0)) < 1 for key in keys)
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None

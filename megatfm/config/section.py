@@ -313,12 +313,12 @@ def split_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def list_types(annotation: Any) -> list[Any]:
+def _list_types(annotation: Any) -> list[Any]:
     """Return the types in a union, and the values of a Literal."""
     if get_origin(annotation) is Annotated:
-        return list_types(get_args(annotation)[0])
+        return _list_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in list_types(part)]
+        return [kind for part in get_args(annotation) for kind in _list_types(part)]
     return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
 
 
@@ -326,7 +326,7 @@ def _find_bool_as_number(value: Any, annotation: Any) -> str:
     """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
     if not isinstance(value, bool | list | tuple | Mapping):
         return ""  # nearly every value; a deep model's layers validate thousands
-    kinds = list_types(annotation)
+    kinds = _list_types(annotation)
     if isinstance(value, bool):
         numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
         if not numbers or any(kind is bool or isinstance(kind, bool) for kind in kinds):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatfm.launchers.attempts import Attempt, dump_attempts
-from megatfm.launchers.run_jobs import describe_process
+from megatfm.launchers.run_jobs import BOOT_ID, describe_process
 from megatfm.launchers.status import get_run_status
 from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
 
@@ -201,6 +201,8 @@ def test_a_clock_that_is_set_leaves_a_run_its_process(make: MakeRun, monkeypatch
         monkeypatch.setattr(psutil._psplatform, "boot_time", lambda step=step: booted + step)
         assert psutil.boot_time() == booted + step
         assert get_run_status(run).state.name == "RUNNING", step
+    (run / "launch.json").write_text((run / "launch.json").read_text().replace(BOOT_ID.read_text().strip(), "earlier"))
+    assert get_run_status(run).state.name != "RUNNING", "a process of that pid, as long after an earlier start"
 
 
 @pytest.mark.parametrize("launcher", ["local", "slurm"])
