@@ -1,6 +1,6 @@
 """Tensors of a PEFT adapter, converted to adapters of megatfm's matrices.
 
-Where transformers stores several of megatfm's matrices as one, its adapter becomes one for each: rows of B, the same A.
+If transformers stores several matrices of megatfm as one, its adapter becomes one for each: rows of B, the same A.
 """
 
 import math

@@ -185,8 +185,8 @@ def _make_group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
     ranks = mesh.device_mesh.mesh.flatten(1)
     if len(holders) == len(ranks):
         return mesh.group(PIPELINE)
-    others = [rank for rank in range(len(ranks)) if rank not in holders]
-    return create_group_of(ranks[list(holders)].T.tolist(), ranks[others].T.tolist())
+    other_ranks = [rank for rank in range(len(ranks)) if rank not in holders]
+    return create_group_of(ranks[list(holders)].T.tolist(), ranks[other_ranks].T.tolist())
 
 
 class ModuleState:

@@ -256,17 +256,17 @@ class Mesh:
         return self.device_mesh
 
 
-def create_group_of(groups: list[list[int]], others: list[list[int]] | None = None) -> ProcessGroup:
+def create_group_of(groups: list[list[int]], other_groups: list[list[int]] | None = None) -> ProcessGroup:
     """Create process groups, and return this rank's. A collective of all ranks.
 
-    groups: ranks of each. others: the same for all ranks that are in none of these; they may get a group of `others`.
+    groups: ranks of each. other_groups: the same for all ranks that are in none of these, which may get one of them.
     On GPUs one call splits the default group, as DeviceMesh does. A call for each group would be a collective of all
     ranks, too: hundreds of them on a thousand GPUs.
     """
     default_group = dist.group.WORLD
     group: ProcessGroup | None
     if default_group and default_group.bound_device_id is not None and torch.accelerator.is_available():
-        group = dist.split_group(split_ranks=[*groups, *(others or ())])
+        group = dist.split_group(split_ranks=[*groups, *(other_groups or ())])
     else:
         group, _ = dist.new_subgroups_by_enumeration(groups)
     return cast(ProcessGroup, group)

@@ -163,15 +163,15 @@ def downsample(curve: Curve, limit: int = MAX_POINTS) -> Curve:
     count = len(curve.steps)
     if count <= limit:
         return curve
-    kept = {0, count - 1}
+    indices_kept = {0, count - 1}
     n_buckets = limit // 2 - 1
     for bucket in range(n_buckets):
         indices = range(bucket * count // n_buckets, (bucket + 1) * count // n_buckets)
         finite = [i for i in indices if math.isfinite(curve.values[i])]
         key = curve.values.__getitem__
-        kept |= {min(finite, key=key), max(finite, key=key)} if finite else {indices[0]}
-    indices_kept = sorted(kept)
-    return Curve([curve.steps[i] for i in indices_kept], [curve.values[i] for i in indices_kept])
+        indices_kept |= {min(finite, key=key), max(finite, key=key)} if finite else {indices[0]}
+    in_order = sorted(indices_kept)
+    return Curve([curve.steps[i] for i in in_order], [curve.values[i] for i in in_order])
 
 
 def format_number(value: float) -> str:

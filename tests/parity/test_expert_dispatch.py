@@ -1,18 +1,23 @@
 """Experts that have no token or all of them, and every byte that travels to experts."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers.moe import experts
 from megatfm.models import build
+from megatfm.ops.grouped_mm import grouped_linear
 from megatfm.parallel import collectives
 from megatfm.verify.verify import verify
+from tests.support import expert_parity
 from tests.support.batches import family_batch
 from tests.support.expert_models import (
     EP2,
@@ -27,7 +32,7 @@ from tests.support.expert_models import (
     make_four_rank_configs,
     tensor_parallel_layout,
 )
-from tests.support.expert_parity import initial_model, moe_layers, objective_for, weighted_loss
+from tests.support.expert_parity import initial_model, moe_layers, objective_for, second_step, weighted_loss
 from tests.support.layouts import SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
 from tests.support.parity import build_engine, local_block, microbatches, model_gradient_errors
@@ -84,6 +89,33 @@ def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layou
     }
     tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
     workers.run(check_tied_routing, ranks, "switch", tried, timeout=300.0)
+
+
+def leave_rows_undefined(rows_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """A grouped product as kernels of GPUs leave it: rows beyond the last group's are not written."""
+    defined_MO = grouped_linear(rows_MI, weight_GOI, ends_G)[: int(ends_G[-1])]
+    return torch.cat([defined_MO, defined_MO.new_full((len(rows_MI) - len(defined_MO), defined_MO.shape[1]), math.nan)])
+
+
+def compare_as_on_a_gpu(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    """One device cuts rows of dropped choices off; here the host does not know their number."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def run_on_a_gpu(*case: Any) -> tuple[NativeEngine, list[float]]:
+            with pytest.MonkeyPatch.context() as device:
+                device.setattr(experts, "is_host_readable", lambda _: False)
+                device.setattr(experts, "grouped_linear", leave_rows_undefined)
+                return second_step(*case)
+
+        patch.setattr(expert_parity, "second_step", run_on_a_gpu)
+        return expert_parity.compare_expert_layouts(name, layouts)
+
+
+@pytest.mark.parametrize("name", ["top-k", "switch"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_dropped_choices_are_nothing_on_a_gpu(workers: Workers, name: str, ranks: int) -> None:
+    layouts = {"ep": ParallelConfig(dp_shard=ranks, ep=ranks), "replicas": ParallelConfig(dp_shard=ranks, zero=0)}
+    assert workers.run(compare_as_on_a_gpu, ranks, name, layouts, timeout=120.0) == [[*layouts]] * ranks
 
 
 def moved(parallel: ParallelConfig) -> None:

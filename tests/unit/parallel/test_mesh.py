@@ -58,17 +58,17 @@ def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> 
     ]
 
 
-@pytest.mark.parametrize("others", [[], [[2, 3], [6, 7]]], ids=["all ranks", "some ranks"])
-def test_on_gpus_groups_are_split_off_at_once(others: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other_groups", [[], [[2, 3], [6, 7]]], ids=["all ranks", "some ranks"])
+def test_on_gpus_groups_are_split_off_at_once(other_groups: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call takes all ranks of the run. Every rank must be in one group, as torch numbers them by a rank's own."""
-    groups = [[0, 1], [4, 5]] if others else [[0, 4], [1, 5], [2, 6], [3, 7]]
+    groups = [[0, 1], [4, 5]] if other_groups else [[0, 4], [1, 5], [2, 6], [3, 7]]
     calls: list[list[list[int]]] = []
     with fake_ranks(8, 5):
         monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 5))
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(dist, "split_group", lambda *, split_ranks: calls.append(split_ranks))
         monkeypatch.setattr(dist, "new_subgroups_by_enumeration", None)
-        create_group_of(groups, others)
+        create_group_of(groups, other_groups)
         monkeypatch.undo()
     (split,) = calls
     assert split[: len(groups)] == groups
