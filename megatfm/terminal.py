@@ -143,7 +143,7 @@ def format_counted(count: int, singular: str, plural: str = "") -> str:
 
 def join_first(names: Sequence[str], limit: int) -> str:
     """Join the first `limit` names with commas, and append how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.errors import UsageError
-from megatfm.terminal import make_table, print_table
+from megatfm.terminal import join_first, make_table, print_table
 from megatfm.verify.layouts import LAYOUTS, Documents
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ def _print_summary(cases: "Sequence[PresetResult]", seconds: float) -> int:
             reason = case.text.removeprefix(f"{case.preset}: ")
             cases_by_reason.setdefault(reason, []).append(f"{case.preset} {case.layout}")
     for reason, refused in cases_by_reason.items():
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        print(f"refused: {refused[0]}{more}: {reason}")
+        print(f"refused: {join_first(refused, 1)}: {reason}")
     wrong = [case for case in cases if case.is_wrong]
     for case in wrong:
         print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")

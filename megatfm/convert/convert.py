@@ -38,7 +38,7 @@ from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
 from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
-from megatfm.terminal import ProgressLog, format_counted
+from megatfm.terminal import ProgressLog, format_counted, join_first
 from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
 
@@ -283,8 +283,7 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
     """Return a note about tensors with NaN or infinity, or none."""
     if not names:
         return []
-    more = f" and {len(names) - 1} more" * (len(names) > 1)
-    return [f"NaN or infinity in {names[0]}{more}: the model's outputs may be NaN, too"]
+    return [f"NaN or infinity in {join_first(names, 1)}: the model's outputs may be NaN, too"]
 
 
 def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ from megatfm.config.key_migrations import migrate
 from megatfm.corpus.manifest import MANIFEST, Manifest
 from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, open_storage
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.terminal import join_first
 
 MAX_STEPS = 2**53
 """Steps from here on are not steps of a run, and a browser's numbers could not hold them."""
@@ -213,8 +214,7 @@ class Run:
             self.notes.append(f"metrics.jsonl: {n_without_step} line(s) left out that have no valid step")
         curves = {path: Curve(*column) for path, column in columns.items()}
         if names := [".".join(path) for path, curve in curves.items() if not curve.finite]:
-            further = f" and {len(names) - MAX_LISTED:,} more" if names[MAX_LISTED:] else ""
-            self.notes.append(f"not shown, since no value is finite: {', '.join(names[:MAX_LISTED])}{further}")
+            self.notes.append(f"not shown, since no value is finite: {join_first(names, MAX_LISTED)}")
         return curves
 
 
