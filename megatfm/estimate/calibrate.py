@@ -75,12 +75,7 @@ def measure_device(
     products = _tabulate_products(precision, shapes, seconds[: len(matmuls)], times)
     rate = max(n_bytes / t for n_bytes, t in zip(sizes, move_seconds, strict=True) if n_bytes > 2**20)
     peak = max(forward, *(2 * m * n * k / t for m, n, k, t in products[precision]))
-    name = (
-        torch.cuda.get_device_name(device)
-        if kind == "cuda"
-        else f"{describe_processor()['cpu']}, {torch.get_num_threads()} threads"
-    )
-    memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else psutil.virtual_memory().total
+    name, memory = _describe_device(device)
     table: dict[str, Any] = {
         "name": name,
         "kind": kind,
@@ -114,6 +109,13 @@ def measure_device(
         "source": "link measured between processes of this machine; disk assumed",
     }
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}, times
+
+
+def _describe_device(device: torch.device) -> tuple[str, int]:
+    """Return a device's name and the bytes of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    return f"{describe_processor()['cpu']}, {torch.get_num_threads()} threads", psutil.virtual_memory().total
 
 
 def keep_kernels() -> None:

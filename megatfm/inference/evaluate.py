@@ -14,9 +14,10 @@ from megatfm import checkpoint
 from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
+from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import to_strict_json
-from megatfm.inference.image_evaluation import make_image_evaluation
+from megatfm.inference.image_evaluation import ImageEvaluation, make_image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -25,7 +26,7 @@ from megatfm.terminal import ProgressLog, format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.build import build_engine, describe_size
-from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
+from megatfm.train.corpora import Corpora, open_corpora, open_corpus, open_tokenizer
 from megatfm.train.evaluation import evaluate, format_result
 from megatfm.train.init_from import load_weights
 
@@ -61,12 +62,8 @@ def evaluate_run(
     # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
-    if with_compressors and not config.reads_text:
-        raise UsageError(f"--baselines: objective.name = {config.objective.name!r} reads no text: leave it out")
-    if with_compressors and not (tokenizer and tokenizer.lossless):
-        raise UsageError(
-            f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: leave it out"
-        )
+    if with_compressors:
+        _check_text(config, tokenizer)
     checkpoint.find_checkpoint(run_dir)  # raises before the first collective
     with distributed.distributed_session(device=config.train.device) as rank:
         source, state = run_on_rank_0_raising(lambda: _find_newest(run_dir))  # the run may be saving
@@ -74,21 +71,10 @@ def evaluate_run(
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
-        images, results = make_image_evaluation(config, engine, n_images), {}
         n_sets = format_counted(len(corpora.validation), "validation set")
         log.info("%s: %s, %s, %s", run_dir, source.name, n_sets, describe_size(engine))
-        for name, rows in corpora.validation.items():
-            progress = ProgressLog(name, len(rows), "row")
-            with images.collect_set(name, rows) if images else nullcontext():
-                results[name] = evaluate(
-                    engine,
-                    rows,
-                    corpora.objective.for_evaluation(),
-                    corpora.byte_lengths,
-                    micro_batch=config.train.micro_batch,
-                    on_batch=partial(progress.advance, config.train.micro_batch * mesh.data_ranks),
-                )
-            log.info("%s: %s", name, format_result(results[name]))
+        images = make_image_evaluation(config, engine, n_images)
+        results = _evaluate_sets(engine, corpora, config.train.micro_batch, images)
     if not rank.is_main:
         return None
     evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
@@ -105,6 +91,36 @@ def evaluate_run(
     if baselines:
         run.write("baselines.json", to_strict_json(baselines, indent=2) + "\n")
     return evaluation, baselines
+
+
+def _evaluate_sets(
+    engine: Engine, corpora: Corpora, micro_batch: int, images: ImageEvaluation | None
+) -> dict[str, dict[str, Any]]:
+    """Return the results of each validation set. Collective."""
+    results = {}
+    for name, rows in corpora.validation.items():
+        progress = ProgressLog(name, len(rows), "row")
+        with images.collect_set(name, rows) if images else nullcontext():
+            results[name] = evaluate(
+                engine,
+                rows,
+                corpora.objective.for_evaluation(),
+                corpora.byte_lengths,
+                micro_batch=micro_batch,
+                on_batch=partial(progress.advance, micro_batch * engine.mesh.data_ranks),
+            )
+        log.info("%s: %s", name, format_result(results[name]))
+    return results
+
+
+def _check_text(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Raise UsageError if the text of a run's corpora can't be restored, for compressors."""
+    if not config.reads_text:
+        raise UsageError(f"--baselines: objective.name = {config.objective.name!r} reads no text: leave it out")
+    if not (tokenizer and tokenizer.lossless):
+        raise UsageError(
+            f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: leave it out"
+        )
 
 
 def _refuse_known_names(config: Config, sets: Mapping[str, str | Path]) -> None:

@@ -91,10 +91,16 @@ def train(
                 mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
             trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
             check_schedule(config.lr_schedule, config.train.steps)
-            errors = all_gather_object(find_unread_key(config))  # a part may be on some ranks alone
-            if errors[0] and all(errors):
-                raise UsageError(errors[0])
+            _refuse_unread_keys(config)
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)
                 return trainer.train(signals)
+
+
+def _refuse_unread_keys(config: Config) -> None:
+    """Raise UsageError on all ranks for a key of a plugin's section that no part has read on any: a part may be on some
+    ranks alone. A collective."""
+    errors = all_gather_object(find_unread_key(config))
+    if errors[0] and all(errors):
+        raise UsageError(errors[0])
