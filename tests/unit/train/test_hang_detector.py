@@ -191,7 +191,7 @@ def test_many_neighbours_make_a_short_diagnosis() -> None:
     diagnosis = diagnose(detector, 20.0)
     assert len(diagnosis.ranks) == 10_000
     assert len(json.dumps(diagnosis.to_dict())) < 32_000
-    assert "and 9992 more" in diagnosis.text
+    assert "and 9,992 more" in diagnosis.text
 
 
 @pytest.fixture(autouse=True)
