@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 import megatfm
-from tests.support.chat_models import ANSWERS, CHATML, conversations, save_llama
-from tests.support.hf_folders import run_command, write_lines
+from tests.support.finetuning_tasks import ANSWERS, CHATML, conversations, save_chat_llama, write_lines
+from tests.support.forked_commands import run_command
 
 CONFIG = """
 name = "chat"
@@ -25,7 +25,7 @@ def test_answers_end_where_the_template_ends_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    save_llama(tmp_path / "start", CHATML if own_template else None)
+    save_chat_llama(tmp_path / "start", CHATML if own_template else None)
     write_lines(tmp_path / "chats.jsonl", conversations())
     (tmp_path / "chat.toml").write_text(CONFIG)
     (tmp_path / "own.jinja").write_text(CHATML)
@@ -53,10 +53,10 @@ def test_answers_end_where_the_template_ends_them(
 
 
 def test_a_chat_with_a_model_without_a_template_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    save_llama(tmp_path / "start", None)
+    save_chat_llama(tmp_path / "start", None)
     assert run_command("generate", str(tmp_path / "start"), "--chat", "--prompt", "oslo") == 2
     assert "the tokenizer has no chat template" in capfd.readouterr().err
-    save_llama(tmp_path / "other")
+    save_chat_llama(tmp_path / "other")
     assert run_command("generate", str(tmp_path / "other"), "--chat", "--prompt", "oslo <|im_end|>") == 2
     assert "the prompt spells the special token '<|im_end|>': take it out" in capfd.readouterr().err
     assert run_command("generate", str(tmp_path / "other"), "--chat", "--bos", "none", "--prompt", "oslo") == 2

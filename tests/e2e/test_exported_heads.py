@@ -12,17 +12,17 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import load_config
 from megatfm.tasks.examples import ExampleFormat, build_frame
-from tests.support.hf_folders import (
+from tests.support.finetuning_tasks import (
     FILLERS,
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
     make_questions,
     read_lines,
-    run_command,
     save_bert,
     write_lines,
 )
+from tests.support.forked_commands import run_command
 
 CONFIG = """
 name = "task"

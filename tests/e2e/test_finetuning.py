@@ -19,7 +19,8 @@ from megatfm.config import load_config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import EXIT_REQUEUE
 from megatfm.inference.task_evaluation import predict_file
-from tests.support.hf_folders import read_lines, run_command, save_bert, write_lines
+from tests.support.finetuning_tasks import read_lines, save_bert, write_lines
+from tests.support.forked_commands import run_command
 from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
 

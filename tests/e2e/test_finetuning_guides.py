@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.support.chat_models import conversations, save_llama
 from tests.support.documentation import FENCE, ROOT
-from tests.support.forked_commands import ForkedCommand, run_megatfm
-from tests.support.hf_folders import (
+from tests.support.finetuning_tasks import (
     FILLERS,
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
+    conversations,
     make_questions,
     read_lines,
     save_bert,
+    save_chat_llama,
     write_lines,
 )
+from tests.support.forked_commands import ForkedCommand, run_megatfm
 from tests.support.small_runs import SMALL_CONFIG
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -69,7 +70,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that the pages take for granted, and those that they show."""
     folder = tmp_path_factory.mktemp("guides")
     save_bert(folder / "runs" / "bert", WORDS_OF_QUESTIONS, max_position_embeddings=512)
-    save_llama(folder / "llama")
+    save_chat_llama(folder / "llama")
     write_peft_adapter(folder / "peft-adapter", folder / "llama")
     for number, name in enumerate(("topics.train", "topics.validation", "topics.test", "new")):
         write_table(folder / f"{name}.csv", 48, number)

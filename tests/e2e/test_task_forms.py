@@ -11,15 +11,8 @@ import transformers
 
 from megatfm.inference import generated_answers
 from megatfm.inference.beam_search import beam_search
-from tests.support.hf_folders import (
-    TOWNS,
-    WORDS_OF_QUESTIONS,
-    make_questions,
-    read_lines,
-    run_command,
-    save_bert,
-    write_lines,
-)
+from tests.support.finetuning_tasks import TOWNS, WORDS_OF_QUESTIONS, make_questions, read_lines, save_bert, write_lines
+from tests.support.forked_commands import run_command
 
 CONFIG = """
 name = "task"

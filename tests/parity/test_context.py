@@ -22,15 +22,17 @@ from megatfm.config.objective import (
     SpanBoundaryObjective,
     SpanCorruptionObjective,
 )
-from tests.support.context_models import (
+from tests.support.context_parity import (
     CONTEXT_LAYOUTS,
     CONTEXT_MODELS,
     CONTEXT_MODELS_BY_RANKS,
     CP2_ALONE,
     PATTERN_NAMES,
+    compare_context_layouts,
+    context_case,
     context_layouts_of,
+    context_microbatches,
 )
-from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
 from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, make_cases, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors

@@ -19,7 +19,7 @@ from megatfm.parallel import collectives
 from megatfm.verify.verify import verify
 from tests.support import expert_parity
 from tests.support.batches import family_batch
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     EP2,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
@@ -29,10 +29,14 @@ from tests.support.expert_models import (
     PARTS_OF_FOUR,
     TP2,
     WHOLE_ROW_LAYOUTS,
+    initial_model,
     make_four_rank_configs,
+    moe_layers,
+    objective_for,
+    second_step,
     tensor_parallel_layout,
+    weighted_loss,
 )
-from tests.support.expert_parity import initial_model, moe_layers, objective_for, second_step, weighted_loss
 from tests.support.layouts import SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
 from tests.support.parity import build_engine, local_block, microbatches, model_gradient_errors

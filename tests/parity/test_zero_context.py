@@ -12,8 +12,7 @@ from megatfm.config import MuonConfig, OptimizerSection, ParallelConfig
 from megatfm.config.objective import CausalObjective
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
-from tests.support.context_models import CONTEXT_MODELS
-from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
+from tests.support.context_parity import CONTEXT_MODELS, compare_context_layouts, context_case, context_microbatches
 from tests.support.layouts import EXTENDED, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine

@@ -19,9 +19,9 @@ from _pytest.mark import ParameterSet
 
 from megatfm.config import Config, ParallelConfig
 from tests.parity import test_deepspeed, test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
-from tests.support.context_models import CONTEXT_LAYOUTS, CONTEXT_MODELS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
+from tests.support.context_parity import CONTEXT_LAYOUTS, CONTEXT_MODELS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
 from tests.support.deepspeed_runs import list_family_layouts, make_stage_cases
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     CONTEXT_EXPERT_MODELS,
     EXPERT_CASES,
     EXPERT_CONTEXT_LAYOUTS,

@@ -17,7 +17,7 @@ from megatfm.cli import COMMANDS, build_parser, main
 from megatfm.commands.completion import COMPLETION_FILES, make_completion_script
 from megatfm.config import load_config, to_toml
 from megatfm.terminal import print_table, spell_unencodable
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 ROOT = Path(__file__).parents[2]
 STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}

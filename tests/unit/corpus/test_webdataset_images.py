@@ -21,7 +21,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
 from tests.support.images import encode_noise
-from tests.support.packed_rows import read_global_batches
+from tests.support.packed_corpora import read_global_batches
 from tests.support.webdatasets import make_member, make_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]

@@ -11,8 +11,7 @@ import pytest
 
 from megatfm.config import load_config, to_toml
 from megatfm.launchers import snapshot
-from tests.support.launch_jobs import COMMANDS, STAND_IN, FakeSlurm, MakeRun
-from tests.support.slurm_attempts import RUNNING
+from tests.support.launch_jobs import COMMANDS, RUNNING, STAND_IN, FakeSlurm, MakeRun
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from megatfm.launchers import prolog_epilog
 from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
-from tests.support.launch_jobs import FakeSlurm
-from tests.support.slurm_attempts import (
+from tests.support.launch_jobs import (
     RUNNING,
+    FakeSlurm,
     finish_run,
     run_epilog,
     run_prolog,

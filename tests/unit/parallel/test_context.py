@@ -19,8 +19,8 @@ from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import ContextParallel, compute_token_indices, make_zigzag_predicate, split_batch
 from megatfm.parallel.cp_plans import check_context_plans
 from megatfm.verify.shrink import draw_batch
-from tests.support.context_models import CONTEXT_MODELS, attention_kinds
-from tests.support.expert_models import EXPERT_MODELS
+from tests.support.context_parity import CONTEXT_MODELS, attention_kinds
+from tests.support.expert_parity import EXPERT_MODELS
 from tests.support.image_models import IMAGE_MODELS, image_model_batch
 from tests.support.layouts import traffic_config
 from tests.support.models import FAMILY_MODELS

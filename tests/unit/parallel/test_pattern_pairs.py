@@ -19,7 +19,7 @@ from megatfm.models import build
 from megatfm.parallel.cp_plans import check_context_plans
 from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import plan_pipeline_split
-from tests.support.context_models import (
+from tests.support.context_parity import (
     BIASED_PATTERNS,
     CONTEXT_MODELS,
     CONTEXT_MODELS_BY_RANKS,

@@ -12,7 +12,7 @@ from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.reported_runs import CHROMIUM, Page, replace_metrics, write_reported_run
 
 

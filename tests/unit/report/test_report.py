@@ -14,7 +14,7 @@ from megatfm.report import write_report
 from megatfm.report.page import format_subtitle, make_resume_command
 from megatfm.report.run import Run
 from megatfm.terminal import format_counted
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
