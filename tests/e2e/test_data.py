@@ -18,16 +18,7 @@ WARMUP = """
 rampup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
 mixture_schedule = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
 mixture_block_rows = 8
-
-[data.mixture.web]
-path = "CORPUS/train"
-weight = 3
-
-[data.mixture.code]
-path = "CORPUS/validation"
-weight = 1
-
-[optimizer]
+mixture = { web = { path = "CORPUS/train", weight = 3 }, code = { path = "CORPUS/validation", weight = 1 } }
 """
 
 
@@ -39,8 +30,7 @@ def run_training(config: Config) -> int:
 def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     """The small config with a mixture and warm-ups."""
     text = config_file.read_text().replace(f'train = "{corpus}/train"\n', "")
-    text = text.replace("[optimizer]\n", WARMUP.replace("CORPUS", str(corpus)))
-    config_file.write_text(text)
+    config_file.write_text(text + WARMUP.replace("CORPUS", str(corpus)))
 
     def make(*overrides: str, run: str) -> Config:
         more = ["train.steps=8", "train.micro_batch=2", "checkpoint.every=1", "checkpoint.keep=9"]

@@ -85,11 +85,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_captioned_images(folder / "images", folder / "captions", 400)
     of_text = ["read.folder=captions", "tokenizer.vocab_size=340", "out=corpora/captions"]
     run_megatfm("prep", "quickstart-data", *of_text, output=log, cwd=folder)
-    of_images = [
-        "read.folder=images",
-        "tokenizer.file=corpora/captions/tokenizer.model",
-        "out=corpora/shapes",
-    ]
+    of_images = ["read.folder=images", "tokenizer.file=corpora/captions/tokenizer.model", "out=corpora/shapes"]
     of_images += ["split.validation_files=validation/*"]
     run_megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=folder)
     return folder

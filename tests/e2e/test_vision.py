@@ -109,21 +109,14 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
     (tmp_path / "photos.toml").write_text(
         """
         extends = "quickstart-vision"
-        [model.embedding]
-        patch_size = 4
-        channels = 3
-        mean = [0.5, 0.5, 0.5]
-        std = [0.5, 0.5, 0.5]
-        [model.extra_heads.classifier]
-        n_classes = 2
-        pool = "mean"
+        [model]
+        embedding = { patch_size = 4, channels = 3, mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5] }
+        extra_heads = { classifier = { n_classes = 2, pool = "mean" } }
         [data]
         train = "corpora/photos/train"
         validation = { photos = "corpora/photos/validation" }
         sequence_length = 48
-        [data.images]
-        max_patches = 16
-        transforms = ["horizontal_flip", "random_erasing"]
+        images = { max_patches = 16, transforms = ["horizontal_flip", "random_erasing"] }
         """
     )
     shape = [word for word in SMALL if "mixup" not in word] + ["train.global_batch=8", "train.micro_batch=4"]

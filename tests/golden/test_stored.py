@@ -37,62 +37,24 @@ PRESETS = (
 
 RUN = """
 name = "stored"
-
+data = { train = "corpus/train", tokenizer = "corpus", sequence_length = 32 }
+optimizer = { name = "adamw", lr = 1e-2, max_grad_norm = 0.5 }
+lr_schedule = { warmup_steps = 1 }
+train = { steps = 4, global_batch = 4, micro_batch = 2, precision = "fp64", device = "cpu" }
+checkpoint = { every = 2 }
+evaluate = { every = 0 }
+log = { every = 1, sinks = [] }
 [model]
 d_model = 8
 n_layers = 1
-
-[model.attention]
-n_heads = 2
-
-[model.ffn]
-name = "moe"
-d_ff = 8
-n_experts = 4
-top_k = 2
-
-[data]
-train = "corpus/train"
-tokenizer = "corpus"
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 1e-2
-max_grad_norm = 0.5
-
-[lr_schedule]
-warmup_steps = 1
-
-[train]
-steps = 4
-global_batch = 4
-micro_batch = 2
-precision = "fp64"
-device = "cpu"
-
-[checkpoint]
-every = 2
-
-[evaluate]
-every = 0
-
-[log]
-every = 1
-sinks = []
+attention = { n_heads = 2 }
+ffn = { name = "moe", d_ff = 8, n_experts = 4, top_k = 2 }
 """
 PREP = """
 out = "{folder}/corpus"
-
-[read]
-folder = "{folder}/texts"
-
-[split]
-validation = 0.3
-
-[tokenizer]
-kind = "byte-bpe"
-vocab_size = 320
+read = {{ folder = "{folder}/texts" }}
+split = {{ validation = 0.3 }}
+tokenizer = {{ kind = "byte-bpe", vocab_size = 320 }}
 """
 
 

@@ -53,36 +53,14 @@ TRIES = 4
 
 CONFIG = f"""
 name = "crashes"
-[model]
-d_model = 16
-n_layers = 1
-
-[model.attention]
-n_heads = 2
-
-[model.ffn]
-d_ff = 32
-[data]
-train = "CORPUS/train"
-tokenizer = "CORPUS/tokenizer.model"
-sequence_length = 16
-[optimizer]
-lr = 1e-3
-[lr_schedule]
-warmup_steps = 2
-[train]
-steps = {STEPS}
-global_batch = 4
-micro_batch = 1
-precision = "fp32"
-hang_seconds = 60
-[checkpoint]
-every = {EVERY}
-keep = 1
-[log]
-sinks = []
-[resilience]
-preflight = false
+model = {{ d_model = 16, n_layers = 1, attention = {{ n_heads = 2 }}, ffn = {{ d_ff = 32 }} }}
+data = {{ train = "CORPUS/train", tokenizer = "CORPUS/tokenizer.model", sequence_length = 16 }}
+optimizer = {{ lr = 1e-3 }}
+lr_schedule = {{ warmup_steps = 2 }}
+train = {{ steps = {STEPS}, global_batch = 4, micro_batch = 1, precision = "fp32", hang_seconds = 60 }}
+checkpoint = {{ every = {EVERY}, keep = 1 }}
+log = {{ sinks = [] }}
+resilience = {{ preflight = false }}
 """
 
 

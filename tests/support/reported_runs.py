@@ -12,38 +12,24 @@ from megatfm.report import write_report
 
 CONFIG = """
 name = "synthetic"
-
+parallel = {{ dp_shard = 2, tp = 1 }}
+lr_schedule = {{ name = "cosine", warmup_steps = 20, min_lr_factor = 0.05 }}
+train = {{ steps = 1000, global_batch = 32, micro_batch = 16, seed = 0, precision = "bf16" }}
+checkpoint = {{ every = 100, keep = 2 }}
 [model]
 family = "decoder"
 d_model = 256
 n_layers = 4
-
-[model.attention]
-n_heads = 4
-
-[model.ffn]
-d_ff = 768
-activation = "swiglu"
-
-[model.norm]
-name = "rms_norm"
-
-[model.position]
-name = "rope"
-
-[model.embedding]
-tied = false
-
+attention = {{ n_heads = 4 }}
+ffn = {{ d_ff = 768, activation = "swiglu" }}
+norm = {{ name = "rms_norm" }}
+position = {{ name = "rope" }}
+embedding = {{ tied = false }}
 [data]
 train = "{corpora}/train"
 validation = {{ stdlib = "{corpora}/validation" }}
 tokenizer = "{corpora}/tokenizer.model"
 sequence_length = 512
-
-[parallel]
-dp_shard = 2
-tp = 1
-
 [optimizer]
 name = "muon"
 lr = 3e-3
@@ -51,22 +37,6 @@ matrix_lr = 0.02
 betas = [0.9, 0.95]
 weight_decay = 0.1
 max_grad_norm = 1.0
-
-[lr_schedule]
-name = "cosine"
-warmup_steps = 20
-min_lr_factor = 0.05
-
-[train]
-steps = 1000
-global_batch = 32
-micro_batch = 16
-seed = 0
-precision = "bf16"
-
-[checkpoint]
-every = 100
-keep = 2
 """
 PLAN = """\
 mesh  dp_replicate 1 × dp_shard 2 × tp 1

@@ -66,7 +66,7 @@ def test_settings_that_differ_in_late_digits_are_shown(runs: list[Path]) -> None
     baseline.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
     changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace("betas = [0.9, 0.95]", "betas = [0.9, 0.950001]")
     changed = changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"')
-    slower.write_text(changed.replace("[parallel]", "[parallel]\npp = 1"))
+    slower.write_text(changed.replace("dp_shard = 2", "dp_shard = 2, pp = 1"))
     assert RunComparison.read(runs).list_differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
         ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
