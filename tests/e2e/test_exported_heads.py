@@ -107,10 +107,7 @@ def test_a_decoder_s_tags_are_exported(name: str, options: dict[str, Any], folde
     """Each word is a token, behind BOS."""
     save_model(folder / "start", name, **options)
     rows = [
-        {
-            "text": words,
-            "label": ["TOWN" if word in TOWNS else "NAME" if word in NAMES else "O" for word in words],
-        }
+        {"text": words, "label": ["TOWN" if word in TOWNS else "NAME" if word in NAMES else "O" for word in words]}
         for words in (row["text"].split() for row in labelled_rows())
     ]
     write_lines(folder / "train.jsonl", rows)

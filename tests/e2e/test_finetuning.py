@@ -19,17 +19,12 @@ from megatfm.config import load_config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import EXIT_REQUEUE
 from megatfm.inference.task_evaluation import predict_file
-from tests.support.finetuning_tasks import read_lines, save_bert, write_lines
+from tests.support.finetuning_tasks import ANIMALS, OTHER, TOOLS, read_lines, save_bert, write_lines
 from tests.support.forked_commands import run_command
 from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
 
-ANIMALS, TOOLS = (
-    ["cat", "dog", "horse", "cow", "sheep", "goat"],
-    ["saw", "hammer", "drill", "rasp", "plane", "file"],
-)
 SHARP = ("saw", "rasp", "plane")
-OTHER = ["the", "a", "old", "new", "in", "on", "by"]
 CONFIG = """
 name = "things"
 data = { sequence_length = 32 }
@@ -248,12 +243,7 @@ TEMPLATE = (
 
 def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"the {word}"},
-                {"role": "assistant", "content": f"a {word}"},
-            ]
-        }
+        {"messages": [{"role": "user", "content": f"the {word}"}, {"role": "assistant", "content": f"a {word}"}]}
         for word in ANIMALS + TOOLS
     ]
     for name in ("train", "validation"):

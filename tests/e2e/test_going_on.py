@@ -250,10 +250,7 @@ def test_context_ranks_train_like_one_process(
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
     assert log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", one_set, run="stopped")
-    assert workers.run(train_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
-        EXIT_REQUEUE,
-        EXIT_REQUEUE,
-    ]
+    assert workers.run(train_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
     losses = [workers.run(evaluate_in_one_process, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]

@@ -66,11 +66,7 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
 
 
 def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp_path: Path) -> None:
-    dropout = (
-        "model.dropout=0.1",
-        "optimizer={name='schedule_free_adamw', lr=1e-2}",
-        "lr_schedule.name=constant",
-    )
+    dropout = ("model.dropout=0.1", "optimizer={name='schedule_free_adamw', lr=1e-2}", "lr_schedule.name=constant")
     workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, run="with"))
     workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, "evaluate.sample_prompts=[]", run="without"))
     curves = []

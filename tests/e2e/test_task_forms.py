@@ -75,10 +75,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     assert test["examples"] == 30
     assert test["metrics"]["f1"] > 0.9
     assert test["intervals"]["f1"][0] <= test["metrics"]["f1"] <= test["intervals"]["f1"][1]
-    rows, truth = (
-        read_lines(folder / "runs/task/predictions/test.jsonl"),
-        make_questions(30, 3, no_answer=no_answer),
-    )
+    rows, truth = (read_lines(folder / "runs/task/predictions/test.jsonl"), make_questions(30, 3, no_answer=no_answer))
     right = [
         row["answer"] == (question["answers"][0]["text"] if question["answers"] else "")
         for row, question in zip(rows, truth, strict=True)

@@ -33,11 +33,7 @@ SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 
 def stop_and_resume(
-    workers: Workers,
-    make_config: Callable[..., Config],
-    tmp_path: Path,
-    options: list[str],
-    name: signal.Signals,
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path, options: list[str], name: signal.Signals
 ) -> None:
     """Train two ranks in `stopped`, of which one gets a signal, and go on."""
     config = make_config(*options, run="stopped")

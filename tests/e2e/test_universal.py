@@ -104,12 +104,7 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
             f"data.train={corpus / 'train'}",
             f"data.tokenizer={corpus / 'tokenizer.model'}",
             *("data.sequence_length=32", "train.steps=4", "train.global_batch=4", "train.precision=fp32"),
-            *(
-                "lr_schedule.warmup_steps=1",
-                "log.sinks=[]",
-                "parallel.engine=deepspeed",
-                f"parallel.zero={stage}",
-            ),
+            *("lr_schedule.warmup_steps=1", "log.sinks=[]", "parallel.engine=deepspeed", f"parallel.zero={stage}"),
         ],
     )
     assert workers.run(train, 2, config, timeout=200) == [EXIT_OK] * 2

@@ -17,12 +17,7 @@ from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import PassThroughObjective, family_case
 from tests.support.llava_models import LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
-from tests.support.parity import (
-    build_engine,
-    model_gradient_errors,
-    one_device_reference,
-    uneven_microbatches,
-)
+from tests.support.parity import build_engine, model_gradient_errors, one_device_reference, uneven_microbatches
 from tests.support.tower_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
 from tests.support.workers import Workers
 

@@ -88,14 +88,8 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT),
     "gpt2-untied": ("GPT2LMHeadModel", {**GPT, "embedding.tied": False, "ffn.activation": "relu2"}),
     "llama": ("LlamaForCausalLM", LLAMA),
-    "llama-tied-one-kv-head": (
-        "LlamaForCausalLM",
-        {**LLAMA, "embedding.tied": True, "attention.n_kv_heads": 1},
-    ),
-    "llama-all-kv-heads": (
-        "LlamaForCausalLM",
-        {**LLAMA, "attention.n_kv_heads": 6, "ffn.activation": "geglu"},
-    ),
+    "llama-tied-one-kv-head": ("LlamaForCausalLM", {**LLAMA, "embedding.tied": True, "attention.n_kv_heads": 1}),
+    "llama-all-kv-heads": ("LlamaForCausalLM", {**LLAMA, "attention.n_kv_heads": 6, "ffn.activation": "geglu"}),
     "llama-wide-heads": (
         "LlamaForCausalLM",
         {**LLAMA, "attention.head_dim": 6, "attention.bias": True, "ffn.bias": True},
@@ -181,25 +175,16 @@ MODELS = {
             "attention.qk_norm": True,
             "layer_types": ["local", "local", "global"],
             "layer_type.local": {**WINDOW, "position.theta": 20.0},
-            "layer_type.global": {
-                "position.theta": 500.0,
-                "position.scaling": {"name": "linear", "factor": 4.0},
-            },
+            "layer_type.global": {"position.theta": 500.0, "position.scaling": {"name": "linear", "factor": 4.0}},
         },
     ),
-    "switch": (
-        "SwitchTransformersForConditionalGeneration",
-        {**SWITCH, "layer_type.sparse": {"ffn": SWITCH_EXPERTS}},
-    ),
+    "switch": ("SwitchTransformersForConditionalGeneration", {**SWITCH, "layer_type.sparse": {"ffn": SWITCH_EXPERTS}}),
     "switch-roomy": (
         "SwitchTransformersForConditionalGeneration",
         {**SWITCH, "layer_type.sparse": {"ffn": {**SWITCH_EXPERTS, "expert_capacity": 40}}},
     ),
     "t5": ("T5ForConditionalGeneration", {**T5, "lm_head.scale": 24**-0.5}),
-    "t5-v1.1": (
-        "T5ForConditionalGeneration",
-        {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"},
-    ),
+    "t5-v1.1": ("T5ForConditionalGeneration", {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"}),
 }
 ENCODER_DECODERS = ["switch", "switch-roomy", "t5", "t5-v1.1"]
 DECODERS = [name for name in MODELS if name not in ENCODER_DECODERS]
@@ -312,10 +297,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         F.cross_entropy(expected[0], targets[0, piece], reduction="sum", ignore_index=-100)
         for piece, expected in zip(pieces, alone, strict=True)
     ]
-    loss, their_loss = (
-        pair.model(tokens, targets=targets, **where).losses["causal"],
-        torch.stack(losses).sum(),
-    )
+    loss, their_loss = (pair.model(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum())
     figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()

@@ -86,11 +86,7 @@ def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, tie
     pytest.param(4, [*IDLE[4], *EXPERT_TP_LAYOUTS[4], *EXPERT_CONTEXT_LAYOUTS], marks=SLOW),
 ], ids=["2", "2, the others", "4"])  # fmt: skip
 def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layouts: list[str]) -> None:
-    every = {
-        **EXPERT_LAYOUTS[ranks],
-        **EXPERT_TP_LAYOUTS[ranks],
-        **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {}),
-    }
+    every = {**EXPERT_LAYOUTS[ranks], **EXPERT_TP_LAYOUTS[ranks], **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {})}
     tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
     workers.run(check_tied_routing, ranks, "switch", tried, timeout=300.0)
 

@@ -69,10 +69,7 @@ def packed(images: list[Tensor], rows: list[list[int]], n_special: int = 1) -> d
     all_tokens = texts()
     length = max(sum(len(all_tokens[number]) for number in row) for row in rows) + 2
     batch |= {"tokens": torch.zeros(len(rows), length, dtype=torch.int64)}
-    batch |= {
-        "targets": torch.full((len(rows), length), -100),
-        "documents": torch.full((len(rows), length), -1),
-    }
+    batch |= {"targets": torch.full((len(rows), length), -100), "documents": torch.full((len(rows), length), -1)}
     batch["positions"] = torch.zeros(len(rows), length, dtype=torch.int64)
     for index, row in enumerate(rows):
         begin = 0

@@ -22,12 +22,7 @@ from megatfm.parallel.pipeline_stages import PipelineStage
 from tests.support.batches import CAUSAL, family_case, global_batch
 from tests.support.layouts import PIPELINE_SCHEDULES, bubble_fraction, simulate_schedule
 from tests.support.models import ADAMW
-from tests.support.parity import (
-    build_engine,
-    microbatches,
-    model_gradient_errors,
-    one_device_reference,
-)
+from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
 from tests.support.workers import Workers
 
 SHALLOW = ModelConfig(vocab_size=96, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})
