@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import megatfm
-from megatfm import cli
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.inference.decoding import Sampling
@@ -17,6 +16,7 @@ from megatfm.inference.text import generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks
+from tests.support.forked_commands import run_command
 from tests.support.workers import WorkerFailure, Workers
 
 EXTENDED = pytest.mark.extended
@@ -174,14 +174,11 @@ def test_tasks_do_not_touch_the_run_and_are_in_its_report(
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         curves.append([(json.loads(line)["loss"], json.loads(line)["evaluation"]) for line in lines])
     assert curves[0] == curves[1]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(tmp_path / "with"), "--with", str(tmp_path / "without")])
-    assert not ended.value.code
+    assert run_command("report", str(tmp_path / "with"), "--with", str(tmp_path / "without")) == 0
     page = (tmp_path / "with/report.html").read_text()
     for title in ("Right answers of tasks", "Accuracy on tasks"):
         assert title in page
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(tmp_path / "without")])
+    run_command("report", str(tmp_path / "without"))
     assert "Right answers of tasks" not in (tmp_path / "without/report.html").read_text()
 
 
@@ -193,9 +190,7 @@ def test_the_command_leaves_results_in_the_run(
     words = [
         "evaluate", str(tmp_path / "run"), "--task", tasks["choice"], "--task", f"other={tasks['cloze']}",
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--batch", "5", "--limit", "4", "--device", "cpu"])
-    assert not ended.value.code
+    assert run_command(*words, "--batch", "5", "--limit", "4", "--device", "cpu") == 0
     stored = json.loads((tmp_path / "run/evaluation_tasks.json").read_text())
     assert stored["step"] == 2
     assert {name: task["questions"] for name, task in stored["tasks"].items()} == {"choice": 4, "other": 4}
@@ -220,7 +215,5 @@ def test_wrong_options_of_evaluate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["evaluate", str(tmp_path), *words])
-    assert ended.value.code == 2
+    assert run_command("evaluate", str(tmp_path), *words) == 2
     assert message in capsys.readouterr().err
