@@ -220,8 +220,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, words = tmp_path / "here.toml", ("gpt2-124m", "train.micro_batch=1", "train.global_batch=1")
-    assert run_command("estimate", *words, "--calibrate", str(path), "train.precision=fp32") == 0
+    path, words = tmp_path / "here.toml", ("estimate", "gpt2-124m", "train.micro_batch=1", "train.global_batch=1")
+    assert run_command(*words, "--calibrate", str(path), "train.precision=fp32") == 0
     assert "on 1 × " in capsys.readouterr().out
     cluster = load_cluster("here", 1, hardware=path)
     assert {"fp32", "fp32 nn", "fp32 tn"} <= set(cluster.device.products)
@@ -231,23 +231,13 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert cluster.device.update_seconds is not None
     assert not cluster.device.compiles
     assert cluster.device.moves[1][0] == 2**21
-    assert (
-        run_command(
-            "estimate", *words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16"
-        )
-        == 2
-    )
+    assert run_command(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
     assert "or measure it so: --calibrate FILE train.precision=bf16" in capsys.readouterr().err
-    assert (
-        run_command(
-            "estimate", *words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64"
-        )
-        == 2
-    )
+    assert run_command(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64") == 2
     assert "measure it so" not in capsys.readouterr().err, "it measures in bf16 and fp32 alone"
-    assert run_command("estimate", *words, "--calibrate", str(path)) == 2
+    assert run_command(*words, "--calibrate", str(path)) == 2
     assert "the file exists" in capsys.readouterr().err
-    assert run_command("estimate", *words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
+    assert run_command(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
     assert "measures in bf16 or fp32" in capsys.readouterr().err
 
 
