@@ -1,8 +1,8 @@
 """What tests share: helpers, models, fixtures and the programs that tests start. Nothing here is a test.
 
 Compare numbers
-    parity              engines, the references of one device, errors of gradients; its relatives for contexts, experts and
-                        frozen weights are `context_parity`, `expert_parity`, `frozen_parity`
+    parity              engines, references of one device, errors of gradients; so do `context_parity`, `expert_parity`
+                        and `frozen_parity` for models with rows in parts, experts, and weights that stay
     layouts             the layouts that grids go through, parts of a grid, bytes on the wire
     faults              faults that a comparison must find
     source_losses       the loss of each source of rows
@@ -22,7 +22,8 @@ Files
     packed_corpora      corpora on disk and in memory, and the rows that they are packed into
     webdatasets         shards of others; `corpus_fuzzer` damages them
     text_files, prep_files, prep_tasks, tokenizer_cases  what data_prep reads, does and is stopped in
-    hf_folders          folders of transformers; `finetuning_tasks` has tasks to fine-tune on, `evaluated_tasks` to evaluate
+    hf_folders          folders of transformers
+    finetuning_tasks    files of tasks and small models to fine-tune; `evaluated_tasks` has some to evaluate
     small_runs          a small corpus and its run; `trained_runs` and `reported_runs` are made up
     checkpoint_schemas  a checkpoint's metadata, changed
     documentation       the manual and the source; `layout_table` makes the tables of a page

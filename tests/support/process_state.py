@@ -1,4 +1,4 @@
-"""What a test could leave to later ones: plugins are forgotten, all else must be as before; and its seeds, by its name."""
+"""State of the process around each test: seeds by its name, plugins forgotten, all else as before."""
 
 import locale
 import logging
