@@ -55,11 +55,9 @@ def train_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM
             signal.raise_signal(name)
         return stats
 
-    patched.forward_backward = asked
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", asked)
         return train(config)
-    finally:
-        patched.forward_backward = genuine
 
 
 def training_curve(folder: Path) -> list[dict[str, Any]]:
@@ -130,13 +128,12 @@ def train_with_faults(config: Config, faults: Mapping[str, str] = {}) -> tuple[i
             stats.sums[term] += wrong
         return stats
 
-    patched.forward_backward = faulty
-    try:
-        return train(config), read
-    except MegatfmError as error:
-        return str(error), read
-    finally:
-        patched.forward_backward = genuine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", faulty)
+        try:
+            return train(config), read
+        except MegatfmError as error:
+            return str(error), read
 
 
 def stored_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -185,13 +182,13 @@ def train_with_bit_flip(config: Config, fault: str, rank: int, step: int) -> str
             flip(engine.local[last_output_projection(engine)])
         return norm
 
-    patched.forward_backward, patched.step = forward_backward, optimizer_step
-    try:
-        train(config)
-    except MegatfmError as error:
-        return str(error)
-    finally:
-        patched.forward_backward, patched.step = backward, optimize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", forward_backward)
+        patch.setattr(patched, "step", optimizer_step)
+        try:
+            train(config)
+        except MegatfmError as error:
+            return str(error)
     return "none"
 
 
