@@ -22,6 +22,7 @@ from megatfm.parallel.distributed import distributed_session
 from megatfm.train import rank_monitor_client
 from megatfm.train.rank_monitor_client import RankMonitor
 from tests.support.forked_commands import ForkedCommand, run_megatfm
+from tests.support.rank_processes import make_rank_variables, set_up_rank
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.workers import start_fork_server
 
@@ -76,13 +77,7 @@ class WatchedRanks:
 
 
 def _run_rank(output: Path, port: int, rank: int, machines: str, hang_timeout: float, failing: int | None) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(machines)), "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }  # fmt: skip
+    set_up_rank(make_rank_variables(rank, len(machines), port), output)
     vars(rank_monitor_client)["machine"] = lambda: machines[rank]
     try:
         with distributed_session(60.0, "cpu", 60.0) as info, RankMonitor(info, hang_timeout) as monitor:
