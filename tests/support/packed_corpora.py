@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -229,6 +230,17 @@ def have_same_documents(first: Corpus, second: Corpus) -> bool:
         for number in range(first.n_blocks)
         for (_, a), (_, b) in zip(first.read_block(number), second.read_block(number), strict=True)
     )
+
+
+@contextmanager
+def serve_s3() -> Iterator[str]:
+    """Serve S3 at the URL that is yielded."""
+    from moto.server import ThreadedMotoServer  # slow to import
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
 
 
 def use_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
