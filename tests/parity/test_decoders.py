@@ -246,10 +246,7 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> La
     # transformers counts the first token after padding at the left as a target of that padding.
     expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     their_loss = expected_loss if left else expected.loss
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, their_loss, pair, dtype)
     return figures
 
 
@@ -298,10 +295,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         for piece, expected in zip(pieces, alone, strict=True)
     ]
     loss, their_loss = (pair.model(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum())
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, their_loss, pair, dtype)
 
 
 def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
@@ -319,10 +313,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
     counted = mask == 1
     figures.compare_logits(pair.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     loss = pair.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
-    figures.compare_logits(loss, expected.loss, dtype)
-    loss.backward()
-    expected.loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, expected.loss, pair, dtype)
     return figures
 
 
@@ -357,7 +348,4 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
         figures.compare_logits(logits[:, piece], reference, dtype)
         their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
     loss = pair.model(tokens, targets=targets, **where).losses["span"]
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, their_loss, pair, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.layers.initialisation import draw
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.tokenizers import train_sentencepiece
 
@@ -66,9 +66,5 @@ def small_config(folder: Path, **changes: Any) -> Config:
 def build_initial_model(config: Config, seed: int = 5) -> nn.Module:
     """Return the model in float64 as an engine draws its weights with `train.seed`."""
     model = build(config.model).double().eval()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            weight = getattr(module, key)
-            shape = weight.shape
-            weight.data = draw(initial, seed, f"{path}.{key}", shape, (0,) * weight.dim(), shape).double()
+    initialise(model, seed)
     return model

@@ -15,7 +15,7 @@ from megatfm.engines.native.cuda_graphs import GraphCapture
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.layers.block import collect_auxiliary_losses
-from megatfm.layers.initialisation import draw, initialise
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from megatfm.ops.cross_entropy import cross_entropy_reference
@@ -30,11 +30,7 @@ from tests.support.models import ADAMW, LENGTH, ROWS
 def one_device(config: ModelConfig) -> nn.Module:
     """The whole model in float64, with the initial weights of an engine whose seed is 7."""
     model = build(config).double()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            parameter = getattr(module, key)
-            values = draw(initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape)
-            parameter.data.copy_(values)
+    initialise(model, 7)
     return model
 
 
