@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import megatfm
+from tests.support.files import read_lines, write_lines
 from tests.support.finetuning_tasks import (
     ANIMALS,
     ANSWERS,
@@ -19,11 +20,9 @@ from tests.support.finetuning_tasks import (
     OTHER,
     TOOLS,
     conversations,
-    read_lines,
     save_bert,
     save_chat_llama,
     save_word_tokenizer,
-    write_lines,
 )
 from tests.support.forked_commands import run_command
 

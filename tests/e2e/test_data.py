@@ -10,7 +10,7 @@ from megatfm.config import Config, load_section
 from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from tests.support.finetuning_tasks import read_lines
+from tests.support.files import read_lines
 from tests.support.training_runs import delete_checkpoints_after, run_training
 from tests.support.workers import WorkerFailure
 

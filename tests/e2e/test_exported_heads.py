@@ -12,16 +12,8 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import load_config
 from megatfm.tasks.examples import ExampleFormat, build_frame
-from tests.support.finetuning_tasks import (
-    FILLERS,
-    NAMES,
-    TOWNS,
-    WORDS_OF_QUESTIONS,
-    make_questions,
-    read_lines,
-    save_bert,
-    write_lines,
-)
+from tests.support.files import read_lines, write_lines
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, WORDS_OF_QUESTIONS, make_questions, save_bert
 from tests.support.forked_commands import run_command
 
 CONFIG = """

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatfm.config.prep import TokenizerConfig
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.documentation import FENCE, ROOT
+from tests.support.files import read_lines, write_lines
 from tests.support.finetuning_tasks import (
     FILLERS,
     NAMES,
@@ -22,10 +23,8 @@ from tests.support.finetuning_tasks import (
     WORDS_OF_QUESTIONS,
     conversations,
     make_questions,
-    read_lines,
     save_bert,
     save_chat_llama,
-    write_lines,
 )
 from tests.support.forked_commands import ForkedCommand, run_megatfm
 from tests.support.images import encode_noise, write_captioned_images

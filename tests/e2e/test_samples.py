@@ -16,6 +16,7 @@ from megatfm.inference.text import generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks
+from tests.support.files import read_lines
 from tests.support.forked_commands import run_command
 from tests.support.workers import WorkerFailure, Workers
 
@@ -40,8 +41,7 @@ def train_with_samples(config: Config) -> int:
 
 
 def samples(run: Path) -> dict[int, list[dict[str, str]]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["samples"] for line in lines}
+    return {line["step"]: line["samples"] for line in read_lines(run / "metrics.jsonl")}
 
 
 # Tasks of averaged weights are below.
@@ -133,8 +133,7 @@ def tasks_override(tasks: dict[str, str]) -> str:
 
 
 def evaluations(run: Path) -> dict[int, dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line.get("tasks", {}) for line in lines}
+    return {line["step"]: line.get("tasks", {}) for line in read_lines(run / "metrics.jsonl")}
 
 
 # What the command says of a run of one rank is below.

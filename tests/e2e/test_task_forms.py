@@ -11,7 +11,8 @@ import transformers
 
 from megatfm.inference import generated_answers
 from megatfm.inference.beam_search import beam_search
-from tests.support.finetuning_tasks import TOWNS, WORDS_OF_QUESTIONS, make_questions, read_lines, save_bert, write_lines
+from tests.support.files import read_lines, write_lines
+from tests.support.finetuning_tasks import TOWNS, WORDS_OF_QUESTIONS, make_questions, save_bert
 from tests.support.forked_commands import run_command
 
 CONFIG = """

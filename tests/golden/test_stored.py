@@ -23,6 +23,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.errors import EXIT_OK
 from megatfm.train import compatibility, resume
 from megatfm.train.run import train
+from tests.support.files import read_lines
 from tests.support.golden_curves import TOLERANCE
 from tests.support.workers import Workers
 
@@ -175,11 +176,11 @@ def go_on(folder: Path, corpus: Path) -> int:
 def test_a_stored_run_resumes_and_its_weights_open(workers: Workers, run: Path, tmp_path: Path) -> None:
     for name in ("run", "corpus"):  # the tree of the repository stays as it is
         shutil.copytree(run.parent / name, tmp_path / name)
-    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    recorded = read_lines(run / "metrics.jsonl")
     assert workers.run(go_on, 1, tmp_path / "run", tmp_path / "corpus") == [EXIT_OK]
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "run/events.jsonl")
     assert "resumed" in [event["event"] for event in events]
-    resumed = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    resumed = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in resumed] == [1, 2, 3, 4]
     for key in ("loss", "grad_norm", "lr"):
         for was, now in zip(recorded, resumed, strict=True):

@@ -20,7 +20,8 @@ from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.finetuning import resolve_task
 from tests.support.evaluated_tasks import build_initial_model, small_config
-from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, save_bert, write_lines
+from tests.support.files import write_lines
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, save_bert
 from tests.support.workers import Workers
 
 ROWS = 13

@@ -19,6 +19,7 @@ Small models, batches, configs
     text_objectives     objectives, and their fields of a document
     recommended_layouts a layout for each preset
 Files
+    files               files of JSON lines, damaged files
     packed_corpora      corpora on disk and in memory, and the rows that they are packed into
     webdatasets         shards of others; `corpus_fuzzer` damages them
     text_files, prep_files, prep_tasks, tokenizer_cases  what data_prep reads, does and is stopped in

@@ -1,8 +1,7 @@
 """Files of tasks, and folders of small models of transformers that are fine-tuned on them."""
 
-import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,6 @@ WORDS_OF_QUESTIONS = (*TOWNS, *NAMES, *FILLERS, "where", "was", "?")
 BERT_MARKS = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
 }  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def save_word_tokenizer(folder: Path, words: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatfm.launchers.local import find_free_port
+from tests.support.files import read_lines
 from tests.support.forked_commands import keep_last_override
 from tests.support.workers import start_fork_server
 
@@ -87,7 +87,7 @@ class Ranks:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(path) if path.exists() else []
 
     def end(self) -> None:
         for process in self.processes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm.report import write_report
+from tests.support.files import write_lines
 
 CONFIG = """
 name = "synthetic"
@@ -113,15 +114,15 @@ def write_reported_run(folder: Path, last_step: int = 1000) -> Path:
     (run / "config.toml").write_text(CONFIG.format(corpora=corpora))
     (run / "plan.txt").write_text(PLAN)
     records = [make_record(step, noise) for step in range(1, last_step + 1)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    write_lines(run / "metrics.jsonl", records)
     events = [
         {"time": 1_795_257_000.0, "event": "started", "detail": "on 2 processes"},
         {"time": 1_795_257_222.5, "event": "stopped", "step": 510, "detail": "SIGUSR1: saved, exit 75"},
         {"time": 1_795_257_230.1, "event": "resumed", "step": 510, "detail": "on 2 processes"},
     ]
-    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    write_lines(run / "events.jsonl", events)
     samples = [{"prompt": PROMPT, "text": SAMPLE, "step": 1000}]
-    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    write_lines(run / "samples.jsonl", samples)
     (run / "environment.json").write_text(json.dumps({"megatfm": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}))
     baselines = {"gzip -9, per document": 2.41, "xz -9, joined": 1.93}
     (run / "baselines.json").write_text(json.dumps({"stdlib": baselines}))
@@ -170,4 +171,4 @@ def report_page(run: Path) -> Page:
 
 
 def replace_metrics(run: Path, records: list[dict[str, object]]) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(run / "metrics.jsonl", records)

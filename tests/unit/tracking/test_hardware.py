@@ -17,6 +17,7 @@ from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
 from megatfm.tracking import hardware, utilization
 from megatfm.tracking.utilization import Peak, Utilization, get_peak_flops, look_up_peak_flops, measure_peak_flops
+from tests.support.files import read_lines
 from tests.support.small_runs import corpus, file, run, texts
 from tests.support.workers import THREADS, Workers
 
@@ -217,7 +218,7 @@ def test_the_peak_of_a_cpu_is_measured() -> None:
 
 
 def test_a_run_records_mfu(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     full, causal = flops_per_token(megatfm.load_config(run))
     for line in lines:
         assert line["mfu"] > line["mfu_causal"] > 0
