@@ -1,15 +1,20 @@
 """`megatfm launch` in this process, jobs for launchers, a SLURM that answers from files, runs to look at."""
 
 import argparse
-from collections.abc import Callable
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from megatfm import cli
 from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
+from megatfm.launchers import attempts, prolog_epilog, record
 from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
@@ -104,3 +109,17 @@ def write_attempts(run: Path, *codes: int | None) -> None:
         for code in codes
     ]
     (run / "restarts.json").write_text(dump_attempts(result))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Meanwhile, launchers' records can't be written, and neither can stderr, a job's log."""
+
+    def refuse(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with ExitStack() as stack:
+        for module in (attempts, prolog_epilog, record):
+            stack.enter_context(patch.object(module, "atomic_write", refuse))
+        stack.enter_context(patch.object(sys, "stderr", stack.enter_context(open("/dev/full", "w"))))
+        yield
