@@ -1,12 +1,14 @@
 """`megatfm describe`, `estimate` and `explain-oom`: the size of a model, whether a run fits, and how fast it is."""
 
 import argparse
+import logging
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
+from megatfm.commands.training import show_log
 from megatfm.config import load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from megatfm.config import Config
     from megatfm.estimate.estimator import Estimate, Estimator
     from megatfm.estimate.search import SearchResult
+
+log = logging.getLogger("megatfm")
 
 MAX_LAYOUTS = 10
 """Largest number of layouts that a search lists."""
@@ -30,12 +34,14 @@ def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@show_log()
 def describe_command(args: argparse.Namespace) -> int:
     """Print the description."""
-    from megatfm.describe import describe, to_lines
-
     config = load_config(args.config, args.overrides)
     check_trust(config, args)
+    log.info("%s: counting parameters and FLOPs, without allocating the model", config.name)
+    from megatfm.describe import describe, to_lines  # imports torch
+
     for label, text in to_lines(describe(config)):
         print(f"{label:<16}  {text}".rstrip())
     return 0
@@ -77,6 +83,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@show_log()
 def estimate_command(args: argparse.Namespace) -> int:
     """Print the estimate; return 0 if the run fits, else 1."""
     from megatfm.estimate.devices import load_cluster
@@ -96,7 +103,8 @@ def estimate_command(args: argparse.Namespace) -> int:
         _calibrate(args, config)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
-    from megatfm.estimate.estimator import open_estimator
+    log.info("%s: %s on %s", config.name, "trying all layouts" if args.search else "estimating a step", cluster)
+    from megatfm.estimate.estimator import open_estimator  # imports torch
     from megatfm.estimate.text import as_dict
 
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
@@ -292,9 +300,11 @@ def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@show_log()
 def explain_oom_command(args: argparse.Namespace) -> int:
     """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
-    from megatfm.estimate.recorded import read_recorded, run_estimator
+    log.info("%s: estimating the memory of a step", args.folder)
+    from megatfm.estimate.recorded import read_recorded, run_estimator  # imports torch
     from megatfm.estimate.text import (
         describe_fit,
         describe_recorded,

@@ -1,5 +1,7 @@
 """A run on a mixture with warm-ups: stopped within them and resumed, also on other ranks, it is the same run."""
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,9 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         assert all(seconds >= 0 for seconds in line["step_parts"].values()), line
         assert sum(line["step_parts"].values()) == pytest.approx(line["step_seconds"])
         assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
-    see_sources(full, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
+    mixture = open_corpora(*open_tokenizer(mixed(run="opened"))).train
+    see_sources(full, mixture)
+    assert list_epochs(tmp_path / "whole") == count_epochs(full, mixture)
     for step, ranks in ((2, 1), (4, 2)):
         delete_checkpoints_after(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
@@ -69,6 +73,28 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.rampup: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.rampup=[]", run="whole"))
+
+
+def list_epochs(folder: Path) -> list[tuple[int, int, str]]:
+    """Step, number and source of each epoch that a run's log names."""
+    text = (folder / "logs" / "rank-0.log").read_text()
+    found = re.findall(r"step (\d+)  epoch (\d+) of (\w+) begins", text)
+    return [(int(step), int(number), source) for step, number, source in found]
+
+
+def count_epochs(lines: list[dict[str, Any]], mixture: Mixture) -> list[tuple[int, int, str]]:
+    """The same by the rows of each step."""
+    read, epochs, expected, first = Counter[str](), Counter[str](), [], 0
+    for line in lines:
+        end = line["tokens"] // 64
+        read.update(mixture.find_source(position)[0] for position in range(first, end))
+        for name, source in mixture.sources.items():
+            number = max(0, read[name] - 1) // len(source)
+            if number > epochs[name]:
+                expected.append((line["step"], number + 1, name))
+            epochs[name] = number
+        first = end
+    return expected
 
 
 def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:

@@ -6,14 +6,18 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.status import get_run_status
+from megatfm.train.evaluation import Evaluator
 from megatfm.train.run import train
 from tests.support.files import flip_bit, read_lines
 from tests.support.training_runs import (
@@ -59,6 +63,51 @@ def stop_and_resume(
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, whole_run, tmp_path, layout, name):
     stop_and_resume(workers, make_config, tmp_path, layout, name)
     assert_bitwise_equal(whole_run(2, *layout), tmp_path / "stopped")
+
+
+def train_until_batch(config: Config, batch: int) -> int:
+    """Train; before that batch of all evaluations, the last rank alone gets a signal."""
+    genuine, seen = Evaluator.evaluate, 0
+
+    def asked(evaluator: Evaluator, step: int, on_batch: Callable[[], None]) -> Any:
+        def count() -> None:
+            nonlocal seen
+            seen += 1
+            if seen == batch and dist.get_rank() == dist.get_world_size() - 1:
+                signal.raise_signal(signal.SIGUSR1)
+            on_batch()
+
+        return genuine(evaluator, step, count)
+
+    with patch.object(Evaluator, "evaluate", asked):
+        return train(config)
+
+
+@pytest.mark.parametrize(("layout", "batches"), [
+    (["parallel.dp_shard=2", "train.patience=9"], {2: 4, 1: 4, 6: 8}),
+    (["parallel.pp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], {4: 4}),
+], ids=["zero3 on 2", "pp2"])  # fmt: skip
+def test_a_stop_interrupts_an_evaluation_which_the_next_start_repeats(
+    workers: Workers, make_config: Callable[..., Config], whole_run: Callable[..., Path], tmp_path: Path,
+    layout: list[str], batches: dict[int, int],
+) -> None:  # fmt: skip
+    """At the step of a checkpoint, again as soon as it is repeated, and at the last step: batch → step."""
+    config, run = make_config(*layout, run="stopped"), tmp_path / "stopped"
+    for batch, step in batches.items():
+        codes = workers.run(train_until_batch, 2, config, batch, timeout=PATIENCE)
+        assert codes == [EXIT_REQUEUE, EXIT_REQUEUE]
+        newest = run / f"checkpoints/step-{step:08d}"
+        assert checkpoint.find_latest(run / "checkpoints", hashes=True) == newest
+        assert checkpoint.read_state(newest)["unevaluated"]["step"] == step
+        assert [line["step"] for line in training_curve(run)] == list(range(1, step))
+        assert f"step {step}  SIGUSR1 interrupts the evaluation" in (run / "logs/rank-1.log").read_text()
+    assert workers.run(run_training, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    state = ["momentum_buffer"] if layout[1].startswith("train") else ["z"]
+    assert_bitwise_equal(whole_run(2, *layout), run, state)
+    for step in {*batches.values(), 8}:
+        names = f"checkpoints/step-{step:08d}", ("best", "data", "tokens", "step", "trouble", "unevaluated")
+        states = [checkpoint.read_state(folder / names[0]) for folder in (run, whole_run(2, *layout))]
+        assert [states[0].get(name) for name in names[1]] == [states[1].get(name) for name in names[1]]
 
 
 @pytest.mark.parametrize(("options", "state"), [

@@ -1,18 +1,22 @@
 """`megatfm launch` in this process, jobs for launchers, a SLURM that answers from files, runs to look at."""
 
 import argparse
+import errno
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from megatfm import cli
 from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
-from megatfm.launchers import prolog_epilog
+from megatfm.launchers import attempts, prolog_epilog, record
 from megatfm.launchers.attempts import Attempt, AttemptLog, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
@@ -156,3 +160,17 @@ def write_failures(run: Path, count: int, host: str | None = None) -> None:
     for _ in range(count):
         begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))
         AttemptLog(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Meanwhile, launchers' records can't be written, and neither can stderr, a job's log."""
+
+    def refuse(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with ExitStack() as stack:
+        for module in (attempts, prolog_epilog, record):
+            stack.enter_context(patch.object(module, "atomic_write", refuse))
+        stack.enter_context(patch.object(sys, "stderr", stack.enter_context(open("/dev/full", "w"))))
+        yield

@@ -126,6 +126,8 @@ def test_commands_say_on_stderr_what_they_do(
             rf"{run}: step-00000002, 2 validation sets, [\d,]+ parameters, .*",
             r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
         ],
+        ("describe", str(run)): ["small: counting parameters and FLOPs, without allocating the model"],
+        ("estimate", str(run), "--gpus", "2"): ["small: estimating a step on 2 × .*"],
         ("data", "check", f"{corpus}/train"): [
             rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
         ],
@@ -142,7 +144,10 @@ def test_commands_say_on_stderr_what_they_do(
 
 
 def test_results_that_can_not_be_written_are_shown(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On a full disk, or in another user's run: they may have taken hours."""
 
@@ -155,6 +160,12 @@ def test_results_that_can_not_be_written_are_shown(
     displayed = capsys.readouterr()
     assert "1.2345" in displayed.out
     assert displayed.err.endswith("error: evaluation.json: can't write it: Read-only file system\n")
+    caplog.clear()
+    assert megatfm.load(run).evaluate() == {"held-out": {"loss": 1.2345}, "again": {"loss": 1.2345}}
+    assert "evaluation.json: can't write it: Read-only file system" in caplog.messages
+    monkeypatch.setattr(evaluate, "_find_newest", refuse)
+    with pytest.raises(MegatfmError, match="Read-only"):
+        megatfm.load(run).evaluate()
 
 
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
