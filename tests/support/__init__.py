@@ -1,4 +1,4 @@
-"""What tests share: helpers, models, fixtures and the programs that tests start. Nothing here is a test.
+"""Helpers, models, fixtures and programs that tests share. Nothing here is a test.
 
 Compare numbers
     parity              engines, references of one device, errors of gradients; so do `context_parity`, `expert_parity`

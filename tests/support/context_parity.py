@@ -61,7 +61,7 @@ LATENT_MODEL = {
     **SMALL_MODEL, "attention.name": "mla", "attention.kv_lora_rank": 8, "attention.q_lora_rank": 6,
     "attention.qk_rope_head_dim": 4, "attention.v_head_dim": 5, "attention.dropout": 0.2,
 }  # fmt: skip
-CONTEXT_MODELS = {
+CONTEXT_MODELS: dict[str, Any] = {
     "llama": DECODER,
     "bert": {**ENCODER, "extra_heads": {"sentence": {}, "boundary": {}}},
     "patterns of decoders": use_one_block_of_each_kind(DECODER, DECODER_PATTERNS),

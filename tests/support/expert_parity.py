@@ -153,12 +153,13 @@ PARTS_OF_FOUR = [
     pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
     pytest.param(4, "slow", id="4, the others", marks=SLOW),
 ]
+STAGES: tuple[Any, ...] = (0, 1, 2, 3)
 PLAIN_EXPERT_LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
     2: {
         "tp2": TP2, "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
         "pp2": ParallelConfig(pp=2), "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
-        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
+        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in STAGES},
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
     },
     4: {
@@ -259,7 +260,7 @@ def compare_router_state(engine: NativeEngine, model: nn.Module, layout: str, *,
     """Statistics of each layer, and buffers to the bit. even: every expert has as many tokens as any other."""
     statistics, reference_layers = engine.layer_statistics(), moe_layers(model)
     for path, module in reference_layers.items():
-        expected = module.statistics(module.observed)
+        expected: dict[str, Any] = module.statistics(module.observed)
         for key, value in expected.items():
             assert statistics[path.removesuffix(".ffn")][key] == pytest.approx(value), (layout, path, key)
         most = expected["load_max"]

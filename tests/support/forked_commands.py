@@ -35,11 +35,11 @@ MODULES = (
 """Modules that are forked when a forked process starts them with `python -m`; all else is executed."""
 
 
-def keep_last_override(words: Iterable[object]) -> list[object]:
+def keep_last_override(words: Iterable[object]) -> list[str]:
     """Words of a command, in which a later override replaces an earlier one: a key is given once."""
-    by_key = {}
-    for place, word in enumerate(words):
-        key, equals, _ = str(word).partition("=")
+    by_key: dict[str | int, str] = {}
+    for place, word in enumerate(map(str, words)):
+        key, equals, _ = word.partition("=")
         by_key[key if equals and not key.startswith("-") else place] = word
     return list(by_key.values())
 

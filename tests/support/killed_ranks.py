@@ -118,9 +118,9 @@ class EventCounter:
             self.count_event("staging")
             copy(*part)
 
-        staging._copy = counted
+        vars(staging)["_copy"] = counted
         writer.commit = self._set_phase_during(writer.commit, "metadata")
-        saver.purge_old_checkpoints = self._set_phase_during(saver.purge_old_checkpoints, "retention")
+        vars(saver)["purge_old_checkpoints"] = self._set_phase_during(vars(saver)["purge_old_checkpoints"], "retention")
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
             setattr(os, name, self._wrap_operation(name, getattr(os, name)))
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from megatfm.corpus import remote
 from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.shard_index import ShardIndex
@@ -110,8 +109,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     """Write documents as a corpus of several shards of several frames; returns its folder."""
 
     def write(texts: list[np.ndarray], name: str = "corpus", **options: Any) -> Path:
-        options = {"tokenizer_hash": "a" * 64, "token_dtype": "uint16"} | options
-        options = {"shard_bytes": 60_000, "frame_bytes": 8_000, "pack": False} | options
+        sizes: dict[str, Any] = {"shard_bytes": 60_000, "frame_bytes": 8_000, "pack": False}
+        options = {"tokenizer_hash": "a" * 64, "token_dtype": "uint16"} | sizes | options
         provenance = options.pop("provenance", {"made by": "a test"})
         with ShardWriter(tmp_path / name, **options) as writer:
             for i, tokens in enumerate(texts):
@@ -219,7 +218,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         download(self, path, known)
 
     monkeypatch.setattr(module.CachedRemoteStorage, "_download", watched)
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("megatfm.corpus.remote.time.sleep", lambda seconds: None)
     return names
 
 

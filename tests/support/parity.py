@@ -44,10 +44,10 @@ def one_device_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[fl
     model.zero_grad()
     inputs = {name: batch[name] for name in ("positions", "documents", "keys") if name in batch}
     hidden = model(batch["tokens"], **inputs).hidden
-    loss = cross_entropy_reference(hidden.flatten(0, 1), model.head.weight, batch["targets"].flatten())
+    loss = cross_entropy_reference(hidden.flatten(0, 1), model.get_parameter("head.weight"), batch["targets"].flatten())
     loss = loss / (batch["targets"] != -100).sum()
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 ROW_LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}
@@ -155,7 +155,7 @@ def _weighted_sum(objective: Any, terms: Mapping[str, Tensor], batch: dict[str, 
 def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -> Any:
     """An objective with these terms of a model, among which are those of its blocks."""
     auxiliary = collect_auxiliary_losses(config)
-    objective = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
+    objective: Any = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
     objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
     return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
 

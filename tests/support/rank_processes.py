@@ -268,15 +268,16 @@ def writes_slowly() -> None:
     """Slow the disk by the clock of the check: a real second would be lost on a busy machine."""
     from megatfm.train import startup_checks
 
-    genuine, clock, late = startup_checks.probe_disk, startup_checks.time, 0.0
+    checks: Any = startup_checks
+    genuine, clock, late = checks.probe_disk, checks.time, 0.0
 
     def slowly(folder: Path, rank: int) -> None:
         nonlocal late
         genuine(folder, rank)
         late += 60.0
 
-    startup_checks.probe_disk = slowly
-    startup_checks.time = SimpleNamespace(  # type: ignore[assignment]
+    checks.probe_disk = slowly
+    checks.time = SimpleNamespace(
         perf_counter=lambda: clock.perf_counter() + late, monotonic=clock.monotonic, sleep=clock.sleep
     )
 

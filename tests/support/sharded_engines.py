@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def count_held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def low_precision_gradients(zero: int) -> dict[str, Tensor]:
+def low_precision_gradients(zero: Literal[0, 1, 2, 3]) -> dict[str, Tensor]:
     """Whole gradients after two steps in bfloat16, gathered from both ranks."""
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2, zero=zero), PLAIN_ADAMW, precision="bf16")
     for step in range(2):
@@ -191,7 +191,7 @@ def check_stack_moves_as_matrices(name: str) -> None:
     SOAP's matrices are square here: the first covariance of others has eigenvalues of 0, whose eigenvectors may be any.
     """
     m, n = (5, 5) if name == "soap" else (6, 4)
-    close = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
+    close: dict[str, Any] | None = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
     config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE})
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)

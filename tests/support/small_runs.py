@@ -1,6 +1,6 @@
 """A small real corpus, and configs of small runs."""
 
-import sys
+import json
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ tokenizer = {{ vocab_size = 512 }}
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources of a few packages of the standard library."""
-    library = Path(sys.modules["json"].__file__).parents[1]
+    library = Path(json.__file__).parents[1]
     texts = tmp_path_factory.mktemp("source") / "my texts"
     for package in PACKAGES:
         (texts / package).mkdir(parents=True)
