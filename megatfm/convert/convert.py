@@ -114,9 +114,7 @@ def _check_is_megatfm_model(source: Path) -> None:
         ) from None
 
 
-def _to_hf(
-    source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool
-) -> list[str]:
+def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
