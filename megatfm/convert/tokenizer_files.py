@@ -157,7 +157,7 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
     else:
         before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
         notes = [
-            f"the tokenizer is copied as it is, for no tokenizer.json does the same as a {tokenizer.kind} model like it; "
+            f"the tokenizer is copied as it is, for no tokenizer.json does what this {tokenizer.kind} model does; "
             f"the training put {before or 'nothing'} before a text and {after or 'nothing'} after it"
         ]
     path = folder / TOKENIZER_CONFIG
