@@ -1,6 +1,5 @@
 """A run on a mixture with warm-ups: stopped within them and resumed, also on other ranks, it is the same run."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -13,36 +12,23 @@ from megatfm.config import Config, load_section
 from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.run import train
+from tests.support.files import read_lines
+from tests.support.training_runs import delete_checkpoints_after, run_training
 from tests.support.workers import WorkerFailure
 
 WARMUP = """
 rampup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
 mixture_schedule = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
 mixture_block_rows = 8
-
-[data.mixture.web]
-path = "CORPUS/train"
-weight = 3
-
-[data.mixture.code]
-path = "CORPUS/validation"
-weight = 1
-
-[optimizer]
+mixture = { web = { path = "CORPUS/train", weight = 3 }, code = { path = "CORPUS/validation", weight = 1 } }
 """
-
-
-def run_training(config: Config) -> int:
-    return train(config)
 
 
 @pytest.fixture
 def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     """The small config with a mixture and warm-ups."""
     text = config_file.read_text().replace(f'train = "{corpus}/train"\n', "")
-    text = text.replace("[optimizer]\n", WARMUP.replace("CORPUS", str(corpus)))
-    config_file.write_text(text)
+    config_file.write_text(text + WARMUP.replace("CORPUS", str(corpus)))
 
     def make(*overrides: str, run: str) -> Config:
         more = ["train.steps=8", "train.micro_batch=2", "checkpoint.every=1", "checkpoint.keep=9"]
@@ -61,23 +47,10 @@ def test_weights_change_after_the_tokens_that_the_config_says(mixed: Any) -> Non
     ]
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def delete_checkpoints_after(folder: Path, step: int) -> None:
-    """Leave what a kill after a save leaves."""
-    import shutil
-
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
-
-
 def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path: Path) -> None:
     exact = "train.precision=fp64"
     assert workers.run(run_training, 1, mixed(exact, run="whole")) == [EXIT_OK]
-    full = lines(tmp_path / "whole")
+    full = read_lines(tmp_path / "whole/metrics.jsonl")
     assert [line["tokens"] for line in full] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
     assert all(line["data_wait_seconds"] >= 0 for line in full)
     for line in full:
@@ -90,7 +63,7 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
     for step, ranks in ((2, 1), (4, 2)):
         delete_checkpoints_after(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
-        resumed = lines(tmp_path / "whole")
+        resumed = read_lines(tmp_path / "whole/metrics.jsonl")
         assert [line["tokens"] for line in resumed] == [line["tokens"] for line in full]
         for first, second in zip(full, resumed, strict=True):
             assert second["loss"] == pytest.approx(first["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)

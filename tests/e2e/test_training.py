@@ -19,6 +19,7 @@ from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.status import get_run_status
 from megatfm.train.evaluation import Evaluator
 from megatfm.train.run import train
+from tests.support.files import flip_bit, read_lines
 from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,
@@ -37,11 +38,7 @@ SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 
 def stop_and_resume(
-    workers: Workers,
-    make_config: Callable[..., Config],
-    tmp_path: Path,
-    options: list[str],
-    name: signal.Signals,
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path, options: list[str], name: signal.Signals
 ) -> None:
     """Train two ranks in `stopped`, of which one gets a signal, and go on."""
     config = make_config(*options, run="stopped")
@@ -170,7 +167,7 @@ def run_with_another_thread(config: Config) -> int:
 
 
 def resumes(folder: Path) -> list[str]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = read_lines(folder / "events.jsonl")
     return [event["detail"] for event in events if event["event"] == "resumed"]
 
 
@@ -238,9 +235,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, whole_run, tmp_path):
     shutil.copytree(whole_run(1), tmp_path / "hurt")
     file = next((tmp_path / "hurt/checkpoints/step-00000008").glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, -100)
     assert workers.run(run_training, 1, make_config(run="hurt")) == [EXIT_OK]
     assert "step-00000008 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
     assert have_same_tensors(final_state(whole_run(1)), final_state(tmp_path / "hurt"))
@@ -306,9 +301,7 @@ def test_a_damaged_shard_is_named(workers, make_config, corpus, tmp_path):
     copy = tmp_path / "damaged"
     shutil.copytree(corpus / "train", copy)
     shard = next(copy.glob("*.tar.zst"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    shard.write_bytes(content)
+    flip_bit(shard, shard.stat().st_size // 2)
     ((kind, message),) = workers.run(error_of, 1, make_config(f"data.train={copy}", run="bad"))
     assert kind == MegatfmError.__name__
     assert shard.name in message
@@ -347,7 +340,7 @@ def test_a_layout_fitted_to_fewer_processes_is_not_kept(workers, make_config, tm
     config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert load_config(tmp_path / "fitted").parallel == config.parallel
-    events = [json.loads(line) for line in (tmp_path / "fitted/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "fitted/events.jsonl")
     assert "parallel.dp_replicate 2 → 1" in events[0]["detail"]
 
 

@@ -27,6 +27,7 @@ from tests.support.deepspeed_runs import (
     take_step,
     with_precision,
 )
+from tests.support.sharded_engines import load_checkpoint
 
 MIN_SWAPPED_BYTES = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
@@ -88,13 +89,6 @@ def save_native_checkpoint(folder: Path, config: Config) -> None:
     for step in range(2):
         take_step(config, engine, step)
     checkpoint.save(folder / "first", 1, engine.state_dict(), {})
-
-
-def load_checkpoint(engine: Engine, path: Path) -> None:
-    """Load a checkpoint into an engine."""
-    room = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
-    checkpoint.load(path, room)
-    engine.load_state_dict(room)
 
 
 def find_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:

@@ -22,6 +22,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
+from megatfm import cli
 from tests.support.workers import start_fork_server
 
 PR_SET_PDEATHSIG = 1
@@ -226,3 +229,10 @@ def run_program(
         with contextlib.suppress(io.UnsupportedOperation, BrokenPipeError):
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def run_command(*words: str) -> int:
+    """Run `megatfm`; returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    return int(ended.value.code or 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, OptimizerConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.interface import Batch, OptimizerGroup
+from megatfm.engines.interface import Batch, Engine, OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.optimizers import TorchOptimizer
@@ -136,8 +136,8 @@ def get_tensor(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 
-def load_checkpoint(engine: NativeEngine, path: Path) -> None:
-    """Load weights and optimizer state."""
+def load_checkpoint(engine: Engine, path: Path) -> None:
+    """Load weights and optimizer state, in any layout."""
     state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     engine.load_state_dict(state)

@@ -13,58 +13,24 @@ from megatfm.config.prep import PrepConfig
 PACKAGES = ("json", "email", "html", "wsgiref", "xmlrpc")
 SMALL_CONFIG = """
 name = "small"
-
-[model]
-d_model = 32
-n_layers = 2
-
-[model.attention]
-n_heads = 2
-
-[model.ffn]
-d_ff = 64
-
+model = {{ d_model = 32, n_layers = 2, attention = {{ n_heads = 2 }}, ffn = {{ d_ff = 64 }} }}
+optimizer = {{ name = "muon", lr = 3e-3 }}
+lr_schedule = {{ warmup_steps = 2 }}
+train = {{ steps = 8, global_batch = 8, micro_batch = 4, precision = "fp32" }}
+checkpoint = {{ every = 4 }}
+evaluate = {{ every = 4, max_rows = 12 }}
+log = {{ every = 1, sinks = [] }}
 [data]
 train = "{corpus}/train"
 validation = {{ held-out = "{corpus}/validation", again = "{corpus}/validation" }}
 tokenizer = "{corpus}/tokenizer.model"
 sequence_length = 64
-
-[optimizer]
-name = "muon"
-lr = 3e-3
-
-[lr_schedule]
-warmup_steps = 2
-
-[train]
-steps = 8
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[checkpoint]
-every = 4
-
-[evaluate]
-every = 4
-max_rows = 12
-
-[log]
-every = 1
-sinks = []
 """
 SMALL_PREP = """
 out = "{out}"
-
-[read]
-folder = "{texts}"
-
-[split]
-validation = 0.2
-
-[tokenizer]
-vocab_size = 512
+read = {{ folder = "{texts}" }}
+split = {{ validation = 0.2 }}
+tokenizer = {{ vocab_size = 512 }}
 """
 
 

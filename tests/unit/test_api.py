@@ -21,9 +21,8 @@ from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
 from megatfm.tracking.run_directory import RunDirectory
-from tests.support.command_line import run_command
 from tests.support.documentation import list_code_blocks
-from tests.support.forked_commands import ForkedCommand
+from tests.support.forked_commands import ForkedCommand, run_command
 from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures

@@ -17,7 +17,7 @@ from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import list_presets, load_config
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.trained_runs import tokenizer_model
 

@@ -24,11 +24,10 @@ from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.data_prep.import_images import write_digits
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.images import encode_noise
-from tests.support.killed_preps import KILLED, count_moments, run_killed_at
 from tests.support.prep_files import file_hashes, write_file
-from tests.support.prep_tasks import hold_first_task, run_task, stop_before_commit
+from tests.support.prep_tasks import KILLED, count_moments, hold_first_task, run_killed_at, run_task, stop_before_commit
 from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 

@@ -181,7 +181,7 @@ def test_another_model_is_measured_in_its_place(
 
 
 UNMEASURED = {
-    "slice_backward": "a profile's predicted tokens are the first of each row; a step takes them by their indices",
+    "slice_backward": "a profile's predicted tokens are the first of each row; a step takes them by their indices"
 }
 
 

@@ -10,10 +10,11 @@ import pytest
 from megatfm.launchers import prolog_epilog
 from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
-from tests.support.launch_jobs import FakeSlurm, full_disk
-from tests.support.slurm_attempts import (
+from tests.support.launch_jobs import (
     RUNNING,
+    FakeSlurm,
     finish_run,
+    full_disk,
     run_epilog,
     run_prolog,
     write_chain,
