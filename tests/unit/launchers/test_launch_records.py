@@ -1,4 +1,4 @@
-"""What launchers record of a run: under several of them at once, and on a full disk."""
+"""Records that launchers keep of a run: under several of them at once, and on a full disk."""
 
 import socket
 import sys
