@@ -15,14 +15,7 @@ from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
-from megatfm.config.section import (
-    Section,
-    get_item_type,
-    get_variant_name,
-    is_text,
-    list_sections,
-    list_variants,
-)
+from megatfm.config.section import Section, get_item_type, get_variant_name, is_text, list_sections, list_variants
 from megatfm.config.sources import (
     drop_stale_keys,
     find_type,
@@ -49,9 +42,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(
-    path_or_preset: str | Path,
-    overrides: Sequence[str] = (),
-    replaced_sections: Mapping[str, Any] | None = None,
+    path_or_preset: str | Path, overrides: Sequence[str] = (), replaced_sections: Mapping[str, Any] | None = None
 ) -> Config:
     """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
     config = load_section(Config, path_or_preset, overrides, replaced_sections)
