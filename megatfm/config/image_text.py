@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatfm.config.ffn import ActivationName
-from megatfm.config.model_parts import PatchEmbeddingConfig, PixelDecoderConfig
+from megatfm.config.model_parts import GeneratorConfig, PatchEmbeddingConfig, PixelDecoderConfig
 from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def make_text_tower(model: "ModelConfig") -> "ModelConfig":
     return model.with_changes(changes)
 
 
-def check_heads(key: str, stack: TextTowerConfig | VisionTowerConfig | PixelDecoderConfig) -> None:
+def check_heads(key: str, stack: GeneratorConfig | PixelDecoderConfig | TextTowerConfig | VisionTowerConfig) -> None:
     """Raise ValueError unless the heads of a further stack of blocks, the section `key`, divide its width."""
     if stack.d_model % stack.n_heads:
         raise ValueError(

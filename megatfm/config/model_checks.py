@@ -88,6 +88,8 @@ def check_combinations(model: "ModelConfig") -> None:
     if model.family == "electra" and model.generator is None:
         raise ValueError("family = 'electra' needs model.generator: give it")
     _check_family(model)
+    if model.generator is not None:
+        check_heads("generator", model.generator)
     _check_xlnet(model)
     _check_image_parts(model)
     _check_experts_see_no_future(model)
