@@ -181,9 +181,11 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if key == CORPUS and text:
             _set_corpus(values, override, text)
             continue
-        table = _descend(values, path[:-1], override)
+        table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
-            table.pop(path[-1], None)
+            if table.pop(path[-1], None) is None and find_type(config_class, values, path) is None:
+                hint = _suggest_keys(key, (), config_class)
+                raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
         if text in NULLS:
             raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
@@ -223,10 +225,11 @@ def _drop_corpus_tokenizer(config: Config, overrides: Sequence[str]) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
 
 
-def _descend(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+def _descend(values: dict[str, Any], parts: Sequence[str], override: str, create: bool = True) -> dict[str, Any]:
+    """Return a table; without `create`, one that is missing is not entered into `values`."""
     table = values
     for part in parts:
-        table = table.setdefault(part, {})
+        table = table.setdefault(part, {}) if create else table.get(part, {})
         if not isinstance(table, dict):
             raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
     return table
