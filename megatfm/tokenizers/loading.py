@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.base import Tokenizer
-from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer
+from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer, parse_config
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
@@ -166,11 +166,8 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
 
 def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[str, bool]:
     """Return the switches that a tokenizer_config.json sets. name: of the file beside it. Raises UsageError."""
-    try:
-        values = json.loads(config) if config else {}
-        options = {key: values[key] for key in keys if values.get(key) is not None}
-    except (ValueError, AttributeError, RecursionError):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
+    values = parse_config(config, name)
+    options = {key: values[key] for key in keys if values.get(key) is not None}
     for key, value in options.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}: the {CONFIG} beside it has {key} = {value!r:.80}: write true or false")
