@@ -23,14 +23,7 @@ from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import (
-    CONFIG,
-    HfFolder,
-    is_hf_folder,
-    write_json,
-    write_preprocessor,
-    write_weights,
-)
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_preprocessor, write_weights
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
