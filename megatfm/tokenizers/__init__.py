@@ -10,6 +10,7 @@ from megatfm.tokenizers.loading import (
     find_tokenizer_file,
     list_chat_templates,
     load,
+    read_tokenizer_config,
     read_tokenizer_files,
 )
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -25,6 +26,7 @@ __all__ = [
     "find_tokenizer_file",
     "list_chat_templates",
     "load",
+    "read_tokenizer_config",
     "read_tokenizer_files",
     "train_byte_bpe",
     "train_sentencepiece",
