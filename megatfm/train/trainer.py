@@ -31,6 +31,7 @@ from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
+from megatfm.train.garbage_collection import GarbageCollection
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import StepProfile, get_memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
@@ -98,9 +99,13 @@ class Trainer:
     def train(self, signals: StopSignals) -> int:
         """Train until the run ends or a signal tells it to stop; return the exit code."""
         stop, _ = signals.agree()  # a signal during the start: there is nothing to save yet
-        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
+        with (
+            StepProfile(self.config.log.profile, self.run, self.engine.device) as profile,
+            GarbageCollection(self.config.train.gc_every) as garbage,
+            self.saver,
+        ):
             while not self._is_over and not stop:
-                stop = self._train_until_interrupted(signals, profile)
+                stop = self._train_until_interrupted(signals, profile, garbage)
         if not self._is_over:
             detail = f"by {stop} after step {self.step}: the same command resumes from there"
             self._log_event("stopped", detail)
@@ -110,7 +115,9 @@ class Trainer:
         self._log_event(FINISHED_EARLY if early_reason else "finished", detail)
         return EXIT_OK
 
-    def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
+    def _train_until_interrupted(
+        self, signals: StopSignals, profile: StepProfile, garbage: GarbageCollection
+    ) -> str | None:
         """Train until the run ends, a stop signal arrives (returns its name), or the position in the data jumps, which
         it does after a rollback and where the decision log says so."""
         config, stop = self.config, None
@@ -120,6 +127,7 @@ class Trainer:
             while not self._is_over and not stop:
                 profile.before_step(self.step + 1)
                 record = self.train_step(loader)
+                garbage.after_step(self.step)
                 self.run.check_not_moved()
                 if "skipped" not in record and self._roll_back_after_spike(record["loss"]):
                     break
