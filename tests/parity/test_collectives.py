@@ -99,8 +99,7 @@ def check_adjoint(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "dim"),
-    [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)],
+    ("name", "dim"), [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)]
 )
 def test_a_collective_s_backward_is_its_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
     workers.run(check_adjoint, ranks, name, dim)

@@ -98,10 +98,7 @@ def case(name: str, parallel: ParallelConfig) -> Config:
     return traffic_config(FAMILY_MODELS[name].with_changes(changes), CASES[name], parallel)
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts", "ranks"),
-    make_cases_by_ranks(CASES, LAYOUTS, extended=LONGER),
-)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(CASES, LAYOUTS, extended=LONGER))
 def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, LAYOUTS[ranks][layout]) for layout in layouts}
     assert list_traffic_mismatches(workers, ranks, configs) == {}
