@@ -292,6 +292,42 @@ def changes_past_rows(saved: object, current: object, position: int) -> bool:
     return list_past_weights(saved) != list_past_weights(current)
 
 
+def list_sources(rows: SizedRowDataset | Mixture) -> Mapping[str, SizedRowDataset]:
+    """Return the sources of a mixture by name; a single corpus as the source ""."""
+    return rows.sources if isinstance(rows, Mixture) else {"": rows}
+
+
+class EpochCounter:
+    """Tells when a corpus, or a source of a mixture, begins to be read again.
+
+    position: number of rows that were read before.
+    """
+
+    def __init__(self, rows: SizedRowDataset | Mixture, position: int) -> None:
+        self._rows = rows
+        self._lengths = {name: len(source) for name, source in list_sources(rows).items()}
+        self._epochs: dict[str, int] = {}
+        self._next_check = position
+        self.advance(position)
+
+    def advance(self, position: int) -> dict[str, int]:
+        """Return the sources that have begun another epoch since the last call → its number, from 2 on.
+
+        position: number of rows that are read now. A single corpus is the source "".
+        """
+        if position < self._next_check:
+            return {}
+        counts = self._rows.count_consumed_rows(position) if isinstance(self._rows, Mixture) else {"": position}
+        epochs = {name: max(0, count - 1) // self._lengths[name] + 1 for name, count in counts.items()}
+        begun = {name: epoch for name, epoch in epochs.items() if epoch > self._epochs.get(name, epoch)}
+        self._epochs = epochs
+        # Counting takes a while in a mixture. No source begins an epoch before as many rows as it has left are read.
+        self._next_check = position + min(
+            epochs[name] * length + 1 - counts[name] for name, length in self._lengths.items()
+        )
+        return begun
+
+
 def make_source_seed(seed: int, name: str) -> int:
     """Return a seed for each source, so that equal sample numbers of two sources don't draw alike."""
     return int.from_bytes(blake3(f"{seed} {name}".encode()).digest()[:7], "little")

@@ -13,7 +13,7 @@ from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config
 from megatfm.errors import UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 
 def quickstart(*overrides: str) -> Config:
