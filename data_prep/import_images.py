@@ -26,7 +26,7 @@ from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_image_record, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, name_write_errors
 from megatfm.tokenizers import Tokenizer
 
 TARS = FORMATS["webdataset"]
@@ -175,7 +175,8 @@ def write_digits(folder: Path) -> None:
         "train": rng.permutation(n_train, 0, "digits"),
         "validation": np.arange(n_train, len(digits.images)),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    with name_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for split, indices in splits.items():
         path = folder / f"{split}.tar"
         if path.exists():
@@ -188,8 +189,9 @@ def write_digits(folder: Path) -> None:
                 Image.fromarray(pixels).save(png, "PNG")
                 _add_member(tar, f"{index:04d}.png", png.getvalue())
                 _add_member(tar, f"{index:04d}.cls", str(digits.target[index]).encode())
-        atomic_write(path, content.getvalue())
-        os.utime(path, (0, 0))
+        with name_write_errors(path):
+            atomic_write(path, content.getvalue())
+            os.utime(path, (0, 0))
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -32,9 +32,7 @@ class TrainConfig(Section):
     """Record forward and backward pass of a micro-batch as a CUDA graph for each of its shapes. For a small model on
     one GPU, launching thousands of kernels takes longer than running them."""
     recompute: str = Field(
-        default="none",
-        pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",
-        examples=["2 GB", "50 %"],
+        default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$", examples=["2 GB", "50 %"]
     )
     """Activations that the backward pass recomputes. full: all of a block but its input. selective: the cheap ones. A
     size: complete blocks, after the blocks before them keep this much. A share, with compile: the cheapest, until a

@@ -23,6 +23,7 @@ from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
 from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
+from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -142,20 +143,16 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
         if (token := getattr(tokenizer, role)) is not None
     } | {ADD_BOS_KEY: begins, ADD_EOS_KEY: ends, "clean_up_tokenization_spaces": False}
     notes = []
-    if tokenizer.kind == "sentencepiece":
-        tokenizer_config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
-        if (frame.before and not begins) or (frame.after and not ends):
-            before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
-            notes = [
-                "transformers' class of a SentencePiece model puts neither of them around a text: the model was "
-                f"trained with {before or 'nothing'} before it and {after or 'nothing'} after it"
-            ]
-    elif (path := folder / "tokenizer.json").is_file():
+    path, model = folder / "tokenizer.json", folder / "tokenizer.model"
+    content = make_tokenizer_json(model.read_bytes()) if model.is_file() else path.read_bytes()
+    if content is not None:
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        _replace_file(path, set_frame(path.read_bytes(), frame.before, frame.between, frame.after))
+        _replace_file(path, set_frame(content, frame.before, frame.between, frame.after))
     else:
+        before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
         notes = [
-            "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
+            f"the tokenizer is copied as it is, for no tokenizer.json does what this {tokenizer.kind} model does; "
+            f"the training put {before or 'nothing'} before a text and {after or 'nothing'} after it"
         ]
     path = folder / TOKENIZER_CONFIG
     present = read_json_object(path) if path.is_file() else {}

@@ -173,7 +173,7 @@ class ProfiledKernels:
         self, module: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Stand-in for `CrossEntropy.forward`."""
-        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.options.smoothing) if self.tp > 1 else 0
+        n_statistics = VOCAB_PARALLEL_STATISTICS + bool(module.options.smoothing) if self.tp > 1 else 0
         loss: Tensor = CrossEntropyStandIn.apply(self.note, n_statistics, hidden, weight, bias)
         return loss
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,10 +63,13 @@ class TaskResults:
     sets: Mapping[str, Mapping[str, Any]]
 
 
-def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults | None:
+def evaluate_task(
+    run_dir: Path, *, trust_plugins: bool = False, show: Callable[[TaskResults], None] = lambda results: None
+) -> TaskResults | None:
     """Evaluate a run's best checkpoint on its validation and test files; write task.json and predictions to the run.
 
-    Collective; ranks other than 0 return None. Raises UsageError, MegatfmError.
+    show: called with the results before they are written, which may fail. Collective; ranks other than 0 return None.
+    Raises UsageError, MegatfmError.
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     task = config.task
@@ -77,6 +80,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         return None
     source, by_set = evaluated
     results: dict[str, dict[str, Any]] = {}
+    predictions_by_file: dict[Path, FilePredictions] = {}
     threshold = None if task.validation else 0.0
     for name, file_result in by_set.items():
         predictions, loss = file_result.predictions, file_result.loss
@@ -90,15 +94,19 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
             predictions = replace(predictions, threshold=threshold)
             threshold = predictions.answered_up_to
         file = run_dir / PREDICTIONS / f"{name}.jsonl"
-        _write_predictions(file, predictions)
+        predictions_by_file[file] = predictions
         summary = summarise(predictions, sets[name])
         metrics = {**results[name].get("metrics", {}), **summary["metrics"]}
         results[name] |= {**summary, "metrics": metrics, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
+    task_results = TaskResults(source, int(str(step)), results)
+    show(task_results)
+    for file, predictions in predictions_by_file.items():
+        _write_predictions(file, predictions)
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
     with name_write_errors(run_dir / RESULTS):
         atomic_write(run_dir / RESULTS, to_strict_json(stored, indent=2) + "\n")
-    return TaskResults(source, int(str(step)), results)
+    return task_results
 
 
 def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:

@@ -59,8 +59,7 @@ class HuggingFaceTokenizer(Tokenizer):
         # A unigram model may have </s> among its pieces, and would find it in HTML.
         pieces = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
         self._escape_reserved = ReservedTokenEscaper(
-            {token: self._list_character_ids(piece) for token, piece in pieces.items() if piece},
-            self.vocab_size,
+            {token: self._list_character_ids(piece) for token, piece in pieces.items() if piece}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
@@ -295,13 +294,21 @@ def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _read_roles(config: bytes | None, name: str) -> dict[str, str]:
-    """Return role → token text from a `tokenizer_config.json`."""
+def parse_config(config: bytes | None, name: str) -> dict[str, Any]:
+    """Return the keys of a `tokenizer_config.json` (None: no file). name: of the file beside it. Raises UsageError."""
     try:
         values = json.loads(config) if config else {}
-        tokens = {role: values.get(f"{role}_token") for role in ROLES}
-    except (ValueError, AttributeError, RecursionError):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
+    return values
+
+
+def _read_roles(config: bytes | None, name: str) -> dict[str, str]:
+    """Return role → token text from a `tokenizer_config.json`."""
+    values = parse_config(config, name)
+    tokens = {role: values.get(f"{role}_token") for role in ROLES}
     texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 

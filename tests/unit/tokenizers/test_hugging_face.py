@@ -1,18 +1,29 @@
 """tokenizer.json files and Hugging Face folders, against transformers and the tokenizers library themselves."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
-from tests.support.tokenizer_cases import ODD_TEXTS
+from megatfm.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load,
+    train_byte_bpe,
+    train_sentencepiece,
+)
+from megatfm.tokenizers.base import SPACE_MARK
+from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
+from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
@@ -250,3 +261,44 @@ def test_broken_files_are_one_line(plain: File, data: bytes | None, config: byte
     with pytest.raises(UsageError, match=f"^x.json: .*{message}") as caught:
         HuggingFaceTokenizer(data or json.dumps(plain).encode(), config, "x.json")
     assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------ SentencePiece as a tokenizer.json
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bpe": {"model_type": "bpe"},
+    "llama2": LLAMA2_PIECES,
+    "llama2, one space": {**LLAMA2_PIECES, "remove_extra_whitespaces": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram", *MODELS])
+def test_a_tokenizer_json_has_the_ids_of_a_sentencepiece_model(
+    kind: str, foreign: Callable[..., bytes], model: bytes, texts: list[str]
+) -> None:
+    """Pieces of a unigram model may come in another order where the score is the same."""
+    data, order = model if kind == "sentencepiece" else b"", list
+    if kind == "sentencepiece-unigram":
+        data, order = train_sentencepiece(texts, vocab_size=600, sentinels=8, model_type="unigram"), sorted
+    data = data or foreign(**MODELS[kind])
+    content = make_tokenizer_json(data)
+    assert content is not None
+    library, expected = tokenizers.Tokenizer.from_str(content.decode()), SentencePieceTokenizer(data)
+    odd = [text for text in ODD_TEXTS if text != SPACE_MARK and not text.startswith("<")]
+    for text in ("", *texts, *odd, *map("".join, itertools.pairwise(odd)), *(" " * n + "a" for n in range(40))):
+        ids, actual = expected.encode(text).tolist(), library.encode(text).ids
+        assert order(actual) == order(ids), text
+        if expected.unk not in ids:
+            assert library.decode(actual) == expected.decode(ids)
+    assert library.encode("a</s>").ids[-1] == expected.eos
+
+
+@pytest.mark.parametrize("settings", [
+    {"model_type": "char", "vocab_size": 80, "hard_vocab_limit": False}, {"treat_whitespace_as_suffix": True},
+    {"user_defined_symbols": ["ab"]},
+], ids=str)  # fmt: skip
+def test_no_tokenizer_json_is_made_of_what_the_library_lacks(
+    settings: dict[str, Any], foreign: Callable[..., bytes]
+) -> None:
+    assert make_tokenizer_json(foreign(**settings)) is None
