@@ -111,7 +111,7 @@ def _check_is_megatfm_model(source: Path) -> None:
 def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     stored_origin = state.get("origin")
-    origin = stored_origin if isinstance(stored_origin, dict) else {}
+    origin: dict[str, Any] = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
     exported_models = choose_exported_models(model, origin.get("name"))
     tensors = _plan_tensors(path, config.model, dtype)
