@@ -28,6 +28,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", metavar="SIZE", help=f"largest file of weights with --to hf ({DEFAULT_SHARD_SIZE})"
     )
     parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the weights with --to hf; auto: as stored (auto)",
+    )
+    parser.add_argument(
         "--hf-config",
         metavar="FOLDER",
         help="read SRC as a DeepSpeed universal checkpoint; this Hugging Face folder describes its model",
@@ -57,9 +62,11 @@ def convert_command(args: argparse.Namespace) -> int:
     """Convert, and print where the result is."""
     from megatfm.convert.convert import convert
     from megatfm.convert.upcycle import Upcycling, upcycle
+    from megatfm.models.dtypes import DTYPES
 
-    if args.max_shard_size is not None and args.to != "hf":
-        raise UsageError(f"--max-shard-size is for --to hf: leave it out with --to {args.to}")
+    for flag, value in (("--max-shard-size", args.max_shard_size), ("--dtype", args.dtype)):
+        if value is not None and args.to != "hf":
+            raise UsageError(f"{flag} is for --to hf: leave it out with --to {args.to}")
     if args.base and (args.hf_config or args.to == "moe"):
         flag = "--hf-config" if args.hf_config else "--to moe"
         raise UsageError(f"--base is for an adapter in PEFT's format and --to megatfm: leave it out with {flag}")
@@ -91,6 +98,7 @@ def convert_command(args: argparse.Namespace) -> int:
         args.target,
         args.to,
         shard_bytes=parse_size(args.max_shard_size or DEFAULT_SHARD_SIZE),
+        dtype=None if args.dtype in (None, "auto") else DTYPES[args.dtype],
         trust_plugins=args.trust_plugins,
     )
     return _print_result(args.target, summary, notes)

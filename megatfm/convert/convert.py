@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
@@ -23,14 +23,8 @@ from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import (
-    CONFIG,
-    HfFolder,
-    is_hf_folder,
-    write_json,
-    write_preprocessor,
-    write_weights,
-)
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.image_processor import adopt_image_options, write_preprocessor
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
@@ -77,12 +71,14 @@ def convert(
     to: Literal["hf", "megatfm"],
     *,
     shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
     trust_plugins: bool = False,
 ) -> list[str]:
     """Convert the model at `source` into the new or empty folder `target`; returns notes for the user.
 
-    trust_plugins: import the packages that a checkpoint's config names. `target` appears only when it is complete on
-    disk. Raises UsageError and MegatfmError, and then leaves no target.
+    dtype: of the weights with to="hf"; None: as stored. trust_plugins: import the packages that a checkpoint's config
+    names. `target` appears only when it is complete on disk. Raises UsageError and MegatfmError, and then leaves no
+    target.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
@@ -95,7 +91,7 @@ def convert(
         raise UsageError(f"{source}: is already in that format: use --to {source_format}, or copy it")
     with new_folder(target) as partial:
         if to == "hf":
-            return _to_hf(source, partial, shard_bytes, trust_plugins)
+            return _to_hf(source, partial, shard_bytes, dtype, trust_plugins)
         return _to_megatfm(source, partial, target)
 
 
@@ -112,20 +108,14 @@ def _check_is_megatfm_model(source: Path) -> None:
         ) from None
 
 
-def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
+def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     stored_origin = state.get("origin")
-    origin = stored_origin if isinstance(stored_origin, dict) else {}
+    origin: dict[str, Any] = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
     exported_models = choose_exported_models(model, origin.get("name"))
-    tensors = {
-        key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
-        for key, (dtype, shape) in checkpoint.read_tensor_specs(path).items()
-        if key.startswith("model.")
-    }
-    checkpoint.check_tensor_names(path, tensors, list_tensor_shapes(config.model))
-    tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    dtype = find_main_dtype(tensors.values())
+    tensors = _plan_tensors(path, config.model, dtype)
+    main_dtype = find_main_dtype(tensors.values())
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
     for exported in exported_models:
         model_folder = folder / exported.folder
@@ -141,14 +131,14 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         exported_origin = origin if exported.name == origin.get("name") else {}
         labels = make_task_labels(config) if "problem_type" in exported.hf_config else {}
         restored = tokenizer_files.restore_origin(exported_origin, exported.hf_config | labels)
-        hf_config = exported.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        hf_config = exported.hf_config | labels | {"dtype": str(main_dtype).removeprefix("torch."), **ids, **restored}
         generation = tokenizer_files.make_generation_config(exported_origin, config, model_folder, hf_config)
         if generation:
             write_json(model_folder / tokenizer_files.GENERATION, generation)
         if (key := exported.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
         hf_config = tokenizer_files.move_text_ids(hf_config)
-        write_preprocessor(model_folder, hf_config)
+        notes += write_preprocessor(model_folder, hf_config, config.data.images, origin.get("preprocessor"))
         write_json(model_folder / CONFIG, hf_config)
         file_io.sync_folder(model_folder)
         written_names |= set(order)
@@ -158,6 +148,28 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     if config.task is not None and path != source:
         notes.insert(0, f"{path}: the best checkpoint of the run")
     return ["; ".join(summary), *dict.fromkeys(notes), *note_non_finite(list(dict.fromkeys(non_finite)))]
+
+
+def _plan_tensors(path: Path, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the tensors of an exported checkpoint by name, on the meta device, without adapters.
+
+    dtype: of the parameters; None: as stored. Buffers, such as the biases that balance experts, keep theirs.
+    """
+    stored = {
+        key.removeprefix("model."): (stored_dtype, shape)
+        for key, (stored_dtype, shape) in checkpoint.read_tensor_specs(path).items()
+        if key.startswith("model.")
+    }
+    with torch.device("meta"):
+        built = list_checkpoint_tensors(build(model))
+    checkpoint.check_tensor_names(path, stored, built)
+    return {
+        name: torch.empty(
+            shape, dtype=dtype if dtype and isinstance(built[name], nn.Parameter) else stored_dtype, device="meta"
+        )
+        for name, (stored_dtype, shape) in stored.items()
+        if not is_factor(name)
+    }
 
 
 def open_best_checkpoint(source: str | Path, *, trust_plugins: bool) -> tuple[Path, Mapping[str, JsonValue], Config]:
@@ -176,7 +188,8 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     log.info("%s: %s of %s", source, format_counted(len(shapes), "tensor"), hf_model.name)
-    config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
+    starting_config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
+    config, image_notes = adopt_image_options(starting_config, source)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
     state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
     if isinstance(hf_model, HfFolder):
@@ -190,7 +203,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tensors = ((f"model.{name}", tensor) for name, tensor in read_converted_tensors(hf_model, shapes))
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
-    return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
+    return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *image_notes, *untrainable]
 
 
 def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
@@ -298,10 +311,10 @@ def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -
 
 
 class _CheckpointReader:
-    """Reads tensors of a checkpoint in a given order, about `READ_BYTES` at a time, and merges adapters."""
+    """Reads tensors of a checkpoint in a given order, about `READ_BYTES` at a time, merges adapters and casts."""
 
     def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor], scale: float) -> None:
-        """tensors: on the meta device. scale: of the adapters; 0 without adapters."""
+        """tensors: on the meta device, in the dtypes to read. scale: of the adapters; 0 without adapters."""
         self.path, self.order, self.tensors, self.scale = path, list(order), tensors, scale
         self._pending: dict[str, Tensor] = {}
         self._progress = ProgressLog("converted", len(order), "tensor")
@@ -322,8 +335,23 @@ class _CheckpointReader:
         adapters = [factor for name in batch for factor in name_factors(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(stored, self.scale)
-        self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}
-        self.non_finite += [name for name in batch if not self._pending[name].isfinite().all()]
+        for name in batch:
+            tensor = merged[f"model.{name}"]
+            self._pending[name] = cast_weights(name, tensor, self.tensors[name].dtype)
+            self.non_finite += [name] * (not tensor.isfinite().all())
+
+
+def cast_weights(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype. Raises UsageError for a finite value that is infinite there."""
+    cast = tensor.to(dtype)
+    overflows = cast.isinf() & tensor.isfinite()
+    if overflows.any():
+        largest, dtype_name = float(tensor[overflows].abs().max()), str(dtype).removeprefix("torch.")
+        raise UsageError(
+            f"--dtype {dtype_name}: {name} holds {largest:.4g}, beyond the largest {dtype_name}, "
+            f"{torch.finfo(dtype).max:.4g}: give --dtype {'bfloat16' if dtype == torch.float16 else 'float32'}"
+        )
+    return cast
 
 
 def check_is_new(target: Path) -> None:

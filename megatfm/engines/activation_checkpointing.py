@@ -110,7 +110,7 @@ def _make_part_forward(part: nn.Module, forward: Forward) -> Forward:
 def recompute_from_outside(block: nn.Module) -> None:
     """Apply "full" to a block that is compiled in parts. Call it after that."""
     assert block._compiled_call_impl is not None
-    block._compiled_call_impl = partial(_checkpoint_compiled_call, block, block._compiled_call_impl)  # type: ignore[assignment]
+    block._compiled_call_impl = partial(_checkpoint_compiled_call, block, block._compiled_call_impl)
 
 
 def _checkpoint_compiled_call(block: nn.Module, call: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +120,11 @@ def _checkpoint_compiled_call(block: nn.Module, call: Forward, *args: Any, **kwa
         return call(*args, **kwargs)
     found = [fork_cache(x) for x in args]
     passes = chain([lambda: args], repeat(lambda: [fork_cache(x) for x in found]))
-    contexts = {"context_fn": partial(_make_eager_contexts, None)}
     return checkpoint(
-        lambda: call(*next(passes)(), **kwargs), use_reentrant=False, preserve_rng_state=False, **contexts
+        lambda: call(*next(passes)(), **kwargs),
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(_make_eager_contexts, None),
     )
 
 

@@ -20,6 +20,7 @@ from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.convert.weight_mapping import map_name, to_hf
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, build_hf_decoder
 from tests.support.hf_encoders import (
@@ -204,7 +205,8 @@ def test_max_shard_size_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    *(([to, "--max-shard-size", "1GB"], f"for --to hf: leave it out with --to {to}") for to in ("megatfm", "peft")),
+    *(([to, flag, "float32" if flag == "--dtype" else "1GB"], f"{flag} is for --to hf: leave it out with --to {to}")
+      for to in ("megatfm", "peft") for flag in ("--max-shard-size", "--dtype")),
     (["moe", "--experts", "2", "--max-shard-size", "1GB"], "--max-shard-size is for --to hf"),
     (["moe", "--experts", "2", "--base", "b"], "--to megatfm: leave it out with --to moe"),
     (["moe"], "--to moe needs --experts"),
@@ -245,6 +247,16 @@ def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path)
     assert "its config.json names no class: taken for a" in opened.notes[0]
     logits = megatfm.load(tmp_path)(ENCODER_TOKENS).logits
     torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+
+
+def test_mappings_that_leave_a_tensor_out_are_refused(tmp_path: Path) -> None:
+    build_hf_gpt2().save_pretrained(tmp_path)
+    folder = HfFolder(tmp_path)
+    name = folder.mappings.pop().megatfm[0]
+    with pytest.raises(MegatfmError, match=f"GPT2LMHeadModel: no weight mapping gives {name}: its mappings are inc"):
+        list(convert_room.read_converted_tensors(folder, convert_room.list_tensor_shapes(folder.config)))
+    with pytest.raises(MegatfmError, match="there is no tensor a"):
+        to_hf([map_name("a", "b")], {})
 
 
 def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path) -> None:
