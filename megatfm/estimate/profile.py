@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,6 +36,7 @@ from megatfm.estimate.weights import list_expert_names
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import LMHead
 from megatfm.objectives import reads_text, target_fraction
+from megatfm.parallel.cp_plans import depends_on_batch
 from megatfm.parallel.layout import ModelLayout, iter_blocks, replace_forward
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -102,16 +103,22 @@ class LocalModel:
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
-                if not getattr(module, "is_compiled", True):
+                if not getattr(module, "is_compiled", True) or depends_on_batch(module):
                     module.register_forward_pre_hook(self._enter_eager)
                     module.register_forward_hook(self._leave_eager)
             self._kernels.install(self.model)
 
-    def _enter_eager(self, *_: Any) -> None:
-        self._eager_start = len(self._kernels.recorder.recording.operators)
-        self._is_in_eager = True
+    def _stays_eager(self, module: nn.Module) -> bool:
+        return not getattr(module, "is_compiled", True) or self._kernels.cp > 1
 
-    def _leave_eager(self, *_: Any) -> None:
+    def _enter_eager(self, module: nn.Module, _: Any) -> None:
+        if self._stays_eager(module):
+            self._eager_start = len(self._kernels.recorder.recording.operators)
+            self._is_in_eager = True
+
+    def _leave_eager(self, module: nn.Module, *_: Any) -> None:
+        if not self._stays_eager(module):
+            return
         self._eager_ranges.append(range(self._eager_start, len(self._kernels.recorder.recording.operators)))
         self._is_in_eager = False
 

@@ -282,7 +282,7 @@ class QuickScores:
     def _compiles(self, config: Config) -> bool:
         """Return whether blocks are compiled, which depends on few keys of the layout."""
         parallel = config.parallel
-        key = parallel.cp, parallel.pp > 1 and parallel.splits_backward, config.train.recompute
+        key = parallel.pp > 1 and parallel.splits_backward, config.train.recompute
         if key not in self._is_compiled:
             self._is_compiled[key] = compiles(config, self.cluster.device)
         return self._is_compiled[key]
