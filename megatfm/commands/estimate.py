@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -150,6 +151,11 @@ def _list_job_files(path: Path) -> list[Path]:
 TRIAL_PRESET = "llama3-8b"
 """Preset whose steps are measured where the config's own model can't be made small."""
 
+SLOW_BF16 = (
+    "warning: this device multiplies in bfloat16 no faster than in float32, and at a rate that jumps from shape to "
+    "shape: estimates of single steps may be off by half; train.precision = 'fp32' is measured faster and better"
+)
+
 
 def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
@@ -159,14 +165,15 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     from megatfm.estimate.clock import MIN_ROUNDS, ROUNDS, Clock
     from megatfm.estimate.devices import NODE
     from megatfm.estimate.trial_configs import list_trials
+    from megatfm.train.build import is_bf16_faster
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
     notes = sys.stderr if args.json else sys.stdout
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = config.train.precision
+    precision, has_fast_bf16 = config.train.precision, is_bf16_faster(device)
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
+        precision = "bf16" if has_fast_bf16 else "fp32"
     if precision not in DTYPES:
         raise UsageError(
             f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
@@ -176,6 +183,8 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     except UsageError as error:
         print(f"{error}; operators are measured in trials of {TRIAL_PRESET}", file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
+    if precision == "bf16" and not has_fast_bf16:
+        print(SLOW_BF16, file=notes)
     steps = f"{len(trials)} trial steps"
     print(f"measuring matrix products and {steps} in {MIN_ROUNDS} to {ROUNDS} rounds: some minutes", file=notes)
     table, _ = measure_device(Clock(device), precision, trials)
@@ -250,7 +259,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
         with name_write_errors(path):
             atomic_write(path, text)
     names = ", ".join(map(str, (args.write, script, job_config)))
-    print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
+    print(f"written: {names}; start it with: megatfm launch {shlex.join(launch_arguments)}")
 
 
 def _print_estimate(estimator: "Estimator", estimate: "Estimate") -> None:

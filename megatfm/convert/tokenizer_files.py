@@ -17,21 +17,17 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object
 from megatfm.convert.hf_config import Json
+from megatfm.convert.image_processor import read_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
 from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
+from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-COMPANION_FILES = (
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
+COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 """Files of transformers about a tokenizer that are copied with it."""
 
 
@@ -148,20 +144,16 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
         if (token := getattr(tokenizer, role)) is not None
     } | {ADD_BOS_KEY: begins, ADD_EOS_KEY: ends, "clean_up_tokenization_spaces": False}
     notes = []
-    if tokenizer.kind == "sentencepiece":
-        tokenizer_config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
-        if (frame.before and not begins) or (frame.after and not ends):
-            before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
-            notes = [
-                "transformers' class of a SentencePiece model puts neither of them around a text: the model was "
-                f"trained with {before or 'nothing'} before it and {after or 'nothing'} after it"
-            ]
-    elif (path := folder / "tokenizer.json").is_file():
+    path, model = folder / "tokenizer.json", folder / "tokenizer.model"
+    content = make_tokenizer_json(model.read_bytes()) if model.is_file() else path.read_bytes()
+    if content is not None:
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        _replace_file(path, set_frame(path.read_bytes(), frame.before, frame.between, frame.after))
+        _replace_file(path, set_frame(content, frame.before, frame.between, frame.after))
     else:
+        before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
         notes = [
-            "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
+            f"the tokenizer is copied as it is, for no tokenizer.json does what this {tokenizer.kind} model does; "
+            f"the training put {before or 'nothing'} before a text and {after or 'nothing'} after it"
         ]
     path = folder / TOKENIZER_CONFIG
     present = read_json_object(path) if path.is_file() else {}
@@ -201,7 +193,7 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
 
     name: of the class. written_config: megatfm's export of the model. Returns `config`, the special ids, label names
     and dropout rates of config.json that differ in `written_config`, and `generation`, the content of
-    generation_config.json if there is one. Raises MegatfmError.
+    generation_config.json if there is one, and `preprocessor`, that of preprocessor_config.json. Raises MegatfmError.
     """
     differing = {
         key: {"theirs": value, "ours": written_config.get(key)}
@@ -217,7 +209,8 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
     }
     file = source / GENERATION
     generation = {"generation": read_json_object(file)} if file.is_file() else {}
-    return {"name": name, "config": differing, **generation}
+    preprocessor = {"preprocessor": content} if (content := read_preprocessor(source)) else {}
+    return {"name": name, "config": differing, **generation, **preprocessor}
 
 
 def make_generation_config(

@@ -130,12 +130,8 @@ class Mixture:
 
     def find_source(self, position: int) -> tuple[str, int]:
         """Return the source's name of the row at a global position, and the row's position in that source's order."""
-        (interleaved,) = interleave(np.array([position]), self.streams, self.turn).tolist()
-        turn, stream = divmod(interleaved, self.streams)
-        phase = int(self._find_phases(turn))
-        state = self._phase_states[phase]
-        block, slot = divmod(turn - state.first_turn, self.block)
-        slots = self._get_slots(phase, stream, block)
+        ((phase, stream, block, slot),) = self._find_slots(np.array([position]))
+        state, slots = self._phase_states[phase], self._get_slots(phase, stream, block)
         source = int(slots.sources[slot])
         # Rows of this source that the stream took before: in earlier phases, full blocks, and this block.
         n_before = state.consumed[stream, source] + block * state.quotas[source] + slots.before[slot]
@@ -143,13 +139,16 @@ class Mixture:
 
     def find_source_indices(self, positions: Ints) -> Ints:
         """Return the index in `sources` of the source of the row at each global position [n]."""
+        slots = self._find_slots(positions)
+        return np.array([self._get_slots(*address).sources[slot] for *address, slot in slots], np.int64)
+
+    def _find_slots(self, positions: Ints) -> list[tuple[int, int, int, int]]:
+        """Return phase, stream, block and slot of the row at each global position [n]."""
         turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
         phases = self._find_phases(turns)
         first_turns = np.array([state.first_turn for state in self._phase_states])
         blocks, slots = np.divmod(turns - first_turns[phases], self.block)
-        addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
-        slot_sources = [self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses]
-        return np.array(slot_sources, np.int64)
+        return list(zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True))
 
     def read_row(self, position: int) -> Fields:
         """Return the row at a global position."""

@@ -70,10 +70,7 @@ class PackingPlan:
             raise ValueError("another number of groups")
         notes = tuple(map(str, header["notes"]))
         return cls(
-            sizes.astype(np.int64),
-            groups.astype(np.int64) if len(groups) else None,
-            float(header["padding"]),
-            notes,
+            sizes.astype(np.int64), groups.astype(np.int64) if len(groups) else None, float(header["padding"]), notes
         )
 
 
@@ -111,7 +108,7 @@ def _read_plan(path: Path, key: str) -> PackingPlan | None:
 
 
 def _write_plan(path: Path, data: bytes) -> None:
-    """Write a plan atomically and drop the oldest ones. Of concurrent writers without locks, the last one wins."""
+    """Write a plan atomically and drop the oldest ones. The last of concurrent writers without locks wins."""
     atomic_write(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
     for old in plans[:-MAX_STORED_PLANS]:

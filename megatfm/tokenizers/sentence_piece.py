@@ -19,15 +19,15 @@ from megatfm.tokenizers.base import (
 )
 
 _BYTE = "<0x{:02X}>"
-# model_type of sentencepiece_model.proto → kind. BPE is "sentencepiece", for it was the only one once.
-_KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
+UNIGRAM, BPE = 1, 2
+"""model_type of sentencepiece_model.proto."""
+# model_type → kind. BPE is "sentencepiece", for it was the only one once.
+_KINDS = {UNIGRAM: "sentencepiece-unigram", BPE: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
 _TRAINER, _NORMALIZER = 2, 3  # field numbers of TrainerSpec and NormalizerSpec
 
 
 def encode_between_metaspaces(
-    texts: Sequence[str],
-    encode: Callable[[list[str]], Sequence[NDArray[np.int32]]],
-    mark_ids: NDArray[np.int32],
+    texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark_ids: NDArray[np.int32]
 ) -> list[NDArray[np.int32]]:
     """Return the ids of texts: segments between U+2581 are encoded in one batch, and each U+2581 becomes `mark_ids`.
 
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
             ) from None
         if not model:
             raise UsageError(f"{name}: is empty: give the tokenizer.model of a prepared corpus")
-        settings = _read_settings(model)
+        settings = read_settings(model)
         self._word_start_is_marked = not settings["treat_whitespace_as_suffix"]
         self.kind = _KINDS.get(settings["model_type"], "sentencepiece")
         self.hash = blake3(model).hexdigest()
@@ -183,7 +183,7 @@ def read_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         offset += size
 
 
-def _read_settings(model: bytes) -> dict[str, Any]:
+def read_settings(model: bytes) -> dict[str, Any]:
     """Return a model's settings of text, with the field numbers and defaults of sentencepiece_model.proto."""
     messages = {number: dict[int, Any]() for number in (_TRAINER, _NORMALIZER)}
     symbols = []
@@ -194,17 +194,14 @@ def _read_settings(model: bytes) -> dict[str, Any]:
                 if (number, key) == (_TRAINER, 31) and isinstance(item, bytes):
                     symbols.append(item.decode())
     trainer, normalizer = messages[_TRAINER], messages[_NORMALIZER]
-    suffix = bool(trainer.get(24, False))
-    keeps_text = (
-        not normalizer.get(2, b"")  # precompiled_charsmap
-        and not normalizer.get(3, True)  # add_dummy_prefix
-        and not normalizer.get(4, True)  # remove_extra_whitespaces
-        and normalizer.get(5, True)  # escape_whitespaces
-        and not suffix
-    )
-    return {
-        "model_type": trainer.get(3, 1),
-        "treat_whitespace_as_suffix": suffix,
+    settings = {
+        "model_type": trainer.get(3, UNIGRAM),
+        "treat_whitespace_as_suffix": bool(trainer.get(24, False)),
         "user_defined_symbols": symbols,
-        "changes_text": not keeps_text,
+        "precompiled_charsmap": normalizer.get(2, b""),
+        "add_dummy_prefix": bool(normalizer.get(3, True)),
+        "remove_extra_whitespaces": bool(normalizer.get(4, True)),
+        "escape_whitespaces": bool(normalizer.get(5, True)),
     }
+    changing = ("treat_whitespace_as_suffix", "precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces")
+    return settings | {"changes_text": any(settings[key] for key in changing) or not settings["escape_whitespaces"]}

@@ -37,7 +37,7 @@ LONGER: dict[int, list[str]] = {
     2: ["replicas", "zero0", "zero2", "ep2, zero2", "pp2"],
     4: ["ep2 of 4, zero0", "ep2 of 4, zero2", "ep4, zero1", "ep4, zero3", "ep2 × replicas, zero0", "ep2 × pp2, 1f1b",
         "ep2 × pp2, zero1", "zero3 2 × tp2", "zero1 2 × tp2"],
-    8: ["ep2 of 4 × tp2"],
+    8: ["ep2 of 4 × tp2", "ep2 of 4 × replicas, zero1"],
 }  # fmt: skip
 """Layouts of extended cases: `make test` has each of their axes with experts in others."""
 

@@ -77,7 +77,10 @@ EXPERT_LAYOUTS = {
         "ep2 × pp2, zero1": ParallelConfig(dp_shard=2, ep=2, pp=2, zero=1),
     },
     # Three experts on a rank, and two data ranks, which cut within each of them.
-    8: {"ep2 of 4 × tp2": ParallelConfig(dp_shard=4, ep=2, tp=2)},
+    8: {
+        "ep2 of 4 × tp2": ParallelConfig(dp_shard=4, ep=2, tp=2),
+        "ep2 of 4 × replicas, zero1": ParallelConfig(dp_replicate=2, dp_shard=4, ep=2, zero=1),
+    },
 }
 EXPERT_PIPELINE_LAYOUTS = {
     f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, pp_schedule=schedule)

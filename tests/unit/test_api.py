@@ -127,7 +127,6 @@ def test_commands_say_on_stderr_what_they_do(
             r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
         ],
         ("describe", str(run)): ["small: counting parameters and FLOPs, without allocating the model"],
-        ("estimate", str(run), "--gpus", "2"): ["small: estimating a step on 2 × .*"],
         ("data", "check", f"{corpus}/train"): [
             rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
         ],

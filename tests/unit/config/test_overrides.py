@@ -98,6 +98,15 @@ def test_a_dotted_change_leaves_its_neighbours() -> None:
     assert scaled.with_changes({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
 
 
+def test_a_key_that_is_not_set_is_removed_from_no_new_section() -> None:
+    for override in ("model.lora.rank=", "~task.metric", "~model.mup.base_width", "~train.freeze"):
+        assert quickstart(override) == quickstart(), override
+    with pytest.raises(UsageError, match=r"nothing sets model.d_modl, an unknown key.*: leave it out$"):
+        quickstart("~model.d_modl")
+    with pytest.raises(UsageError, match=r"unknown key \(did you mean optimizer.lr\?\): leave it out$"):
+        quickstart("lr=")
+
+
 def test_text_that_looks_like_a_number_stays_text() -> None:
     for name in ("2024", "1e5", "1_000", "true", "0x1F"):
         assert quickstart(f"name={name}").name == name

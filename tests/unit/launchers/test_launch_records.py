@@ -1,4 +1,4 @@
-"""What launchers record of a run: under several of them at once, and on a full disk."""
+"""Records that launchers keep of a run: under several of them at once, and on a full disk."""
 
 import socket
 import sys
@@ -21,8 +21,7 @@ from megatfm.launchers.local import LocalLauncher
 from megatfm.launchers.record import lock_launch_record, write_launch_record
 from megatfm.launchers.run_jobs import describe_process
 from megatfm.launchers.status import get_run_status
-from tests.support.launch_jobs import FakeSlurm, full_disk, make_job
-from tests.support.slurm_attempts import run_epilog, run_prolog
+from tests.support.launch_jobs import FakeSlurm, full_disk, make_job, run_epilog, run_prolog
 
 
 def test_attempts_of_launchers_that_write_at_once_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> No
 def test_following_a_run_that_nobody_launched_ends(
     make: MakeRun, capsys: pytest.CaptureFixture[str], event: str | None, lines: list[str]
 ) -> None:
-    """It was never started, or by `megatfm train` itself."""
+    """Never started, or by `megatfm train` itself."""
     run = make()
     if event:
         (run / "logs" / "rank-0.log").write_text("the last word\n")

@@ -1,18 +1,30 @@
 """tokenizer.json files and Hugging Face folders, against transformers and the tokenizers library themselves."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
-from tests.support.tokenizer_cases import ODD_TEXTS
+from megatfm.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load,
+    read_tokenizer_files,
+    train_byte_bpe,
+    train_sentencepiece,
+)
+from megatfm.tokenizers.base import SPACE_MARK
+from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
+from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
@@ -220,6 +232,47 @@ def test_a_token_that_only_the_config_calls_special_is_special(changed: Changed)
     assert message.mask not in message.encode("a <mask> b")
 
 
+SPECIAL = {"content": "def", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+ROLES_ALONE = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(("config", "names"), [
+    ({"extra_special_tokens": ["def", "<new>"]}, None),
+    ({"additional_special_tokens": ["def", "<new>"]}, None),
+    ({"extra_special_tokens": ["def"], "additional_special_tokens": ["return"]}, None),
+    ({}, {"additional_special_tokens": ["def", "<new>"], **ROLES_ALONE}),
+    ({}, {"extra_special_tokens": [SPECIAL, "<new>"], "eos_token": "<extra_1>"}),
+    ({"eos_token": "</s>"}, {"eos_token": "<extra_1>"}),
+    ({"eos_token": "</s>"}, {"eos_token": {**SPECIAL, "content": "</s>"}}),
+    ({"added_tokens_decoder": {}, **ROLES_ALONE}, {"eos_token": "<extra_1>"}),
+    (None, {"additional_special_tokens": ["def"], **ROLES_ALONE}),
+], ids=str)  # fmt: skip
+def test_further_special_tokens_are_read_from_the_files_that_transformers_reads(
+    config: dict[str, Any] | None, names: dict[str, Any] | None, plain: File, tmp_path: Path
+) -> None:
+    class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"tokenizer.json": plain, "tokenizer_config.json": config and config | class_}
+    files |= {"special_tokens_map.json": names}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    actual = load(tmp_path)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert actual.vocab_size == len(reference)
+    for word in ("def", "return", "<new>"):
+        is_special = reference.convert_tokens_to_ids(word) in reference.all_special_ids
+        assert actual.encode_with_offsets(word)[0].tolist() == reference.encode(word), word
+        assert is_special == (word in actual.reserved_spellings), word
+        assert actual.decode(actual.encode(word)) == word, "a text that spells it is no such token"
+    if reference.eos_token is not None:
+        assert actual.eos == reference.eos_token_id
+    (tmp_path / "copy").mkdir()
+    for name, data in read_tokenizer_files(tmp_path).items():
+        (tmp_path / "copy" / name).write_bytes(data)
+    copied = load(tmp_path / "copy")
+    assert (copied.hash, copied.special) == (actual.hash, actual.special)
+
+
 def test_words_that_end_with_a_mark_begin_nowhere(changed: Changed) -> None:
     """GPT-1's kind: whether a piece begins a word is told by the piece before it."""
 
@@ -244,9 +297,51 @@ def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
     (b"{", None, "not a tokenizer.json of the tokenizers library"),
     (None, b"[]", "tokenizer_config.json beside it is not valid"),
     (None, b"{", "tokenizer_config.json beside it is not valid"),
+    (None, b'{"extra_special_tokens": "<x>", "pad_token": "<nowhere>"}', "beside it calls its pad_token"),
     (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
 ])  # fmt: skip
 def test_broken_files_are_one_line(plain: File, data: bytes | None, config: bytes | None, message: str) -> None:
     with pytest.raises(UsageError, match=f"^x.json: .*{message}") as caught:
         HuggingFaceTokenizer(data or json.dumps(plain).encode(), config, "x.json")
     assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------ SentencePiece as a tokenizer.json
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bpe": {"model_type": "bpe"},
+    "llama2": LLAMA2_PIECES,
+    "llama2, one space": {**LLAMA2_PIECES, "remove_extra_whitespaces": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram", *MODELS])
+def test_a_tokenizer_json_has_the_ids_of_a_sentencepiece_model(
+    kind: str, foreign: Callable[..., bytes], model: bytes, texts: list[str]
+) -> None:
+    """Pieces of a unigram model may come in another order where the score is the same."""
+    data, order = model if kind == "sentencepiece" else b"", list
+    if kind == "sentencepiece-unigram":
+        data, order = train_sentencepiece(texts, vocab_size=600, sentinels=8, model_type="unigram"), sorted
+    data = data or foreign(**MODELS[kind])
+    content = make_tokenizer_json(data)
+    assert content is not None
+    library, expected = tokenizers.Tokenizer.from_str(content.decode()), SentencePieceTokenizer(data)
+    odd = [text for text in ODD_TEXTS if text != SPACE_MARK and not text.startswith("<")]
+    for text in ("", *texts, *odd, *map("".join, itertools.pairwise(odd)), *(" " * n + "a" for n in range(40))):
+        ids, actual = expected.encode(text).tolist(), library.encode(text).ids
+        assert order(actual) == order(ids), text
+        if expected.unk not in ids:
+            assert library.decode(actual) == expected.decode(ids)
+    assert library.encode("a</s>").ids[-1] == expected.eos
+
+
+@pytest.mark.parametrize("settings", [
+    {"model_type": "char", "vocab_size": 80, "hard_vocab_limit": False}, {"treat_whitespace_as_suffix": True},
+    {"user_defined_symbols": ["ab"]},
+], ids=str)  # fmt: skip
+def test_no_tokenizer_json_is_made_of_what_the_library_lacks(
+    settings: dict[str, Any], foreign: Callable[..., bytes]
+) -> None:
+    assert make_tokenizer_json(foreign(**settings)) is None

@@ -315,12 +315,12 @@ def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign)
 
 def test_settings_are_read_as_the_protobuf_library_reads_them(foreign: Foreign) -> None:
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
-    from megatfm.tokenizers.sentence_piece import _read_settings
+    from megatfm.tokenizers.sentence_piece import read_settings
 
     for settings_ in (*KINDS.values(), {"user_defined_symbols": ["[MASK]", "ü"]}):
         model = foreign(**settings_)
         trainer, normalizer = proto.FromString(model).trainer_spec, proto.FromString(model).normalizer_spec
-        settings = _read_settings(model)
+        settings = read_settings(model)
         assert settings["model_type"] == trainer.model_type
         assert settings["treat_whitespace_as_suffix"] == trainer.treat_whitespace_as_suffix
         assert settings["user_defined_symbols"] == list(trainer.user_defined_symbols)

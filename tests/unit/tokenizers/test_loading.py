@@ -37,7 +37,7 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
         loaded = load(path)
         assert isinstance(loaded, SentencePieceTokenizer)
         assert loaded.hash == tokenizer.hash
-    with pytest.raises(UsageError, match=r"tokenizer.json: this is prep's description .*: give tokenizer.model"):
+    with pytest.raises(UsageError, match=r"tokenizer.json: this is a description .*: give tokenizer.model"):
         load(corpus / "tokenizer.json")
 
 
