@@ -49,6 +49,7 @@ from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.launchers.local import find_free_port
 from tests.support import kill_series, killed_ranks
+from tests.support.rank_processes import make_rank_variables
 
 # ---------------------------------------------------------------------------------------------------- speed
 
@@ -333,10 +334,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     port = find_free_port()
     pids = []
     for rank in range(world):
-        variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+        variables = make_rank_variables(rank, world, port)
         output = folder / f"said-{rank}"
         pids.append(killed_ranks.fork_process(lambda: killed_ranks.run_rank(words, variables, output)))  # noqa: B023
     return pids

@@ -16,6 +16,7 @@ several.
 
 import argparse
 import importlib.util
+import itertools
 import re
 import subprocess
 import tempfile
@@ -59,13 +60,32 @@ class KernelResources:
     shared: int
 
 
-def compile_cross_entropy(element: str, *, capped: bool = False, smoothed: bool = False) -> KernelResources:
-    """Compile the cross-entropy for logits of type `element` (Triton's name)."""
-    pointers = {"logits_MV": f"*{element}", "targets_M": "*i64", "losses_M": "*fp32"}
-    numbers = {"stride": "i32", "vocabulary": "i32", "softcap": "fp32", "smoothing": "fp32"}
+CROSS_ENTROPY = {
+    "kernel": {"targets_M": "*i64", "losses_M": "*fp32", "stride": "i32", "vocabulary": "i32", "softcap": "fp32",
+               "smoothing": "fp32"},
+    "statistics_kernel": {"targets_M": "*i64", "statistics_SM": "*fp32", "stride": "i32", "n_rows": "i32",
+                          "width": "i32", "first": "i32", "softcap": "fp32"},
+    "gradient_kernel": {"targets_M": "*i64", "max_logits_M": "*fp32", "sums_M": "*fp32", "stride": "i32",
+                        "width": "i32", "first": "i32", "softcap": "fp32", "smoothing": "fp32", "spread": "fp32"},
+}  # fmt: skip
+"""Kernels of the cross-entropy; types of their arguments but the first."""
+PASSES = {
+    "cross-entropy": ("kernel", 3),
+    "statistics of a vocabulary shard": ("statistics_kernel", 1),
+    "gradient of a vocabulary shard": ("gradient_kernel", 2),
+}
+"""Title → kernel of the cross-entropy, and how often it reads or writes the logits."""
+
+
+def compile_cross_entropy(
+    element: str, *, name: str = "kernel", capped: bool = False, smoothed: bool = False
+) -> KernelResources:
+    """Compile a kernel of the cross-entropy for logits of type `element` (Triton's name)."""
+    kernel = getattr(cross_entropy_triton, name)
     fixed = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "BLOCK": cross_entropy_triton.BLOCK}
-    signature = {**pointers, **numbers, **dict.fromkeys(fixed, "constexpr")}
-    return compile_kernel(cross_entropy_triton.kernel, signature, fixed, cross_entropy_triton.WARPS)
+    fixed = {key: value for key, value in fixed.items() if key in kernel.arg_names}
+    signature = {kernel.arg_names[0]: f"*{element}", **CROSS_ENTROPY[name], **dict.fromkeys(fixed, "constexpr")}
+    return compile_kernel(kernel, signature, fixed, cross_entropy_triton.WARPS)
 
 
 def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any], warps: int) -> KernelResources:
@@ -94,10 +114,15 @@ def run_resources(args: argparse.Namespace) -> None:
         table="| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
     )
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-        for how, options in (("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})):
-            use, moved = compile_cross_entropy(element, **options), 3 * TOKENS * VOCABULARY * size
+        variants: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("", {}),
+            (", soft cap, smoothed", {"capped": True, "smoothed": True}),
+        )
+        for (title, (name, passes)), (how, options) in itertools.product(PASSES.items(), variants):
+            use = compile_cross_entropy(element, name=name, **options)
+            moved = passes * TOKENS * VOCABULARY * size
             page.add(
-                f"| cross-entropy, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "
+                f"| {title}, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "
                 f"{moved / 1e9:.2f} GB | {1e3 * moved / COPIED:.2f} ms |"
             )
 

@@ -27,7 +27,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.cross_entropy import IGNORE, pad_row_length
+from megatfm.ops.cross_entropy import LogitOptions, pad_row_length
 
 PRODUCTS = {
     "8192 × 8192 × 8192": ((8192, 8192, 8192), "790"),
@@ -104,7 +104,7 @@ def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
     targets = torch.randint(vocabulary, (tokens,), device=device)
 
     def run() -> Tensor:
-        return to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+        return to_gradients(logits, targets, LogitOptions())
 
     milliseconds = 1e3 * time_calls(run, device, repeats)
     yield f"| cross-entropy of {tokens:,} tokens over {vocabulary:,} | {milliseconds:.2f} ms | {expected} |"

@@ -46,8 +46,15 @@ from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.profiling import keep_freed_memory
 from tests.support.batches import family_batch
-from tests.support.expert_models import EXPERT_CONTEXT_LAYOUTS, EXPERT_LAYOUTS, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
-from tests.support.expert_parity import moe_layers, objective_for
+from tests.support.expert_parity import (
+    EXPERT_CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
+    EXPERT_MODELS,
+    EXPERT_TP_LAYOUTS,
+    TP2,
+    moe_layers,
+    objective_for,
+)
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 

@@ -26,7 +26,7 @@ from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_image_record, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.errors import UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, name_write_errors
 from megatfm.tokenizers import Tokenizer
 
 TARS = FORMATS["webdataset"]
@@ -42,12 +42,7 @@ class ImageFiles:
     warning = "images were imported as they are: duplicates were not searched for"
 
     def __init__(
-        self,
-        inputs: InputFiles,
-        tokenizer: Tokenizer | None,
-        task_bytes: int,
-        labels: ClassLabels,
-        split: SplitConfig,
+        self, inputs: InputFiles, tokenizer: Tokenizer | None, task_bytes: int, labels: ClassLabels, split: SplitConfig
     ) -> None:
         self.tokenizer, self._labels, self._split = tokenizer, labels, split
         self.bytes = sum(file.size for file in inputs.files)
@@ -171,11 +166,9 @@ def write_digits(folder: Path) -> None:
         ) from error
     digits = load_digits()
     n_train = len(digits.images) * TRAIN_SHARE[0] // TRAIN_SHARE[1]
-    splits = {
-        "train": rng.permutation(n_train, 0, "digits"),
-        "validation": np.arange(n_train, len(digits.images)),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
+    splits = {"train": rng.permutation(n_train, 0, "digits"), "validation": np.arange(n_train, len(digits.images))}
+    with name_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for split, indices in splits.items():
         path = folder / f"{split}.tar"
         if path.exists():
@@ -188,8 +181,9 @@ def write_digits(folder: Path) -> None:
                 Image.fromarray(pixels).save(png, "PNG")
                 _add_member(tar, f"{index:04d}.png", png.getvalue())
                 _add_member(tar, f"{index:04d}.cls", str(digits.target[index]).encode())
-        atomic_write(path, content.getvalue())
-        os.utime(path, (0, 0))
+        with name_write_errors(path):
+            atomic_write(path, content.getvalue())
+            os.utime(path, (0, 0))
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -5,17 +5,17 @@ Only launchers write the file: the job script's prolog and epilog, or `megatfm l
 
 import json
 import secrets
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, lock_path, name_disk_errors
 from megatfm.launchers.record import find_latest_checkpoint_step
+from megatfm.terminal import print_to_stderr
 
 RESTARTS = "restarts.json"
 FINAL_EXIT_REASONS = {
@@ -31,6 +31,8 @@ UNFINISHED = "exit code 0, but events.jsonl has no `finished` event"
 MAX_STOPS_WITHOUT_PROGRESS = 10
 """Largest number of stops by a signal in a row without a new checkpoint. More have a systematic cause, for example a
 time limit shorter than the start."""
+LOCK_SECONDS = 10.0
+"""Longest wait for another process that writes restarts.json: it needs milliseconds, unless it is stopped."""
 MAX_HOST_FAILURES = 2
 HOST_FAILURE_WINDOW_SECONDS = 7 * 86400.0  # by then the site has repaired or drained a broken node
 
@@ -59,6 +61,11 @@ class Attempt:
     ended: float | None = None
 
     @property
+    def key(self) -> tuple[str, float]:
+        """Job and start, which no two attempts have in common."""
+        return self.job, self.time
+
+    @property
     def made_progress(self) -> bool:
         """Whether the attempt saved a checkpoint."""
         return self.step > self.first_step
@@ -83,28 +90,32 @@ class AttemptLog:
         self.run = run
         self.attempts = self._read()
         if self._damaged:
-            print(f"megatfm: {run / RESTARTS}: ignored, since damaged: {self._damaged}", file=sys.stderr)
+            print_to_stderr(f"megatfm: {run / RESTARTS}: ignored, since damaged: {self._damaged}")
 
     def begin(self, attempt: Attempt) -> Attempt:
-        """Record the start of an attempt; return the attempt with its first step filled in."""
+        """Record the start of an attempt; return the attempt with its first step filled in. Raises MegatfmError."""
         attempt = replace(attempt, first_step=find_latest_checkpoint_step(self.run))
-        self.attempts = [*self._read(), attempt]
-        self._save()
+        with name_disk_errors("write", self.run / RESTARTS, "make room, and launch again"):
+            self._update(lambda attempts: [*attempts, attempt])
         return attempt
 
     def end(self, attempt: Attempt) -> Attempt:
-        """Record the end of an attempt; return the attempt with its last step filled in."""
+        """Record the end of an attempt, and its start if that isn't recorded; return it with its last step filled in.
+
+        If the file can't be written, as on a full disk, this object alone knows the end: a job has to end all the same.
+        """
         ended = replace(attempt, step=find_latest_checkpoint_step(self.run))
-        self.attempts = [
-            ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored for stored in self._read()
-        ]
-        self._save()
+
+        def change(attempts: Sequence[Attempt]) -> list[Attempt]:
+            changed = [ended if stored.key == attempt.key else stored for stored in attempts]
+            return changed if ended in changed else [*changed, ended]
+
+        self._try_to_update(change)
         return ended
 
     def discard(self, attempt: Attempt) -> None:
         """Remove an attempt that was refused."""
-        self.attempts = [stored for stored in self._read() if (stored.job, stored.time) != (attempt.job, attempt.time)]
-        self._save()
+        self._try_to_update(lambda attempts: [stored for stored in attempts if stored.key != attempt.key])
 
     def find_unfinished_attempt(self, submission: str) -> Attempt | None:
         """Return the last attempt of a submission if its end isn't recorded."""
@@ -151,8 +162,21 @@ class AttemptLog:
         counts = Counter(attempt.failed_host for attempt in recent if attempt.failed_host)
         return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 
+    def _update(self, change: Callable[[list[Attempt]], list[Attempt]]) -> None:
+        """Read the file anew, change its attempts and write them, alone: two jobs or launchers may both do so."""
+        with lock_path(self.run / RESTARTS, LOCK_SECONDS):
+            self.attempts = change(self._read())
+            if self._damaged:
+                self._keep_damaged_file()
+            atomic_write(self.run / RESTARTS, dump_attempts(self.attempts))
+
+    def _try_to_update(self, change: Callable[[list[Attempt]], list[Attempt]]) -> None:
+        try:
+            self._update(change)
+        except OSError as error:
+            print_to_stderr(f"megatfm: {self.run / RESTARTS}: can't be written: {error.strerror}")
+
     def _read(self) -> list[Attempt]:
-        """Read the file anew before each change: two jobs of a chain may both write it."""
         self._damaged = ""
         attempts: list[Attempt] = []
         try:
@@ -173,11 +197,6 @@ class AttemptLog:
                 self._damaged = f"entry {index} and perhaps more ({location}: {error.errors()[0]['msg']})"
         return attempts
 
-    def _save(self) -> None:
-        if self._damaged:
-            self._keep_damaged_file()
-        atomic_write(self.run / RESTARTS, dump_attempts(self.attempts))
-
     def _keep_damaged_file(self) -> None:
         """Move the file aside before it is replaced: its attempts may be worth reading."""
         moved = self.run / f"{RESTARTS}.damaged-{secrets.token_hex(4)}"
@@ -185,7 +204,7 @@ class AttemptLog:
             (self.run / RESTARTS).rename(moved)
         except FileNotFoundError:  # another job has moved it
             return
-        print(f"megatfm: {self.run / RESTARTS}: damaged: {self._damaged}; kept as {moved.name}", file=sys.stderr)
+        print_to_stderr(f"megatfm: {self.run / RESTARTS}: damaged: {self._damaged}; kept as {moved.name}")
 
 
 _ATTEMPT = TypeAdapter(Attempt)

@@ -6,10 +6,10 @@ import shlex
 import shutil
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,12 +31,14 @@ from megatfm.launchers.job import Job, make_python_path
 from megatfm.launchers.record import (
     LAUNCH,
     is_finished,
+    lock_launch_record,
     read_last_state_event,
     read_launch_record,
     write_launch_record,
 )
 from megatfm.launchers.run_jobs import describe_process, refuse_concurrent_launch
 from megatfm.launchers.supervisor import Child, supervise
+from megatfm.terminal import print_to_stderr
 
 # Below Linux's default range of ephemeral ports, so that no outgoing connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
@@ -66,12 +68,11 @@ class ForegroundLauncher:
         the ranks' common exit code.
         """
         run = job.run_dir
-        refuse_concurrent_launch(job)
         if job.kind == "evaluate":  # its launch record would replace the run's own
+            refuse_concurrent_launch(job)
             return attempt(False)
         code = EXIT_USAGE
         try:
-            _register_files(job, new_paths)
             code = self._run_recorded(job, attempt, new_paths)
         except OSError as error:
             raise MegatfmError(f"{error.filename or run}: can't write the run directory: {error.strerror}") from error
@@ -85,21 +86,29 @@ class ForegroundLauncher:
         return code
 
     def _run_recorded(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
-        """Record this process in the run directory while the job runs, for `megatfm status` and `megatfm cancel`."""
+        """Record this process in the run directory while the job runs, for `megatfm status` and `megatfm cancel`.
+
+        Raises LockedError, UsageError if the run has another launcher or job.
+        """
         launch_record: dict[str, Any] = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
         launch_record |= job.corpus_url
         process = describe_process(psutil.Process())
-        write_launch_record(job.run_dir, **launch_record, **process)
+        new_paths.make_folder(job.run_dir)
+        with lock_launch_record(job.run_dir):  # of two launchers that begin at once, one is refused
+            refuse_concurrent_launch(job)
+            _register_files(job, new_paths)
+            write_launch_record(job.run_dir, **launch_record, **process)
         try:
             if job.kind == "train":
                 return self._run_with_restarts(job, attempt, new_paths)
             launch_record["exit_code"] = code = attempt(new_paths.is_new(job.run_dir))
             return code
         finally:
-            if read_launch_record(job.run_dir).items() >= process.items():
-                write_launch_record(job.run_dir, **launch_record)
-            else:  # another launcher has begun since
-                new_paths.replaced.clear()
+            with lock_launch_record(job.run_dir):
+                if read_launch_record(job.run_dir).items() >= process.items():
+                    _record_end(job.run_dir, launch_record)
+                else:  # another launcher has begun since
+                    new_paths.replaced.clear()
 
     def _run_with_restarts(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
         """Start attempts until one ends for good, or until restarts make no progress."""
@@ -120,7 +129,7 @@ class ForegroundLauncher:
                 code = EXIT_OK
             elif code == EXIT_OK and not is_finished(run, steps):
                 code = EXIT_FAILED
-                print(f"megatfm: {UNFINISHED}", file=sys.stderr)
+                print_to_stderr(f"megatfm: {UNFINISHED}")
             if code != EXIT_USAGE or read_last_state_event(run) != last_event:  # it began, so its records are kept
                 new_paths.replaced.clear()
             reason = FINAL_EXIT_REASONS.get(
@@ -133,10 +142,10 @@ class ForegroundLauncher:
             if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or asked or not self.max_restarts:
                 return code
             if limit_reason := attempt_log.explain_restart_limit(submission, self.max_restarts):
-                print(f"megatfm: no progress: {limit_reason}", file=sys.stderr)
+                print_to_stderr(f"megatfm: no progress: {limit_reason}")
                 attempt_log.end(replace(ended_attempt, code=NO_PROGRESS, reason=limit_reason))
                 return NO_PROGRESS
-            print("megatfm: restarting from the newest checkpoint", file=sys.stderr)
+            print_to_stderr("megatfm: restarting from the newest checkpoint")
 
 
 class LocalLauncher(ForegroundLauncher):
@@ -193,10 +202,17 @@ class LocalLauncher(ForegroundLauncher):
         ]
 
 
+def _record_end(run: Path, launch_record: Mapping[str, Any]) -> None:
+    """Record that a launcher has ended. A full disk must not change its exit code."""
+    try:
+        write_launch_record(run, **launch_record)
+    except OSError as error:
+        print_to_stderr(f"megatfm: {run / LAUNCH}: can't be written: {error.strerror}")
+
+
 def _register_files(job: Job, new_paths: NewPaths) -> None:
-    """Create the run directory, and register the files that launcher and ranks will write there, for removal."""
+    """Register the files that launcher and ranks will write to the run directory, for removal."""
     run = job.run_dir
-    new_paths.make_folder(run)
     new_paths.will_make_folder(run / "logs")
     prefix = "worker" if job.kind == "prep" else "rank"
     logs = [f"logs/{prefix}-{index}.log" for index in range(1, job.world_size + 1)]

@@ -43,6 +43,7 @@ from megatfm.launchers.record import (
 from megatfm.launchers.run_jobs import get_job_state, read_job_ids
 from megatfm.launchers.status import describe_prep_progress
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
+from megatfm.terminal import print_to_stderr
 
 T = TypeVar("T")
 
@@ -150,8 +151,8 @@ def epilog(args: argparse.Namespace) -> int:
     started_attempt = attempt_log.find_attempt_of_job(job, _read_restart_count())
     if started_attempt is None:  # somebody removed the file, or another job replaced it at the same moment
         log(f"{RESTARTS} lacks this attempt: recorded anew")
-        submission = get_submission_id(args.run, job)
-        started_attempt = attempt_log.begin(Attempt(time.time(), submission, job, _read_restart_count()))
+        submission, step = get_submission_id(args.run, job), find_latest_checkpoint_step(args.run)
+        started_attempt = Attempt(time.time(), submission, job, _read_restart_count(), first_step=step)
     code = args.code
     # A rank dies of USR1 if the signal arrives before its handler is installed.
     stop_signal = args.asked or ("USR1" if code == 128 + signal.SIGUSR1 else "")
@@ -189,7 +190,10 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     stops = 1
     if isinstance(previous, dict) and (previous.get("job"), previous.get("work")) == (array_job, progress):
         stops += previous["stops"] if isinstance(previous.get("stops"), int) else 0
-    atomic_write(stops_file, json.dumps({"job": array_job, "work": progress, "stops": stops}) + "\n")
+    try:
+        atomic_write(stops_file, json.dumps({"job": array_job, "work": progress, "stops": stops}) + "\n")
+    except OSError as error:  # a full disk must not keep the task from going on
+        log(f"{stops_file}: can't be written: {error.strerror}")
     if stops > MAX_STOPS_WITHOUT_PROGRESS:
         log(
             f"no progress: task {task} was stopped {stops} times in a row, and no task finished a part: give more "
@@ -363,8 +367,8 @@ def _read_restart_count() -> int:
 
 
 def log(line: str) -> None:
-    """Print a line with PREFIX to stderr, the job's log, and flush."""
-    print(PREFIX + line, file=sys.stderr, flush=True)
+    """Print a line with PREFIX to stderr, the job's log."""
+    print_to_stderr(PREFIX + line)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Reads and writes what launchers need in a run directory: launch.json, the newest checkpoint, the last events."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,12 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatfm.files import atomic_write, is_copied_record
+from megatfm.files import atomic_write, is_copied_record, lock_path
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LAUNCH = "launch.json"
 TAIL_BYTES = 2**18
+LAUNCH_LOCK_SECONDS = 60.0
+"""Longest wait for another launcher of a run, which may wait for sbatch."""
 EVENT_STATES = {
     "started": "ENDED",
     "resumed": "ENDED",
@@ -66,14 +69,25 @@ def read_launch_record(run: Path) -> dict[str, Any]:
     return {key: record[key] for key in record.keys() & {"kind"}} if is_copied_record(record, run) else record
 
 
+def lock_launch_record(run: Path) -> contextlib.AbstractContextManager[None]:
+    """Let no other launcher of the run start or record anything meanwhile."""
+    return lock_path(run / LAUNCH, LAUNCH_LOCK_SECONDS)
+
+
 def write_launch_record(run: Path, **fields: object) -> None:
-    """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError."""
+    """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError.
+
+    The caller holds `lock_launch_record`.
+    """
     record = {"run": str(run), "evaluations": get_texts(read_launch_record(run), "evaluations"), **fields}
     atomic_write(run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
 
 
 def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
-    """Write the ids of evaluation jobs into launch.json, without changing its other fields. Raises OSError."""
+    """Write the ids of evaluation jobs into launch.json, without changing its other fields. Raises OSError.
+
+    The caller holds `lock_launch_record`.
+    """
     record = {**read_launch_record(run), "run": str(run), "evaluations": list(jobs)}
     atomic_write(run / LAUNCH, json.dumps(record, indent=1) + "\n")
 

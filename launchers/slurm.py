@@ -18,7 +18,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
 from megatfm.launchers import scheduler, snapshot
 from megatfm.launchers.job import Job, make_megatfm_command
-from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
+from megatfm.launchers.record import lock_launch_record, record_evaluation_jobs, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.launchers.slurm_site import Site
 from megatfm.terminal import format_counted
@@ -91,11 +91,14 @@ class SlurmLauncher:
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, and print its number and where to look."""
-        files, evaluations = self.render(job), refuse_concurrent_launch(job)
+        files = self.render(job)
         jobs: list[str] = []
         try:
-            script, code_name = self._write_files(job, files, new_paths)
-            self._queue_jobs(job, script, code_name, jobs, evaluations)
+            new_paths.make_folder(job.run_dir)
+            with lock_launch_record(job.run_dir):  # of two launchers that begin at once, one is refused
+                evaluations = refuse_concurrent_launch(job)
+                script, code_name = self._write_files(job, files, new_paths)
+                self._queue_jobs(job, script, code_name, jobs, evaluations)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or self._get_slurm_dir(job)}: can't write the job's files: {error.strerror}"
@@ -168,12 +171,13 @@ class SlurmLauncher:
             processes = format_counted(job.world_size, "process", "processes")
             size = f"{processes} on {job.resources.nodes} node{'s' * (job.resources.nodes != '1')}"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
+        name = shlex.quote(str(run))
         print(f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
-        print(f"  state    megatfm status {run}")
-        print(f"  log      megatfm logs -f {run}    ({log})")
+        print(f"  state    megatfm status {name}")
+        print(f"  log      megatfm logs -f {name}    ({log})")
         if job.kind == "train":
             print(f"  metrics  {run}/metrics.jsonl")
-        print(f"  cancel   megatfm cancel {run}")
+        print(f"  cancel   megatfm cancel {name}")
         if not self.site.requeue and job.chain_length == 1 and job.kind == "train":
             print("  note     this site doesn't requeue jobs: --chain N queues N jobs that run one after another")
 

@@ -87,7 +87,7 @@ def get_run_status(run: Path) -> RunStatus:
     records = tail_jsonl(run / METRICS, SPEED_STEPS)
     events = tail_jsonl(run / EVENTS, 1)
     steps, last = _read_steps(run), records[-1] if records else {}
-    state = get_launched_state(run) or _infer_state(run)
+    state = get_run_state(run)
     is_prep = is_prep_run(run)
     if is_prep:
         state = correct_prep_job_state(run, state)
@@ -114,6 +114,11 @@ def get_run_status(run: Path) -> RunStatus:
         event=detail,
         work=describe_prep_progress(run) if is_prep else "",
     )
+
+
+def get_run_state(run: Path) -> JobState:
+    """Return the state of a run, however it was started; that of a run which never was is final."""
+    return get_launched_state(run) or _infer_state(run)
 
 
 def get_launched_state(run: Path) -> JobState | None:

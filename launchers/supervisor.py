@@ -15,7 +15,7 @@ from types import FrameType
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS, MegatfmError
 from megatfm.files import open_nofollow
-from megatfm.terminal import list_hangup_signals, mute_closed_streams
+from megatfm.terminal import list_hangup_signals, mute_closed_streams, print_to_stderr
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # from the first failure to SIGTERM: the others may end by themselves and log why
@@ -221,11 +221,11 @@ class _ChildGroup:
         if code not in COMMON_CODES:
             code = EXIT_FAILED
         if code == EXIT_REQUEUE and self._ended_by_signal:
-            print("megatfm: stopped by a signal; start the same command again to go on", file=sys.stderr, flush=True)
+            print_to_stderr("megatfm: stopped by a signal; start the same command again to go on")
         # The first child has already printed an error that all ranks share.
         is_printed = code in (EXIT_USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not is_printed:
-            print(self._describe_failure(self.first_failed), file=sys.stderr, flush=True)
+            print_to_stderr(self._describe_failure(self.first_failed))
         return code
 
     def _describe_failure(self, name: str) -> str:

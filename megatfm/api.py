@@ -1,5 +1,6 @@
 """The public Python interface, loaded at first use of `megatfm.fit`, `load` or `Model`, since it imports torch."""
 
+import logging
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
-from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.evaluate import Baselines, Results, evaluate_run
 from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
 from megatfm.inference.prompts import PromptOptions
 from megatfm.inference.samples import PromptSampler
@@ -38,6 +39,8 @@ from megatfm.inference.text import (
 from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.run import train
+
+log = logging.getLogger("megatfm")
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:
@@ -175,13 +178,23 @@ class Model:
         """Evaluate the run's newest checkpoint on validation sets, as `megatfm evaluate` does; return results by set.
 
         A result has `loss` and, if the loss is the text's likelihood, `bits_per_byte`. sets: folders or URLs of further
-        corpora by name. compressors: add the bits per byte of gzip and xz. Raises UsageError if the model's path is not
-        a run directory.
+        corpora by name. compressors: add the bits per byte of gzip and xz. If the results can't be written into the run
+        directory, a warning says so. Raises UsageError if the model's path is not a run directory.
         """
-        evaluation = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
-        if evaluation is None:
+        shown: list[tuple[Results, Baselines]] = []
+
+        def keep(results: Results, baselines: Baselines) -> None:
+            shown.append((results, baselines))
+
+        try:
+            evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins, show=keep)
+        except MegatfmError as error:
+            if not shown:
+                raise
+            log.warning("%s", error)
+        if not shown:
             return {}
-        results, baselines = evaluation
+        results, baselines = shown[0]
         return {
             name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
             for name, result in results["sets"].items()

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatfm.errors import EXIT_FAILED, EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
-from megatfm.terminal import discard_output, list_hangup_signals, open_closed_streams, spell_unencodable
+from megatfm.terminal import (
+    discard_output,
+    list_hangup_signals,
+    open_closed_streams,
+    print_to_stderr,
+    spell_unencodable,
+)
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -107,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except MegatfmError as error:
         if args.debug:
             raise
-        _print_error(str(error))
+        print_to_stderr(f"error: {error}")
         code = error.exit_code
     except Exception as error:
         message, code = describe_impossible_path(error), EXIT_USAGE
@@ -120,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
             add_plugin_note(error)
             raise
-        _print_error(message)
+        print_to_stderr(f"error: {message}")
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
@@ -139,14 +145,6 @@ def _discard_unwritable_output() -> None:
         sys.stdout.flush()
     except OSError:
         discard_output(sys.stdout.fileno())
-
-
-def _print_error(message: str) -> None:
-    """Print an error to stderr, if that can be written: the exit code says the rest."""
-    try:
-        print(f"error: {message}", file=sys.stderr)
-    except OSError:
-        discard_output(sys.stderr.fileno())
 
 
 class Parser(argparse.ArgumentParser):

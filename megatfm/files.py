@@ -1,14 +1,16 @@
-"""Files: atomic writes, strict JSON, hashes, opening without following links, errors of the disk, descriptors, and
-removal of a refused run's files."""
+"""Files: atomic writes, locks, strict JSON, hashes, opening without following links, errors of the disk, descriptors,
+and removal of a refused run's files."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
 import resource
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import IO, Any
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError
+
+LOCK_POLL_SECONDS = 0.02
+"""Interval at which `lock_path` asks for a lock that another process holds."""
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -91,6 +96,51 @@ def fsync_directory(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def lock_path(path: Path, timeout: float = math.inf) -> Iterator[None]:
+    """Let one process at a time into the block, by a lock file beside `path`, which is removed at the end.
+
+    A lock ends with its process. After `timeout` seconds, and on file systems without locks, the block runs unlocked.
+    """
+    lock, deadline = path.with_name(f".{path.name}.lock"), time.monotonic() + timeout
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = _open_locked(lock, deadline)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            os.close(descriptor)
+
+
+def _open_locked(lock: Path, deadline: float) -> int:
+    """Open and lock a lock file; return its descriptor. Raises OSError after the deadline, or if it can't be locked."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            _wait_for_flock(descriptor, deadline)
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the last holder removed the file before it was locked here
+
+
+def _wait_for_flock(descriptor: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 def is_copied_record(record: Mapping[str, Any], folder: Path) -> bool:

@@ -75,6 +75,14 @@ def discard_output(stream: int) -> None:
         os.dup2(devnull.fileno(), stream)
 
 
+def print_to_stderr(line: str) -> None:
+    """Print a line to stderr. If that can't be written, as on a full disk, the line is lost, and so are later ones."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        discard_output(sys.stderr.fileno())
+
+
 def spell_unencodable() -> None:
     """Make stdout and stderr replace characters that their encoding lacks, instead of raising UnicodeEncodeError.
 

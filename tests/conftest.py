@@ -28,8 +28,12 @@ pytest.register_assert_rewrite("tests.support")  # so that its assertions show t
 
 from megatfm.ops import log_once  # noqa: E402
 from tests.support.page_cache import leave_files_in_page_cache  # noqa: E402
-from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment  # noqa: E402
-from tests.support.seeding import seed_by_name  # noqa: E402
+from tests.support.process_state import (  # noqa: E402
+    assert_unchanged_process,
+    forget_plugins,
+    restore_environment,
+    seed_by_name,
+)
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
 from tests.support.workers import GARBAGE_THRESHOLD, Workers  # noqa: E402
 

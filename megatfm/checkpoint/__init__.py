@@ -13,7 +13,7 @@ from megatfm.checkpoint.locate import find_checkpoint, refuse_foreign_checkpoint
 from megatfm.checkpoint.reader import check_tensor_names, load, read_state, read_tensor_specs, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
-from megatfm.checkpoint.writer import write_checkpoint_from_iterator
+from megatfm.checkpoint.writer import update_state, write_checkpoint_from_iterator
 
 __all__ = [
     "FlatShardedTensor",
@@ -31,5 +31,6 @@ __all__ = [
     "refuse_foreign_checkpoint",
     "remove_leftovers",
     "save",
+    "update_state",
     "write_checkpoint_from_iterator",
 ]

@@ -25,10 +25,12 @@ from megatfm.checkpoint.metadata import (
     check_json_round_trip,
     encode_metadata,
     encode_runs,
+    read_metadata,
 )
 from megatfm.checkpoint.planner import PlannedGroup, TensorSpec, WriteItem, WritePlan
 from megatfm.checkpoint.reader import check_sizes, verify_checkpoint
 from megatfm.errors import MegatfmError
+from megatfm.files import atomic_write, name_disk_errors
 from megatfm.object_collectives import Group
 
 log = logging.getLogger("megatfm")
@@ -167,6 +169,18 @@ def commit(staging_dir: Path, final: Path, metadata: Metadata) -> None:
             file_io.remove_tree(staging_dir)
             return
     file_io.rename(staging_dir, final)
+
+
+def update_state(path: Path, changes: Mapping[str, JsonValue]) -> None:
+    """Change keys of a committed checkpoint's state (None: remove the key), at once, and leave the tensors as they are.
+
+    Raises MegatfmError.
+    """
+    metadata = read_metadata(path)
+    state = {key: value for key, value in {**metadata.state, **changes}.items() if changes.get(key, "") is not None}
+    changed = metadata.model_copy(update={"state": check_json_round_trip(state)})
+    with name_disk_errors("write", path / METADATA_FILENAME):
+        atomic_write(path / METADATA_FILENAME, encode_metadata(changed))
 
 
 def _verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:

@@ -1,12 +1,15 @@
 """`megatfm describe`, `estimate` and `explain-oom`: the size of a model, whether a run fits, and how fast it is."""
 
 import argparse
+import logging
+import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
+from megatfm.commands.training import show_log
 from megatfm.config import load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from megatfm.config import Config
     from megatfm.estimate.estimator import Estimate, Estimator
     from megatfm.estimate.search import SearchResult
+
+log = logging.getLogger("megatfm")
 
 MAX_LAYOUTS = 10
 """Largest number of layouts that a search lists."""
@@ -30,12 +35,14 @@ def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@show_log()
 def describe_command(args: argparse.Namespace) -> int:
     """Print the description."""
-    from megatfm.describe import describe, to_lines
-
     config = load_config(args.config, args.overrides)
     check_trust(config, args)
+    log.info("%s: counting parameters and FLOPs, without allocating the model", config.name)
+    from megatfm.describe import describe, to_lines  # imports torch
+
     for label, text in to_lines(describe(config)):
         print(f"{label:<16}  {text}".rstrip())
     return 0
@@ -77,6 +84,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@show_log()
 def estimate_command(args: argparse.Namespace) -> int:
     """Print the estimate; return 0 if the run fits, else 1."""
     from megatfm.estimate.devices import load_cluster
@@ -96,7 +104,8 @@ def estimate_command(args: argparse.Namespace) -> int:
         _calibrate(args, config)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
-    from megatfm.estimate.estimator import open_estimator
+    log.info("%s: %s on %s", config.name, "trying all layouts" if args.search else "estimating a step", cluster)
+    from megatfm.estimate.estimator import open_estimator  # imports torch
     from megatfm.estimate.text import as_dict
 
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
@@ -142,6 +151,11 @@ def _list_job_files(path: Path) -> list[Path]:
 TRIAL_PRESET = "llama3-8b"
 """Preset whose steps are measured where the config's own model can't be made small."""
 
+SLOW_BF16 = (
+    "warning: this device multiplies in bfloat16 no faster than in float32, and at a rate that jumps from shape to "
+    "shape: estimates of single steps may be off by half; train.precision = 'fp32' is measured faster and better"
+)
+
 
 def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
@@ -151,14 +165,15 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     from megatfm.estimate.clock import MIN_ROUNDS, ROUNDS, Clock
     from megatfm.estimate.devices import NODE
     from megatfm.estimate.trial_configs import list_trials
+    from megatfm.train.build import is_bf16_faster
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
     notes = sys.stderr if args.json else sys.stdout
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = config.train.precision
+    precision, has_fast_bf16 = config.train.precision, is_bf16_faster(device)
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
+        precision = "bf16" if has_fast_bf16 else "fp32"
     if precision not in DTYPES:
         raise UsageError(
             f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
@@ -168,6 +183,8 @@ def _calibrate(args: argparse.Namespace, config: "Config") -> None:
     except UsageError as error:
         print(f"{error}; operators are measured in trials of {TRIAL_PRESET}", file=notes)
         trials = list_trials(load_config(TRIAL_PRESET), device.type, precision)
+    if precision == "bf16" and not has_fast_bf16:
+        print(SLOW_BF16, file=notes)
     steps = f"{len(trials)} trial steps"
     print(f"measuring matrix products and {steps} in {MIN_ROUNDS} to {ROUNDS} rounds: some minutes", file=notes)
     table, _ = measure_device(Clock(device), precision, trials)
@@ -242,7 +259,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
         with name_write_errors(path):
             atomic_write(path, text)
     names = ", ".join(map(str, (args.write, script, job_config)))
-    print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
+    print(f"written: {names}; start it with: megatfm launch {shlex.join(launch_arguments)}")
 
 
 def _print_estimate(estimator: "Estimator", estimate: "Estimate") -> None:
@@ -292,9 +309,11 @@ def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@show_log()
 def explain_oom_command(args: argparse.Namespace) -> int:
     """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
-    from megatfm.estimate.recorded import read_recorded, run_estimator
+    log.info("%s: estimating the memory of a step", args.folder)
+    from megatfm.estimate.recorded import read_recorded, run_estimator  # imports torch
     from megatfm.estimate.text import (
         describe_fit,
         describe_recorded,

@@ -118,15 +118,13 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         code = train(config, flops_per_token, PromptSampler(), new_paths)
     if code != EXIT_OK:
         return code, None
-    results = evaluate_task(folder)
-    if results is not None:
-        print_results(results)
-        if args.export:
-            from megatfm.convert.convert import convert
+    results = evaluate_task(folder, show=print_results)
+    if results is not None and args.export:
+        from megatfm.convert.convert import convert
 
-            summary, *export_notes = convert(results.checkpoint, args.export, "hf")
-            for line in [*export_notes, f"{args.export}: {summary}"]:
-                print(line)
+        summary, *export_notes = convert(results.checkpoint, args.export, "hf")
+        for line in [*export_notes, f"{args.export}: {summary}"]:
+            print(line)
     return EXIT_OK, results
 
 

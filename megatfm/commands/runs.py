@@ -15,7 +15,7 @@ from megatfm.launchers.logs import follow_logs, print_tails
 from megatfm.launchers.run_jobs import cancel_job_id, cancel_run
 from megatfm.launchers.status import (
     RunStatus,
-    get_launched_state,
+    get_run_state,
     get_run_status,
     is_run_dir,
     list_run_dirs,
@@ -127,15 +127,14 @@ def logs_command(args: argparse.Namespace) -> int:
     """Print the logs that matter: the job's or rank 0's, and those of ranks with errors."""
     run = resolve_run_dir(args.run_dir)
     tails = print_tails(run, args.lines, args.all, include_unfinished=not args.follow)
-    if not tails and not args.follow:
-        print(f"{run}: no logs yet")
+    if not tails:
+        print(f"{run}: no logs yet", flush=True)
     last_query, run_is_over = 0.0, False
 
     def is_over() -> bool:
         nonlocal last_query, run_is_over
         if time.monotonic() - last_query > QUEUE_SECONDS:
-            state = get_launched_state(run)
-            last_query, run_is_over = time.monotonic(), state is not None and state.is_over
+            last_query, run_is_over = time.monotonic(), get_run_state(run).is_over
         return run_is_over
 
     if args.follow:

@@ -7,12 +7,14 @@ import argparse
 import atexit
 import gc
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
+from megatfm.commands.training import show_log
 from megatfm.errors import UsageError
 from megatfm.terminal import join_first, make_table, print_table
 from megatfm.verify.layouts import LAYOUTS, Documents
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatfm.verify.verify import Difference, GradientComparison, PresetResult
+
+log = logging.getLogger("megatfm")
 
 MAX_SHOWN = 8
 
@@ -50,6 +54,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@show_log()
 def verify_command(args: argparse.Namespace) -> int:
     """Print the comparison; return 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import Config, load_config
@@ -70,6 +75,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
     from megatfm.verify import forkserver
 
+    log.info("%s: a small copy of the model takes one step under this layout, and one on one process", config.name)
     forkserver.start_server()
     from megatfm.verify.verify import verify
 

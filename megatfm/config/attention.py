@@ -1,10 +1,10 @@
 """The `[model.attention]` section: a variant for each attention layer, and for each attention pattern."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.parts import ByName, PartName
+from megatfm.config.parts import ByName, PartName, expand_name
 from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, DropProbability, Section
 
 
@@ -92,10 +92,6 @@ class PluginPatternConfig(Section):
     """The name under which it is registered."""
 
 
-def _from_name(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 PatternConfig = Annotated[
     FullPatternConfig
     | WindowPatternConfig
@@ -107,7 +103,7 @@ PatternConfig = Annotated[
     | Windows2dPatternConfig
     | PluginPatternConfig,
     ByName(),
-    BeforeValidator(_from_name),  # the last is called first
+    BeforeValidator(expand_name),  # the last is called first
 ]
 
 

@@ -17,6 +17,8 @@ from megatfm.config.root import Config
 from megatfm.errors import UsageError
 
 Json = dict[str, Any]
+OPTIMIZER_TYPES: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
+"""Our optimizer → DeepSpeed's names of it. Its Adam is AdamW by default."""
 ANY_VALUE = object()
 """Stands for a value: any value in a JSON is accepted."""
 
@@ -55,10 +57,8 @@ def _make_base_json(config: Config, precision: str, folder: str) -> Json:
             zero["zero_hpz_partition_size"] = offload.zero_hpz_partition_size
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # the engine computes the norm before it decides to step
-    for key, device in (
-        ("offload_optimizer", offload.offload_optimizer),
-        ("offload_param", offload.offload_parameters),
-    ):
+    devices = {"offload_optimizer": offload.offload_optimizer, "offload_param": offload.offload_parameters}
+    for key, device in devices.items():
         if device != "none":
             zero[key] = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
     if offload.offload_parameters == "nvme":
@@ -99,7 +99,7 @@ def list_controlled_keys(config: Config, precision: str) -> dict[str, tuple[str,
         "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANY_VALUE),
         "gradient_clipping": ("optimizer.max_grad_norm", optimizer.max_grad_norm),
         "zero_optimization.stage": ("parallel.zero", parallel.zero),
-        "optimizer.type": ("optimizer.name", _get_optimizer_types(optimizer.name)),
+        "optimizer.type": ("optimizer.name", OPTIMIZER_TYPES.get(optimizer.name, optimizer.name)),
         "optimizer.params.adam_w_mode": ("optimizer.name = 'adamw' decays weights by themselves", True),
         "optimizer.params.torch_adam": ("optimizer.name", ANY_VALUE),
         "optimizer.params.lr": ("optimizer.lr", optimizer.lr),
@@ -133,36 +133,19 @@ def _get_precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
 
 def _get_offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
     offload = config.deepspeed
+    optimizer_device = ("deepspeed.offload_optimizer", offload.offload_optimizer)
     keys: dict[str, tuple[str, Any]] = {
-        "zero_optimization.offload_optimizer.device": (
-            "deepspeed.offload_optimizer",
-            offload.offload_optimizer,
-        ),
-        "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
-        "zero_optimization.offload_param.device": (
-            "deepspeed.offload_parameters",
-            offload.offload_parameters,
-        ),
-        "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
-        "zero_optimization.zero_hpz_partition_size": (
-            "deepspeed.zero_hpz_partition_size",
-            offload.zero_hpz_partition_size,
-        ),
-        "zero_optimization.cpu_offload": (
-            f"deepspeed.offload_optimizer = {offload.offload_optimizer!r}",
-            offload.offload_optimizer == "cpu",
-        ),
+        "offload_optimizer.device": optimizer_device,
+        "offload_optimizer.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
+        "offload_param.device": ("deepspeed.offload_parameters", offload.offload_parameters),
+        "offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
+        "zero_hpz_partition_size": ("deepspeed.zero_hpz_partition_size", offload.zero_hpz_partition_size),
+        "cpu_offload": (f"{optimizer_device[0]} = {optimizer_device[1]!r}", optimizer_device[1] == "cpu"),
     }
     if offload.offload_parameters == "nvme":  # other values would need more buffers than there are
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu"):
-            keys[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
-    return keys
-
-
-def _get_optimizer_types(name: str) -> str | tuple[str, ...]:
-    """Return DeepSpeed's names of our optimizer. Its Adam is AdamW by default."""
-    names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
-    return names.get(name, name)
+            keys[key] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
+    return {f"zero_optimization.{key}": rule for key, rule in keys.items()}
 
 
 PASSED_SECTIONS = {

@@ -2,24 +2,10 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.parts import ByName, PartName
-from megatfm.config.section import (
-    MAX_LENGTH,
-    MAX_WIDTH,
-    DropProbability,
-    Section,
-    find_nearest_divisor,
-)
+from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, DropProbability, Section, find_nearest_divisor
 
 ActivationName = Annotated[
     str,
@@ -283,22 +269,14 @@ class SoftMoEConfig(MoEConfig):
 
     @model_validator(mode="after")
     def _refuse_router(self) -> Self:
-        refused = {
-            "router",
-            "capacity_factor",
-            "expert_capacity",
-            "n_shared_experts",
-        } & self.model_fields_set
+        refused = {"router", "capacity_factor", "expert_capacity", "n_shared_experts"} & self.model_fields_set
         for key in sorted(refused):
             if getattr(self, key) not in (None, 0, TopKRouterConfig()):
                 raise ValueError(f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out")
         return self
 
 
-FFNConfig = Annotated[
-    DenseFFNConfig | MoEConfig | SoftMoEConfig | PluginFFNConfig,
-    ByName(),
-]
+FFNConfig = Annotated[DenseFFNConfig | MoEConfig | SoftMoEConfig | PluginFFNConfig, ByName()]
 
 
 def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:

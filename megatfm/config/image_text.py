@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatfm.config.ffn import ActivationName
-from megatfm.config.model_parts import PatchEmbeddingConfig
+from megatfm.config.model_parts import GeneratorConfig, PatchEmbeddingConfig, PixelDecoderConfig
 from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
 if TYPE_CHECKING:
@@ -131,6 +131,15 @@ def make_text_tower(model: "ModelConfig") -> "ModelConfig":
     return model.with_changes(changes)
 
 
+def check_heads(key: str, stack: GeneratorConfig | PixelDecoderConfig | TextTowerConfig | VisionTowerConfig) -> None:
+    """Raise ValueError unless the heads of a further stack of blocks, the section `key`, divide its width."""
+    if stack.d_model % stack.n_heads:
+        raise ValueError(
+            f"{key}.n_heads = {stack.n_heads} does not divide {key}.d_model = {stack.d_model}: choose "
+            f"n_heads = {find_nearest_divisor(stack.d_model, stack.n_heads)}"
+        )
+
+
 def check_two_towers(model: "ModelConfig") -> None:
     """Raise ValueError if the sections of a model of two towers contradict one another."""
     text, contrastive = model.text_tower, model.contrastive
@@ -143,11 +152,7 @@ def check_two_towers(model: "ModelConfig") -> None:
         raise ValueError(f"family = {FAMILY!r} reads images: set embedding.name = 'patches'")
     if model.lm_head.name != "none":
         raise ValueError(f"family = {FAMILY!r} predicts no tokens: set lm_head.name = 'none'")
-    if text.d_model % text.n_heads:
-        raise ValueError(
-            f"text_tower.n_heads = {text.n_heads} does not divide text_tower.d_model = {text.d_model}: choose "
-            f"n_heads = {find_nearest_divisor(text.d_model, text.n_heads)}"
-        )
+    check_heads("text_tower", text)
     if contrastive.image_pool == "class" and not model.embedding.n_class_tokens:
         raise ValueError(
             "contrastive.image_pool = 'class' reads a class token, and embedding.n_class_tokens = 0: choose "
@@ -176,11 +181,7 @@ def check_vision_language(model: "ModelConfig") -> None:
             f"family = {VISION_LANGUAGE!r}: [model] describes the decoder of text, which reads tokens: set "
             "embedding.name = 'tokens', and patches in [model.vision_tower.embedding]"
         )
-    if tower.d_model % tower.n_heads:
-        raise ValueError(
-            f"vision_tower.n_heads = {tower.n_heads} does not divide vision_tower.d_model = {tower.d_model}: choose "
-            f"n_heads = {find_nearest_divisor(tower.d_model, tower.n_heads)}"
-        )
+    check_heads("vision_tower", tower)
     if model.vocab_size is not None and connector.image_token_id >= model.vocab_size:
         raise ValueError(
             f"connector.image_token_id = {connector.image_token_id} is outside the vocabulary of vocab_size = "

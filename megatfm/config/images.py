@@ -1,8 +1,9 @@
 """The `[data.images]` section: sizes, augmentation and mixing of images."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -12,10 +13,20 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.parts import ByName, PartName
+from megatfm.config.parts import ByName, PartName, expand_name
 from megatfm.config.section import Fraction, Section
 
-Range = tuple[PositiveFloat, PositiveFloat]
+
+def _check_order(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    if low > high:
+        raise ValueError(f"from {low:g} to {high:g}: give the smaller number first")
+    return bounds
+
+
+AreaShare = Annotated[float, Field(gt=0, le=1)]
+AreaRange = Annotated[tuple[AreaShare, AreaShare], AfterValidator(_check_order)]
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_check_order)]
 
 
 class TransformSection(Section):
@@ -36,7 +47,7 @@ class RandomResizedCropTransform(TransformSection):
     """Crop a random part and resize it to `data.images.size` (Szegedy et al. 2015)."""
 
     name: Literal["random_resized_crop"] = "random_resized_crop"
-    scale: Range = (0.08, 1.0)
+    scale: AreaRange = (0.08, 1.0)
     """Share of the image's area, from and to."""
     ratio: Range = (3 / 4, 4 / 3)
     """Width over height, from and to, drawn on a logarithmic scale."""
@@ -92,7 +103,7 @@ class RandomErasingTransform(TransformSection):
     name: Literal["random_erasing"] = "random_erasing"
     p: Fraction = 0.25
     """Probability."""
-    scale: Range = (0.02, 1 / 3)
+    scale: AreaRange = (0.02, 1 / 3)
     """Share of the image's area, from and to."""
     ratio: Range = (0.3, 1 / 0.3)
     """Width over height, from and to, drawn on a logarithmic scale."""
@@ -106,11 +117,6 @@ class PluginTransform(TransformSection):
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, PartName("transform (data.images.transforms)")] = Field(examples=["my_transform"])
     """The name under which it is registered."""
-
-
-def _with_name(section: Any) -> Any:
-    """Expand a transform's name to a table."""
-    return {"name": str(section)} if isinstance(section, str) else section
 
 
 TransformConfig = Annotated[
@@ -134,7 +140,7 @@ class ImagesConfig(Section):
     max_patches: PositiveInt | None = Field(default=None, examples=[256], le=2**20)
     """Native resolution in place of `size`: each image keeps its shape, cut to complete patches, and shrinks if it has
     more patches than this. Rows hold as many images as fit."""
-    transforms: list[Annotated[TransformConfig, BeforeValidator(_with_name)]] = Field(
+    transforms: list[Annotated[TransformConfig, BeforeValidator(expand_name)]] = Field(
         default_factory=list, examples=[["random_resized_crop", "horizontal_flip"]]
     )
     """Transforms of training images in this order: names, or tables with a `name`. An image of another size is then

@@ -1,8 +1,8 @@
 """Config keys and values of earlier versions, and their translation in stored configs.
 
-Checkpoints, run directories and prep.json store configs with every key, and outlive a version. To rename a key, add a
-row here in the same commit. If a new key's default changes what earlier versions computed, add their value to
-`VALUES_BEFORE`. A user's own file is not translated but refused, with the new name. An old name never gets a new
+Checkpoints, run directories and prep.json store configs with every key, and outlive a version. To rename a key, add it
+to its section below in the same commit. If a new key's default changes what earlier versions computed, add their value
+to `VALUES_BEFORE`. A user's own file is not translated but refused, with the new name. An old name never gets a new
 meaning, so a stored config needs no version.
 
 A key is a path such as "optimizer.clip". `section[NAME].key` means the section whose `name` is NAME, and `*` every key
@@ -13,88 +13,76 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-RENAMED_KEYS: tuple[tuple[str, str], ...] = (
-    ("schedule", "lr_schedule"),
-    ("parallel.schedule", "parallel.pp_schedule"),
-    ("parallel.context", "parallel.cp_method"),
-    ("parallel.accumulate", "parallel.grad_accumulation"),
-    ("parallel.comm_memory", "parallel.comm_buffers"),
-    ("parallel.prefetch", "parallel.fsdp_prefetch"),
-    ("parallel.cuts", "parallel.pp_split_points"),
-    ("train.init_only", "train.init_include"),
-    ("log.allocations", "log.memory_snapshot"),
-    ("log.norms_every", "log.layer_stats_every"),
-    ("checkpoint.local", "checkpoint.local_dir"),
-    ("checkpoint.read_back", "checkpoint.verify_after_write"),
-    ("optimizer.clip", "optimizer.max_grad_norm"),
-    ("optimizer.moments", "optimizer.moments_dtype"),
-    ("optimizer.newton_schulz", "optimizer.newton_schulz_dtype"),
-    ("optimizer[soap].every", "optimizer.precondition_frequency"),
-    ("optimizer[soap].max_dim", "optimizer.max_precond_dim"),
-    ("optimizer[adafactor].decay_power", "optimizer.beta2_decay"),
-    ("optimizer[adafactor].smallest_scale", "optimizer.eps2"),
-    ("optimizer[adafactor].clip_update", "optimizer.clip_threshold"),
-    ("lr_schedule.final_ratio", "lr_schedule.min_lr_factor"),
-    ("lr_schedule[wsd].shape", "lr_schedule.decay_type"),
-    ("data.streams", "data.read_streams"),
-    ("data.mixture_block", "data.mixture_block_rows"),
-    ("data.mixture_changes", "data.mixture_schedule"),
-    ("data.cache", "data.cache_dir"),
-    ("data.warmup", "data.rampup"),
-    ("model.blocks", "model.layer_types"),
-    ("model.block", "model.layer_type"),
-    ("model.head", "model.lm_head"),
-    ("model.heads", "model.extra_heads"),
-    ("model.future_tokens", "model.n_mtp_heads"),
-    ("model.attention[latent].kv_rank", "model.attention.kv_lora_rank"),
-    ("model.attention[latent].q_rank", "model.attention.q_lora_rank"),
-    ("model.attention[latent].rope_dim", "model.attention.qk_rope_head_dim"),
-    ("model.attention[latent].v_dim", "model.attention.v_head_dim"),
-    ("model.attention[latent].head_dim", "model.attention.qk_nope_head_dim"),
-    ("model.attention[mla].head_dim", "model.attention.qk_nope_head_dim"),
-    ("model.attention[linformer].length", "model.attention.max_length"),
-    ("model.attention[linformer].rank", "model.attention.projected_length"),
-    ("model.attention.pattern[window].step", "model.attention.pattern.dilation"),
-    ("model.attention.pattern[window].first", "model.attention.pattern.initial_tokens"),
-    ("model.attention.pattern[fixed].summary", "model.attention.pattern.n_summary_tokens"),
-    ("model.attention.pattern[bigbird].block", "model.attention.pattern.block_size"),
-    ("model.attention.pattern[bigbird].random", "model.attention.pattern.n_random_blocks"),
-    ("model.attention.pattern[bigbird].extra", "model.attention.pattern.n_global_tokens"),
-    ("model.attention.pattern[longformer].tokens", "model.attention.pattern.global_tokens"),
-    ("model.ffn.capacity", "model.ffn.capacity_factor"),
-    ("model.ffn.places", "model.ffn.expert_capacity"),
-    ("model.ffn.router.balance", "model.ffn.router.aux_loss_coef"),
-    ("model.ffn.router.sequence_balance", "model.ffn.router.seq_aux_loss_coef"),
-    ("model.ffn.router.z_loss", "model.ffn.router.z_loss_coef"),
-    ("model.ffn.router[noisy_top_k].importance", "model.ffn.router.importance_loss_coef"),
-    ("model.ffn.router[noisy_top_k].load", "model.ffn.router.load_loss_coef"),
-    ("model.ffn.router.normalise", "model.ffn.router.norm_topk_prob"),
-    ("model.ffn.router[deepseek_v2].scale", "model.ffn.router.routed_scaling_factor"),
-    ("model.ffn.router[deepseek_v3].scale", "model.ffn.router.routed_scaling_factor"),
-    ("model.ffn.router.n_groups", "model.ffn.router.n_group"),
-    ("model.ffn.router.top_groups", "model.ffn.router.topk_group"),
-    ("model.ffn.router.bias_rate", "model.ffn.router.bias_update_rate"),
-    ("model.norm[rms_norm].from_one", "model.norm.zero_centered"),
-    ("model.norm.first", "model.norm.first_attention_norm"),
-    ("model.norm.final", "model.norm.final_norm"),
-    ("objective.future_weight", "objective.mtp_loss_weight"),
-    ("objective[masked].rate", "objective.mask_rate"),
-    ("objective[next_sentence].rate", "objective.mask_rate"),
-    ("objective[sentence_order].rate", "objective.mask_rate"),
-    ("objective[span_boundary].rate", "objective.mask_rate"),
-    ("objective[replaced_token].rate", "objective.mask_rate"),
-    ("objective.mask_share", "objective.mask_replace_prob"),
-    ("objective.random_share", "objective.random_replace_prob"),
-    ("objective[span_boundary].stop", "objective.geometric_p"),
-    ("objective[span_boundary].max_words", "objective.max_span_words"),
-    ("objective[permutation].every", "objective.tokens_per_prediction"),
-    ("objective[span_corruption].rate", "objective.noise_density"),
-    ("objective[span_corruption].mean_span", "objective.mean_noise_span_length"),
-    ("objective[denoisers].regular", "objective.r_denoiser_weight"),
-    ("objective[denoisers].extreme", "objective.x_denoiser_weight"),
-    ("objective[denoisers].sequential", "objective.s_denoiser_weight"),
-    ("deepspeed.hpz", "deepspeed.zero_hpz_partition_size"),
-)
+
+def list_renames(renames: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return (old key, new key) of renamed keys by the section that has both."""
+    return tuple(
+        (f"{section}.{old}".lstrip("."), f"{section}.{new}".lstrip("."))
+        for section, keys in renames.items()
+        for old, new in keys.items()
+    )
+
+
+RENAMED_KEYS = list_renames({
+    "": {"schedule": "lr_schedule"},
+    "parallel": {
+        "schedule": "pp_schedule", "context": "cp_method", "accumulate": "grad_accumulation",
+        "comm_memory": "comm_buffers", "prefetch": "fsdp_prefetch", "cuts": "pp_split_points",
+    },
+    "train": {"init_only": "init_include"},
+    "log": {"allocations": "memory_snapshot", "norms_every": "layer_stats_every"},
+    "checkpoint": {"local": "local_dir", "read_back": "verify_after_write"},
+    "optimizer": {"clip": "max_grad_norm", "moments": "moments_dtype", "newton_schulz": "newton_schulz_dtype"},
+    "optimizer[soap]": {"every": "precondition_frequency", "max_dim": "max_precond_dim"},
+    "optimizer[adafactor]": {"decay_power": "beta2_decay", "smallest_scale": "eps2", "clip_update": "clip_threshold"},
+    "lr_schedule": {"final_ratio": "min_lr_factor"},
+    "lr_schedule[wsd]": {"shape": "decay_type"},
+    "data": {
+        "streams": "read_streams", "mixture_block": "mixture_block_rows", "mixture_changes": "mixture_schedule",
+        "cache": "cache_dir", "warmup": "rampup",
+    },
+    "model": {
+        "blocks": "layer_types", "block": "layer_type", "head": "lm_head", "heads": "extra_heads",
+        "future_tokens": "n_mtp_heads",
+    },
+    "model.attention[latent]": {
+        "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim",
+        "head_dim": "qk_nope_head_dim",
+    },
+    "model.attention[mla]": {"head_dim": "qk_nope_head_dim"},
+    "model.attention[linformer]": {"length": "max_length", "rank": "projected_length"},
+    "model.attention.pattern[window]": {"step": "dilation", "first": "initial_tokens"},
+    "model.attention.pattern[fixed]": {"summary": "n_summary_tokens"},
+    "model.attention.pattern[bigbird]": {
+        "block": "block_size", "random": "n_random_blocks", "extra": "n_global_tokens",
+    },
+    "model.attention.pattern[longformer]": {"tokens": "global_tokens"},
+    "model.ffn": {"capacity": "capacity_factor", "places": "expert_capacity"},
+    "model.ffn.router": {
+        "balance": "aux_loss_coef", "sequence_balance": "seq_aux_loss_coef", "z_loss": "z_loss_coef",
+        "normalise": "norm_topk_prob", "n_groups": "n_group", "top_groups": "topk_group",
+        "bias_rate": "bias_update_rate",
+    },
+    "model.ffn.router[noisy_top_k]": {"importance": "importance_loss_coef", "load": "load_loss_coef"},
+    "model.ffn.router[deepseek_v2]": {"scale": "routed_scaling_factor"},
+    "model.ffn.router[deepseek_v3]": {"scale": "routed_scaling_factor"},
+    "model.norm[rms_norm]": {"from_one": "zero_centered"},
+    "model.norm": {"first": "first_attention_norm", "final": "final_norm"},
+    "objective": {
+        "future_weight": "mtp_loss_weight", "mask_share": "mask_replace_prob", "random_share": "random_replace_prob",
+    },
+    "objective[masked]": {"rate": "mask_rate"},
+    "objective[next_sentence]": {"rate": "mask_rate"},
+    "objective[sentence_order]": {"rate": "mask_rate"},
+    "objective[span_boundary]": {"rate": "mask_rate", "stop": "geometric_p", "max_words": "max_span_words"},
+    "objective[replaced_token]": {"rate": "mask_rate"},
+    "objective[permutation]": {"every": "tokens_per_prediction"},
+    "objective[span_corruption]": {"rate": "noise_density", "mean_span": "mean_noise_span_length"},
+    "objective[denoisers]": {
+        "regular": "r_denoiser_weight", "extreme": "x_denoiser_weight", "sequential": "s_denoiser_weight",
+    },
+    "deepspeed": {"hpz": "zero_hpz_partition_size"},
+})  # fmt: skip
 """(Old key, new key) of training configs, in the order of their renaming."""
 RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("parallel.cp_method", "heads", "ulysses"),
@@ -123,84 +111,53 @@ REMOVED_KEYS: tuple[tuple[str, Any], ...] = (
 """(Key of an earlier version, value that turned it off). A stored config with another value is refused."""
 VALUES_BEFORE: tuple[tuple[str, Any], ...] = ()
 """(Key, value that versions without the key implied), if that is not the default."""
-RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = (
-    ("read.source", "read.builtin"),
-    ("read.on_bad", "read.on_error"),
-    ("read.repair_unicode", "read.fix_unicode"),
-    ("read.fields.text", "read.text_key"),
-    ("read.fields.url", "read.url_key"),
-    ("read.fields.keep", "read.metadata_keys"),
-    ("read.tokens.end", "read.tokens.eos_id"),
-    ("split.by", "split.partition_by"),
-    ("split.values", "split.partition_values"),
-    ("split.files", "split.validation_files"),
-    ("near_duplicates.similarity", "split.near_duplicates.similarity"),
-    ("near_duplicates.shingle_words", "split.near_duplicates.n_grams"),
-    ("tokenizer.modes", "tokenizer.ul2_modes"),
-    ("tokenizer.pattern", "tokenizer.pretokenizer"),
-    ("workers", "tokenizer_threads"),
-    ("part_bytes", "task_bytes"),
-    ("memory_bytes", "dedup_memory_bytes"),
-    ("plain_tars", "compress"),
-    ("duplicates", "dedup"),
-    ("steps[gopher_quality].words", "steps[gopher_quality].word_tokenizer"),
-    ("steps[gopher_repetition].words", "steps[gopher_repetition].word_tokenizer"),
-    ("steps[fineweb].words", "steps[fineweb].word_tokenizer"),
-    ("steps[gopher_quality].min_words", "steps[gopher_quality].min_doc_words"),
-    ("steps[gopher_quality].max_words", "steps[gopher_quality].max_doc_words"),
-    ("steps[gopher_quality].min_mean_word", "steps[gopher_quality].min_avg_word_length"),
-    ("steps[gopher_quality].max_mean_word", "steps[gopher_quality].max_avg_word_length"),
-    ("steps[gopher_quality].max_symbols", "steps[gopher_quality].max_symbol_word_ratio"),
-    ("steps[gopher_quality].max_bullet_lines", "steps[gopher_quality].max_bullet_lines_ratio"),
-    ("steps[gopher_quality].max_ellipsis_lines", "steps[gopher_quality].max_ellipsis_lines_ratio"),
-    ("steps[gopher_quality].min_alphabetic", "steps[gopher_quality].min_alpha_words_ratio"),
-    ("steps[gopher_repetition].lines", "steps[gopher_repetition].dup_line_frac"),
-    ("steps[gopher_repetition].paragraphs", "steps[gopher_repetition].dup_para_frac"),
-    ("steps[gopher_repetition].line_characters", "steps[gopher_repetition].dup_line_char_frac"),
-    ("steps[gopher_repetition].paragraph_characters", "steps[gopher_repetition].dup_para_char_frac"),
-    ("steps[gopher_repetition].top_ngrams", "steps[gopher_repetition].top_n_grams"),
-    ("steps[gopher_repetition].repeated_ngrams", "steps[gopher_repetition].dup_n_grams"),
-    ("steps[c4].terminal_punctuation", "steps[c4].filter_no_terminal_punct"),
-    ("steps[c4].min_line_words", "steps[c4].min_words_per_line"),
-    ("steps[c4].max_word_characters", "steps[c4].max_word_length"),
-    ("steps[c4].min_sentences", "steps[c4].min_num_sentences"),
-    ("steps[c4].curly_brackets", "steps[c4].filter_curly_bracket"),
-    ("steps[fineweb].min_punctuated_lines", "steps[fineweb].line_punct_thr"),
-    ("steps[fineweb].max_repeated_characters", "steps[fineweb].char_duplicates_ratio"),
-    ("steps[fineweb].max_short_lines", "steps[fineweb].short_line_thr"),
-    ("steps[fineweb].short_line", "steps[fineweb].short_line_length"),
-    ("steps[fineweb].max_lines_per_word", "steps[fineweb].new_line_ratio"),
-    ("steps[language].keep", "steps[language].languages"),
-    ("steps[language].min_probability", "steps[language].language_threshold"),
-    ("steps[language].characters", "steps[language].max_characters"),
-    ("steps[decontaminate].words", "steps[decontaminate].n_grams"),
-    ("steps[decontaminate].against", "steps[decontaminate].files"),
-    ("steps[where].is_in", "steps[where].allowed"),
-    ("steps[where].is_not", "steps[where].denied"),
-    ("steps[where].at_least", "steps[where].min"),
-    ("steps[where].at_most", "steps[where].max"),
-    ("steps[sample].keep", "steps[sample].rate"),
-    ("steps[sample].by_path", "steps[sample].rate_by_path"),
-    ("steps[fasttext].at_least", "steps[fasttext].min_score"),
-    ("steps[fasttext].at_most", "steps[fasttext].max_score"),
-    ("steps[fasttext].field", "steps[fasttext].save_as"),
-    ("steps[linear].at_least", "steps[linear].min_score"),
-    ("steps[linear].at_most", "steps[linear].max_score"),
-    ("steps[linear].field", "steps[linear].save_as"),
-    ("steps[classifier].at_least", "steps[classifier].min_score"),
-    ("steps[classifier].at_most", "steps[classifier].max_score"),
-    ("steps[classifier].field", "steps[classifier].save_as"),
-    ("steps[perplexity].at_least", "steps[perplexity].min_score"),
-    ("steps[perplexity].at_most", "steps[perplexity].max_score"),
-    ("steps[perplexity].field", "steps[perplexity].save_as"),
-    ("steps[classifier].tokens", "steps[classifier].max_tokens"),
-    ("steps[perplexity].tokens", "steps[perplexity].max_tokens"),
-    ("dedup[lines].loose", "dedup[lines].normalize"),
-    ("dedup[paragraphs].loose", "dedup[paragraphs].normalize"),
-    ("dedup[near].shingle_words", "dedup[near].n_grams"),
-    ("dedup[near].bands", "dedup[near].num_buckets"),
-    ("dedup[near].rows", "dedup[near].hashes_per_bucket"),
-)
+RENAMED_PREP_KEYS = list_renames({
+    "": {
+        "near_duplicates.similarity": "split.near_duplicates.similarity",
+        "near_duplicates.shingle_words": "split.near_duplicates.n_grams", "workers": "tokenizer_threads",
+        "part_bytes": "task_bytes", "memory_bytes": "dedup_memory_bytes", "plain_tars": "compress",
+        "duplicates": "dedup",
+    },
+    "read": {
+        "source": "builtin", "on_bad": "on_error", "repair_unicode": "fix_unicode", "fields.text": "text_key",
+        "fields.url": "url_key", "fields.keep": "metadata_keys",
+    },
+    "read.tokens": {"end": "eos_id"},
+    "split": {"by": "partition_by", "values": "partition_values", "files": "validation_files"},
+    "tokenizer": {"modes": "ul2_modes", "pattern": "pretokenizer"},
+    "steps[gopher_quality]": {
+        "words": "word_tokenizer", "min_words": "min_doc_words", "max_words": "max_doc_words",
+        "min_mean_word": "min_avg_word_length", "max_mean_word": "max_avg_word_length",
+        "max_symbols": "max_symbol_word_ratio", "max_bullet_lines": "max_bullet_lines_ratio",
+        "max_ellipsis_lines": "max_ellipsis_lines_ratio", "min_alphabetic": "min_alpha_words_ratio",
+    },
+    "steps[gopher_repetition]": {
+        "words": "word_tokenizer", "lines": "dup_line_frac", "paragraphs": "dup_para_frac",
+        "line_characters": "dup_line_char_frac", "paragraph_characters": "dup_para_char_frac",
+        "top_ngrams": "top_n_grams", "repeated_ngrams": "dup_n_grams",
+    },
+    "steps[fineweb]": {
+        "words": "word_tokenizer", "min_punctuated_lines": "line_punct_thr",
+        "max_repeated_characters": "char_duplicates_ratio", "max_short_lines": "short_line_thr",
+        "short_line": "short_line_length", "max_lines_per_word": "new_line_ratio",
+    },
+    "steps[c4]": {
+        "terminal_punctuation": "filter_no_terminal_punct", "min_line_words": "min_words_per_line",
+        "max_word_characters": "max_word_length", "min_sentences": "min_num_sentences",
+        "curly_brackets": "filter_curly_bracket",
+    },
+    "steps[language]": {"keep": "languages", "min_probability": "language_threshold", "characters": "max_characters"},
+    "steps[decontaminate]": {"words": "n_grams", "against": "files"},
+    "steps[where]": {"is_in": "allowed", "is_not": "denied", "at_least": "min", "at_most": "max"},
+    "steps[sample]": {"keep": "rate", "by_path": "rate_by_path"},
+    "steps[fasttext]": {"at_least": "min_score", "at_most": "max_score", "field": "save_as"},
+    "steps[linear]": {"at_least": "min_score", "at_most": "max_score", "field": "save_as"},
+    "steps[classifier]": {"at_least": "min_score", "at_most": "max_score", "field": "save_as", "tokens": "max_tokens"},
+    "steps[perplexity]": {"at_least": "min_score", "at_most": "max_score", "field": "save_as", "tokens": "max_tokens"},
+    "dedup[lines]": {"loose": "normalize"},
+    "dedup[paragraphs]": {"loose": "normalize"},
+    "dedup[near]": {"shingle_words": "n_grams", "bands": "num_buckets", "rows": "hashes_per_bucket"},
+})  # fmt: skip
 """(Old key, new key) of configs of `megatfm prep`."""
 RENAMED_PREP_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("steps.name", "blocked_urls", "url_filter"),
@@ -264,10 +221,10 @@ def _tag_all_tokens(tables: Mapping[str, Any]) -> None:
                 head["token"] = "all"
 
 
-def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:
+def migrate_prep(values: Any) -> Any:
     """Return the config of a prep.json with today's keys and values."""
-    if renamed is not None or not isinstance(values, Mapping):
-        return migrate(values, renamed or (), (), ())
+    if not isinstance(values, Mapping):
+        return values
     tables = copy.deepcopy(dict(values))
     for key in INVERTED_PREP_KEYS:
         *parents, last = key.split(".")

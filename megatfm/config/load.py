@@ -15,14 +15,7 @@ from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
-from megatfm.config.section import (
-    Section,
-    get_item_type,
-    get_variant_name,
-    is_text,
-    list_sections,
-    list_variants,
-)
+from megatfm.config.section import Section, get_item_type, get_variant_name, is_text, list_sections, list_variants
 from megatfm.config.sources import (
     drop_stale_keys,
     find_type,
@@ -49,9 +42,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(
-    path_or_preset: str | Path,
-    overrides: Sequence[str] = (),
-    replaced_sections: Mapping[str, Any] | None = None,
+    path_or_preset: str | Path, overrides: Sequence[str] = (), replaced_sections: Mapping[str, Any] | None = None
 ) -> Config:
     """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
     config = load_section(Config, path_or_preset, overrides, replaced_sections)
@@ -190,9 +181,11 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if key == CORPUS and text:
             _set_corpus(values, override, text)
             continue
-        table = _descend(values, path[:-1], override)
+        table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
-            table.pop(path[-1], None)
+            if table.pop(path[-1], None) is None and find_type(config_class, values, path) is None:
+                hint = _suggest_keys(key, (), config_class)
+                raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
         if text in NULLS:
             raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
@@ -232,10 +225,11 @@ def _drop_corpus_tokenizer(config: Config, overrides: Sequence[str]) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
 
 
-def _descend(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+def _descend(values: dict[str, Any], parts: Sequence[str], override: str, create: bool = True) -> dict[str, Any]:
+    """Return a table; without `create`, one that is missing is not entered into `values`."""
     table = values
     for part in parts:
-        table = table.setdefault(part, {})
+        table = table.setdefault(part, {}) if create else table.get(part, {})
         if not isinstance(table, dict):
             raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
     return table

@@ -6,11 +6,11 @@ from typing import Any, Self
 
 
 class FromCommandLine(str):
-    """A value of a `key=value` override. As a path, it is relative to the current directory."""
+    """A value of a `key=value` override; a path is relative to the current directory."""
 
 
 class FromFile(str):
-    """A value of a file that another one extends. As a path, it is relative to the folder of its file."""
+    """A value of a file that another one extends; a path is relative to the folder of its file."""
 
     folder: Path
 

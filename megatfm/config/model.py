@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
 from megatfm.config.ffn import FFNConfig
@@ -36,14 +28,7 @@ from megatfm.config.model_parts import (
 )
 from megatfm.config.parts import PartName
 from megatfm.config.position import PositionConfig, RopeConfig
-from megatfm.config.section import (
-    MAX_LAYERS,
-    MAX_WIDTH,
-    DropProbability,
-    Section,
-    find_nearest_divisor,
-    unflatten,
-)
+from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, DropProbability, Section, find_nearest_divisor, unflatten
 from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, make_layers_optional
 from megatfm.registry import did_you_mean
 
@@ -243,10 +228,7 @@ class ModelConfig(Section):
         sizes = {f"{part}.{key}": n for part, divided in parts.items() for key, n in divided.items()}
         for kind in self.layer_type:
             kind_config = self.type_config(kind)
-            for part, divided in (
-                ("attention", kind_config.attention.tp_dims),
-                ("ffn", kind_config.ffn.tp_dims),
-            ):
+            for part, divided in (("attention", kind_config.attention.tp_dims), ("ffn", kind_config.ffn.tp_dims)):
                 sizes |= {
                     f"layer_type.{kind}.{part}.{key}": n
                     for key, n in divided.items()

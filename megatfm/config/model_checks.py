@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.config.heads import ClassifierHeadConfig, PixelsHeadConfig
-from megatfm.config.image_text import check_two_towers, check_vision_language
+from megatfm.config.image_text import check_heads, check_two_towers, check_vision_language
 from megatfm.config.model_parts import PatchEmbeddingConfig
 from megatfm.config.position import GRID_POSITIONS, T5PositionConfig
-from megatfm.config.section import find_nearest_divisor
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
@@ -37,25 +36,14 @@ FAMILIES = {
         name_prefixes=("gpt", "llama", "mistral", "deepseek", "causal"),
     ),
     "encoder": Family(
-        frozenset(
-            {
-                "extra_heads.sentence",
-                "extra_heads.boundary",
-                "embedding.n_segments",
-                "ffn.name = 'moe'",
-                "mup",
-            }
-        ),
+        frozenset({"extra_heads.sentence", "extra_heads.boundary", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
         name_prefixes=("bert", "roberta", "albert", "deberta", "masked"),
     ),
     "encoder_decoder": Family(
         frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
         name_prefixes=("t5", "bart", "seq2seq", "encoder-decoder"),
     ),
-    "xlnet": Family(
-        frozenset({"extra_heads.sentence", "mup"}),
-        allows_no_lm_head=True,
-    ),
+    "xlnet": Family(frozenset({"extra_heads.sentence", "mup"}), allows_no_lm_head=True),
     "electra": Family(
         frozenset({"generator", "embedding.n_segments"}),
         heads_refusal="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
@@ -91,8 +79,7 @@ def suggest_family(name: str) -> str:
     """Return the family whose `name_prefixes` a name begins with, else the name."""
     lower = name.lower()
     return next(
-        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.name_prefixes)),
-        name,
+        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.name_prefixes)), name
     )
 
 
@@ -101,6 +88,8 @@ def check_combinations(model: "ModelConfig") -> None:
     if model.family == "electra" and model.generator is None:
         raise ValueError("family = 'electra' needs model.generator: give it")
     _check_family(model)
+    if model.generator is not None:
+        check_heads("generator", model.generator)
     _check_xlnet(model)
     _check_image_parts(model)
     _check_experts_see_no_future(model)
@@ -234,8 +223,4 @@ def _check_autoencoder(model: "ModelConfig") -> None:
             "family = 'masked_autoencoder' needs embedding.name = 'patches' and the section pixel_decoder: give "
             "[model.pixel_decoder], without keys for MAE's own"
         )
-    if decoder.d_model % decoder.n_heads:
-        raise ValueError(
-            f"pixel_decoder.n_heads = {decoder.n_heads} does not divide pixel_decoder.d_model = {decoder.d_model}: "
-            f"choose n_heads = {find_nearest_divisor(decoder.d_model, decoder.n_heads)}"
-        )
+    check_heads("pixel_decoder", decoder)

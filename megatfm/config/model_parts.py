@@ -2,14 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.parts import ByName, PartName
 from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, DropProbability, Section
@@ -85,10 +78,7 @@ class PluginNormConfig(NormSection):
     """The name under which it is registered."""
 
 
-NormConfig = Annotated[
-    RMSNormConfig | LayerNormConfig | PluginNormConfig,
-    ByName(),
-]
+NormConfig = Annotated[RMSNormConfig | LayerNormConfig | PluginNormConfig, ByName()]
 
 
 class EmbeddingSection(Section):
@@ -178,8 +168,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 
 EmbeddingConfig = Annotated[
-    TokenEmbeddingConfig | PatchEmbeddingConfig | OverlappingPatchesConfig | PluginEmbeddingConfig,
-    ByName(),
+    TokenEmbeddingConfig | PatchEmbeddingConfig | OverlappingPatchesConfig | PluginEmbeddingConfig, ByName()
 ]
 
 

@@ -194,6 +194,5 @@ class PluginSchedule(ScheduleSection):
 
 
 ScheduleConfig = Annotated[
-    CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WSDSchedule | PluginSchedule,
-    ByName(),
+    CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WSDSchedule | PluginSchedule, ByName()
 ]

@@ -128,11 +128,7 @@ class ParallelConfig(Section):
                 "out"
             )
         if self.expert_mesh_size > 0 and self.expert_mesh_size % self.ep:
-            axes = [
-                "dp_shard",
-                *(["cp"] if self.cp > 1 else []),
-                *(["tp"] if self.expert_tp == "folded" else []),
-            ]
+            axes = ["dp_shard", *(["cp"] if self.cp > 1 else []), *(["tp"] if self.expert_tp == "folded" else [])]
             raise ValueError(
                 f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which experts "
                 f"lie: the nearest that does is {find_nearest_divisor(self.expert_mesh_size, self.ep)}"

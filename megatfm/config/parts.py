@@ -41,6 +41,11 @@ class ByName:
         return with_info_before_validator_function(choose, handler(source))
 
 
+def expand_name(section: Any) -> Any:
+    """Expand a section that is given by its name alone to a table."""
+    return {"name": str(section)} if isinstance(section, str) else section
+
+
 class PartName(NamedTuple):
     """Annotation of a key whose value is the name of a registered part, or a list of such names.
 

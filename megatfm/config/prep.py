@@ -113,8 +113,8 @@ class SplitConfig(Section):
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
     """Maximal share of the bytes that is held out for validation. 0: no validation/."""
     validation_files: tuple[str, ...] = Field(default=(), examples=[["validation/*"]])
-    """Hold out exactly these files, in place of a share: patterns of paths below `read.folder`. Of identical texts, the
-    held-out one stays."""
+    """Hold out exactly these files, in place of a share: patterns of paths below `read.folder`. If texts are identical,
+    the held-out one stays."""
     seed: NonNegativeInt = 0
     """Seed of the choice of held-out documents."""
     partition_by: str | None = Field(default=None, examples=["language"])

@@ -5,13 +5,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from megatfm.config.parts import ByName, PartName
-from megatfm.config.prep_scores import (
-    ClassifierConfig,
-    FastTextConfig,
-    LinearConfig,
-    PerplexityConfig,
-    PresidioConfig,
-)
+from megatfm.config.prep_scores import ClassifierConfig, FastTextConfig, LinearConfig, PerplexityConfig, PresidioConfig
 from megatfm.config.section import Fraction, PathStr, Section
 
 
@@ -43,15 +37,21 @@ class LanguageConfig(Section):
     """Characters of the examined excerpt, from five evenly spaced positions of a document."""
 
 
-class GopherQualityConfig(Section):
-    """The quality rules of MassiveText (Rae et al. 2021, Gopher, appendix A.1.1), for English."""
+class WordRulesSection(Section):
+    """Keys of rules that count words."""
 
-    name: Literal["gopher_quality"]
+    name: str
     word_tokenizer: Literal["space", "spacy"] = "space"
     """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
+
+
+class GopherQualityConfig(WordRulesSection):
+    """The quality rules of MassiveText (Rae et al. 2021, Gopher, appendix A.1.1), for English."""
+
+    name: Literal["gopher_quality"]
     min_doc_words: NonNegativeInt = 50
     """Minimal words of a document."""
     max_doc_words: PositiveInt = 100_000
@@ -74,15 +74,10 @@ class GopherQualityConfig(Section):
     """Frequent words of the language."""
 
 
-class GopherRepetitionConfig(Section):
+class GopherRepetitionConfig(WordRulesSection):
     """The repetition rules of MassiveText (Rae et al. 2021, Gopher, table A1)."""
 
     name: Literal["gopher_repetition"]
-    word_tokenizer: Literal["space", "spacy"] = "space"
-    """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
-    the code of FineWeb."""
-    language: str = "en"
-    """The language of spaCy's tokenizer."""
     dup_line_frac: Fraction = 0.3
     """Maximal share of the lines that are repeated."""
     dup_para_frac: Fraction = 0.3
@@ -113,15 +108,10 @@ class C4Config(Section):
     """Drop documents with a curly bracket."""
 
 
-class FineWebConfig(Section):
+class FineWebConfig(WordRulesSection):
     """The rules that FineWeb adds to those of C4 and Gopher (Penedo et al. 2024, section 3.6)."""
 
     name: Literal["fineweb"]
-    word_tokenizer: Literal["space", "spacy"] = "space"
-    """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
-    the code of FineWeb."""
-    language: str = "en"
-    """The language of spaCy's tokenizer."""
     line_punct_thr: Fraction = 0.12
     """Minimal share of the lines that end with a punctuation mark."""
     char_duplicates_ratio: Fraction = 0.1

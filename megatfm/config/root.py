@@ -10,13 +10,7 @@ from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
-from megatfm.config.optimizer import (
-    CosineSchedule,
-    OptimizerConfig,
-    ScheduleConfig,
-    ScheduleFreeConfig,
-    WSDSchedule,
-)
+from megatfm.config.optimizer import CosineSchedule, OptimizerConfig, ScheduleConfig, ScheduleFreeConfig, WSDSchedule
 from megatfm.config.parallel import ParallelConfig
 from megatfm.config.parts import explain_unknown_name, iter_part_names
 from megatfm.config.section import PathStr, Section, check_path

@@ -162,13 +162,16 @@ def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, 
 def _merge_into_table(
     table: Mapping[str, Any], keys: Mapping[str, Any], annotations: Mapping[str, Any]
 ) -> dict[str, Any]:
-    values = dict(table)
+    values, changes_by_key = dict(table), dict[str, dict[str, Any]]()
     for path, change in keys.items():
         key, _, inner_path = path.partition(".")
-        old = values.get(key)
-        if not inner_path and not (isinstance(old, Section) and isinstance(change, Mapping)):
+        if inner_path:
+            changes_by_key.setdefault(key, {})[inner_path] = change
+        elif isinstance(change, Mapping) and isinstance(values.get(key), Section):
+            changes_by_key.setdefault(key, {}).update(change)
+        else:
             values[key] = unflatten(change) if isinstance(change, Mapping) else change
-    for key, changes in _group_changes(keys, values).items():
+    for key, changes in changes_by_key.items():
         old, annotation = values.get(key), annotations.get(key)
         if isinstance(old, Section):
             values[key] = _merge_into_variant(old, changes, list_variants(annotation))
@@ -178,18 +181,6 @@ def _merge_into_table(
         else:
             values[key] = unflatten(changes)
     return values
-
-
-def _group_changes(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return key → changes below it, from dotted keys and from tables for sections."""
-    changes_by_key: dict[str, dict[str, Any]] = {}
-    for path, change in keys.items():
-        key, _, inner = path.partition(".")
-        if inner:
-            changes_by_key.setdefault(key, {})[inner] = change
-        elif isinstance(change, Mapping) and isinstance(values.get(key), Section):
-            changes_by_key.setdefault(key, {}).update(change)
-    return changes_by_key
 
 
 def _merge_into_variant(
@@ -209,22 +200,24 @@ def _merge_into_variant(
 
 def list_variants(annotation: Any) -> list[type[BaseModel]]:
     """Return the section classes in a field's type, through Optional, Union and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Annotated:
-        return list_variants(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [variant for part in get_args(annotation) for variant in list_variants(part)]
-    return []
+    return [kind for kind in _list_types(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def is_text(annotation: Any) -> bool:
     """Return whether a field's type is a string, maybe None."""
-    if get_origin(annotation) is Annotated:
-        return is_text(get_args(annotation)[0])
+    return all(kind in (str, type(None)) for kind in _list_types(annotation))
+
+
+def _list_types(annotation: Any) -> list[Any]:
+    """Return the types in a union, and the values of a Literal."""
+    annotation = _strip_metadata(annotation)
     if get_origin(annotation) in (Union, UnionType):
-        return all(is_text(part) or part is type(None) for part in get_args(annotation))
-    return annotation is str
+        return [kind for part in get_args(annotation) for kind in _list_types(part)]
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
+
+
+def _strip_metadata(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def list_sections(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
@@ -235,19 +228,15 @@ def list_sections(section: type[BaseModel] | None, key: str) -> list[type[BaseMo
 
 def get_value_type(annotation: Any) -> Any:
     """Return the type of a table's values, from the table's type; None if it is no dict."""
-    if get_origin(annotation) is Annotated:
-        return get_value_type(get_args(annotation)[0])
-    arguments = get_args(annotation)
-    return arguments[1] if get_origin(annotation) is dict and len(arguments) == 2 else None
+    annotation = _strip_metadata(annotation)
+    return get_args(annotation)[1] if get_origin(annotation) is dict else None
 
 
 def get_item_type(annotation: Any) -> Any:
     """Return the type of a table's values or a list's items, from the type of the table or list; None for others."""
-    arguments = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        return get_item_type(arguments[0])
-    is_list = get_origin(annotation) is list or (get_origin(annotation) is tuple and arguments[1:] == (...,))
-    return arguments[0] if is_list else get_value_type(annotation)
+    annotation = _strip_metadata(annotation)
+    is_list = get_origin(annotation) is list or (get_origin(annotation) is tuple and get_args(annotation)[1:] == (...,))
+    return get_args(annotation)[0] if is_list else get_value_type(annotation)
 
 
 def get_variant_name(section: type[BaseModel]) -> object:
@@ -296,30 +285,18 @@ def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySe
     if isinstance(section, kind):
         return section
     name = kind.model_fields["name"].default
-    raise UsageError(
-        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {name!r}"
-        if isinstance(name, str)
-        else f"{key}.name = {getattr(section, 'name', None)!r} lacks the options that this needs"
-    )
+    reason = f": this needs {name!r}" if isinstance(name, str) else " lacks the options that this needs"
+    raise UsageError(f"{key}.name = {getattr(section, 'name', None)!r}{reason}")
 
 
 def split_words(text: str) -> list[str]:
     """Return the words of an unquoted list such as `[a, b]`. Brackets within a word, as in `layers.[0,1]`, stay."""
     depths = list(accumulate((char == "[") - (char == "]") for char in text))
-    if text.startswith("[") and text.endswith("]") and depths.index(0) == len(text) - 1:
+    if text.startswith("[") and depths[-1] == 0 and depths.index(0) == len(text) - 1:
         return split_words(text[1:-1])
     commas = [i for i, (char, depth) in enumerate(zip(text, depths, strict=True)) if char == "," and depth <= 0]
     words = [text[start + 1 : end].strip() for start, end in pairwise([-1, *commas, len(text)])]
     return [word for word in words if word]
-
-
-def _list_types(annotation: Any) -> list[Any]:
-    """Return the types in a union, and the values of a Literal."""
-    if get_origin(annotation) is Annotated:
-        return _list_types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _list_types(part)]
-    return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
 
 
 def _find_bool_as_number(value: Any, annotation: Any) -> str:

@@ -170,11 +170,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
         sibling = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
         is_name = not sibling.is_file() and (base in ALIASES or base in list_presets())
         return find_config(base if is_name else sibling)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # an unknown home folder, a name that is too long or no name
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown home folder, a name that is too long or no name
         raise UsageError(f"{path}: extends = {base!r}: {error}") from None
     except UsageError as error:
         hint = did_you_mean(base, [*list_presets(), *ALIASES])

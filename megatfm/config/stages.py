@@ -122,10 +122,7 @@ def check_image_rows(config: "Config") -> None:
     if stages is None or patch_size is None:
         return
     side, (rows, columns) = config.data.images.size, stages.grid
-    if config.objective.name in IMAGE_OBJECTIVES and (rows, columns) != (
-        side // patch_size,
-        side // patch_size,
-    ):
+    if config.objective.name in IMAGE_OBJECTIVES and (rows, columns) != (side // patch_size, side // patch_size):
         raise ValueError(
             f"model.stages.grid = {list(stages.grid)}: data.images.size = {side} is {side // patch_size} patches of "
             f"{patch_size} pixels a side: set model.stages.grid=[{side // patch_size},{side // patch_size}]"

@@ -32,9 +32,7 @@ class TrainConfig(Section):
     """Record forward and backward pass of a micro-batch as a CUDA graph for each of its shapes. For a small model on
     one GPU, launching thousands of kernels takes longer than running them."""
     recompute: str = Field(
-        default="none",
-        pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",
-        examples=["2 GB", "50 %"],
+        default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$", examples=["2 GB", "50 %"]
     )
     """Activations that the backward pass recomputes. full: all of a block but its input. selective: the cheap ones. A
     size: complete blocks, after the blocks before them keep this much. A share, with compile: the cheapest, until a
@@ -50,6 +48,9 @@ class TrainConfig(Section):
     patience: NonNegativeInt = 0
     """Evaluations in a row without a better result on the first validation set, after which the run ends; its best
     checkpoint is kept. The result is task.metric, or the loss without a task. 0: never end early."""
+    gc_every: NonNegativeInt = 50
+    """Steps between collections of Python's garbage, which all ranks do at the same step. 0: whenever Python starts
+    one, on each rank at another time."""
     hang_seconds: PositiveFloat = 600.0
     """Seconds without progress of a rank, after which all ranks end and name it; a step, an evaluated batch, a save and
     the start must each take less."""

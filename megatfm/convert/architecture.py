@@ -66,7 +66,7 @@ class Architecture:
 
     def all_keys(self) -> dict[str, Key]:
         """Return the declarations of all keys that config.json may have."""
-        return {**COMMON_KEYS, "model_type": supported_values(self.model_type), **self.keys}
+        return {**COMMON_KEYS, **supported_values(model_type=self.model_type), **self.keys}
 
     def choose_mappings(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
         """Return the mappings for files with these tensor names, with one tensor per expert or one for all experts."""
@@ -135,10 +135,7 @@ def _register_base_model(name: str, architecture: Architecture) -> None:
     ignored_tensors = tuple(pattern for pattern in architecture.ignored_tensors if "pooler" not in pattern)
     fused = architecture.map_fused_weights and without_head(architecture.map_fused_weights)
     bare = replace(
-        architecture,
-        config_from_hf=read,
-        map_weights=without_head(architecture.map_weights),
-        map_fused_weights=fused,
+        architecture, config_from_hf=read, map_weights=without_head(architecture.map_weights), map_fused_weights=fused
     )
     ARCHITECTURES.register(name)(replace(bare, ignored_tensors=ignored_tensors, is_base_model=True))
 
@@ -230,9 +227,9 @@ def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> di
     """
     if by_layer:
         by_depth = {
-            key: value
+            f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key: value
             for depth in range(max(config.n_layers, config.encoder_layers))
-            for key, value in _name_by_layer(depth, list_functional_values(config.layer_config(depth)))
+            for key, value in list_functional_values(config.layer_config(depth)).items()
         }
         # An absolute position is added to the embedding, also where all kinds of blocks have another encoding.
         is_absolute = POSITIONS.get(config.position.name).absolute is not None
@@ -256,11 +253,6 @@ def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> di
     elif isinstance(config.attention, ScaledAttention):
         values["attention.scale"] = config.attention.scale or config.head_width**-0.5
     return values
-
-
-def _name_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        yield (f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key), value
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

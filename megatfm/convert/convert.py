@@ -23,13 +23,7 @@ from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import (
-    CONFIG,
-    HfFolder,
-    is_hf_folder,
-    write_json,
-    write_weights,
-)
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
 from megatfm.convert.image_processor import adopt_image_options, write_preprocessor
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
@@ -117,7 +111,7 @@ def _check_is_megatfm_model(source: Path) -> None:
 def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     stored_origin = state.get("origin")
-    origin = stored_origin if isinstance(stored_origin, dict) else {}
+    origin: dict[str, Any] = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
     exported_models = choose_exported_models(model, origin.get("name"))
     tensors = _plan_tensors(path, config.model, dtype)

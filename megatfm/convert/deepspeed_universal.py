@@ -30,7 +30,7 @@ from megatfm.convert.convert import (
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.restricted_pickle import Stored, read_torch_file
 from megatfm.convert.starting_config import make_branching_config, make_starting_config
-from megatfm.convert.weight_mapping import WeightMapping, to_hf
+from megatfm.convert.weight_mapping import to_hf
 from megatfm.errors import MegatfmError, UsageError
 
 ZERO, WEIGHT = "zero", "fp32"
@@ -150,16 +150,13 @@ class UniversalFolder(HfFolder):
             yield f"model.{name}", tensor
         for mapping in self.mappings:
             for key in MOMENTS:
-                for name, tensor in self._read_moments(mapping, key):
+                moments = mapping.from_hf([self.read_state(name, key) for name in mapping.hf])
+                for name, tensor in zip(mapping.megatfm, moments, strict=True):
                     non_finite += [f"{name}'s {key}"] * (not tensor.isfinite().all())
-                    yield f"optimizer.{name}.{key}", tensor
+                    yield f"optimizer.{name}.{key}", tensor.contiguous()
             for name in mapping.megatfm:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
         self.notes += note_non_finite(non_finite)
-
-    def _read_moments(self, mapping: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
-        tensors = mapping.from_hf([self.read_state(name, key) for name in mapping.hf])
-        yield from zip(mapping.megatfm, (tensor.contiguous() for tensor in tensors), strict=True)
 
 
 def _as_int(value: Any) -> int | None:

@@ -64,8 +64,7 @@ class HfFolder:
         self.notes = [*model_type_note, *self._note_unused_tensors(), *self.architecture.notes(self.config)]
         if missing_names and self.json.get("architectures"):
             self.notes.insert(
-                0,
-                f"opened without its head: its files lack {join_first(missing_names, 3)} of a {names[0]}",
+                0, f"opened without its head: its files lack {join_first(missing_names, 3)} of a {names[0]}"
             )
 
     @property
@@ -242,11 +241,7 @@ ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 def write_weights(
-    folder: Path,
-    mappings: Sequence[WeightMapping],
-    tensors: Mapping[str, Tensor],
-    read: ReadTensors,
-    shard_bytes: int,
+    folder: Path, mappings: Sequence[WeightMapping], tensors: Mapping[str, Tensor], read: ReadTensors, shard_bytes: int
 ) -> int:
     """Write converted tensors into files of at most `shard_bytes` (or one larger tensor); returns their bytes.
 
@@ -257,7 +252,7 @@ def write_weights(
     total = len(shards)
     names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
     names = [WEIGHTS] if total == 1 else names
-    converted = _convert_tensors(mappings, read)
+    converted = (tensor for mapping in mappings for tensor in to_hf([mapping], read(mapping.megatfm)).values())
     for name, shard in zip(names, shards, strict=True):
         file_io.write_file(folder / name, _iter_safetensors_chunks({key: hf_tensors[key] for key in shard}, converted))
     size = sum(tensor.nbytes for tensor in hf_tensors.values())
@@ -286,22 +281,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     file_io.write_file(path, [memoryview((json.dumps(content, indent=2) + "\n").encode())])
 
 
-def _convert_tensors(mappings: Sequence[WeightMapping], read: ReadTensors) -> Iterator[Tensor]:
-    for mapping in mappings:
-        yield from to_hf([mapping], read(mapping.megatfm)).values()
-
-
 def _iter_safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:
     """Yield header and data of a safetensors file (see `checkpoint.file_format`), reading tensors on the way."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in layout.items():
         start, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     yield memoryview(struct.pack("<Q", len(header)) + header)

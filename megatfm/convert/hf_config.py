@@ -45,15 +45,19 @@ def _convert_types(kinds: Iterable[type | None]) -> tuple[type, ...]:
     return tuple(type(None) if kind is None else kind for kind in kinds)
 
 
-def used(default: Any, *kinds: type | None) -> Key:
-    """Declare a key that `config_from_hf` reads; kinds: its types (None included) if others than its default's."""
-    return Key(default, _convert_types(kinds) if kinds else _convert_types([type(default)]))
+def used(**keys: Any) -> dict[str, Key]:
+    """Declare keys that `config_from_hf` reads.
+
+    keys: transformers' default, whose type values have; or a tuple of default and types, None for null.
+    """
+    entries = {name: entry if isinstance(entry, tuple) else (entry, type(entry)) for name, entry in keys.items()}
+    return {name: Key(default, _convert_types(kinds)) for name, (default, *kinds) in entries.items()}
 
 
-def supported_values(*allowed: Any, default: Any = ...) -> Key:
-    """Declare a key with the values that megatfm supports; default: of transformers, if it isn't the first value."""
-    kinds = _convert_types([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
-    return Key(allowed[0] if default is ... else default, kinds, allowed)
+def supported_values(**keys: Any) -> dict[str, Key]:
+    """Declare keys by the value that megatfm supports, or a tuple of several; the first is transformers' default."""
+    allowed = {name: entry if isinstance(entry, tuple) else (entry,) for name, entry in keys.items()}
+    return {name: Key(values[0], _convert_types(map(type, values)), values) for name, values in allowed.items()}
 
 
 def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
@@ -61,9 +65,9 @@ def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
     return dict.fromkeys(names, Key(kinds=_convert_types(kinds), is_ignored=True))
 
 
-def alias(key: str) -> Key:
-    """Declare another name of a key."""
-    return Key(alias_of=key)
+def alias(**keys: str) -> dict[str, Key]:
+    """Declare other names of keys: name → key."""
+    return {name: Key(alias_of=key) for name, key in keys.items()}
 
 
 def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
@@ -109,19 +113,14 @@ TOKEN_IDS = (int, list, type(None))
 """Types of one token id or several."""
 
 COMMON_KEYS: Mapping[str, Key] = {
-    "architectures": used(None, list, None),
-    "is_encoder_decoder": supported_values(False),
-    "is_decoder": supported_values(False),
-    "add_cross_attention": supported_values(False),
-    "tie_encoder_decoder": supported_values(False),
-    "cross_attention_hidden_size": supported_values(None),
-    "pruned_heads": supported_values(None, {}),
-    "quantization_config": supported_values(None),
-    "per_layer_config": supported_values(None),
-    "pad_token_id": used(None, int, None),
-    "bos_token_id": used(None, *TOKEN_IDS),
-    "eos_token_id": used(None, *TOKEN_IDS),
-    "decoder_start_token_id": used(None, int, None),
+    **used(
+        architectures=(None, list, None), pad_token_id=(None, int, None), bos_token_id=(None, *TOKEN_IDS),
+        eos_token_id=(None, *TOKEN_IDS), decoder_start_token_id=(None, int, None),
+    ),
+    **supported_values(
+        is_encoder_decoder=False, is_decoder=False, add_cross_attention=False, tie_encoder_decoder=False,
+        cross_attention_hidden_size=None, pruned_heads=(None, {}), quantization_config=None, per_layer_config=None,
+    ),
     **ignored("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKEN_IDS),
     **ignored("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
     **ignored("chunk_size_feed_forward", kinds=[int]),

@@ -58,7 +58,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
         f"attention.{config.attention.head_dim_key}": config.head_width,
         "attention.bias": getattr(config.attention, "bias", False),
         "position.max_positions": config.position.limit,
-        "init.std": get_init_std(config),
+        "init.std": getattr(config.init, "std", 0.02),  # transformers' default
     }
     return {hf_key: resolved[key] if key in resolved else attrgetter(key)(config) for hf_key, key in mapping.items()}
 
@@ -72,32 +72,26 @@ def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
             )
 
 
-def get_init_std(config: ModelConfig) -> float:
-    """Return the standard deviation of initial weights; transformers' default if the initialisation has none."""
-    return float(getattr(config.init, "std", 0.02))
-
-
 PIXEL_KEYS = ("image_mean", "image_std")
 """Keys of preprocessor_config.json that are part of the model in megatfm."""
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_KEYS = {
-    "rope_parameters": used(None, dict, None),
-    "rope_scaling": used(None, dict, None),
-    "rope_theta": used(None, float),
-    "partial_rotary_factor": supported_values(None, 1.0),
-    "original_max_position_embeddings": used(None, int),
+    **used(rope_parameters=(None, dict, None), rope_scaling=(None, dict, None), rope_theta=(None, float)),
+    **supported_values(partial_rotary_factor=(None, 1.0)),
+    **used(original_max_position_embeddings=(None, int)),
 }
 """Keys of config.json about rotary positions."""
 ROPE_TYPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-        "mscale_all_dim", "truncate",
+        "factor", ORIGINAL_LENGTH, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
     ),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
 """rope_type → keys that it reads besides rope_theta."""
+REQUIRED_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +131,7 @@ def read_layer_type_rope(
         "rope_parameters": table,
         "rope_scaling": None,
         "rope_theta": config[theta_key],
-        "original_max_position_embeddings": None,
+        ORIGINAL_LENGTH: None,
         "max_position_embeddings": config["max_position_embeddings"],
     }
     if mapping["rope_theta"] is None and "rope_theta" not in table:
@@ -183,31 +177,13 @@ def _read_number(table: Mapping[str, Any], key: str, config: Mapping[str, Any], 
 def rope_to_hf(config: ModelConfig) -> Json:
     """Return the key rope_parameters, with defaults for other position encodings and unknown scalings."""
     position = config.position if isinstance(config.position, RopeConfig) else RopeConfig()
-    scaling = position.scaling
     parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
-    match scaling:
-        case LinearScaling(factor=factor):
-            parameters |= {"rope_type": "linear", "factor": factor}
-        case YarnScaling():
-            parameters |= {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_length,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-            }
-            if scaling.attention_factor is not None:
-                parameters["attention_factor"] = scaling.attention_factor
-            if not scaling.truncate:
-                parameters["truncate"] = False
-        case Llama3Scaling():
-            parameters |= {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_length,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-            }
+    if position.scaling is not None and position.scaling.name in ROPE_TYPE_KEYS:
+        values = position.scaling.model_dump(exclude_none=True)
+        parameters["rope_type"] = values.pop("name")
+        if values.get("truncate"):  # as everywhere but in gpt-oss
+            del values["truncate"]
+        parameters |= {ORIGINAL_LENGTH if key == "original_length" else key: value for key, value in values.items()}
     return {"rope_parameters": parameters}
 
 
@@ -218,9 +194,7 @@ def _convert_scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_
             f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPE_KEYS)}"
         )
     check_table_keys(
-        table_name,
-        table,
-        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPE_KEYS[rope_type]),
+        table_name, table, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPE_KEYS[rope_type])
     )
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
@@ -230,30 +204,24 @@ def _convert_scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_
         return None
     original_length: Any = None
     if rope_type != "linear":
-        original_length = _read_number(table, "original_max_position_embeddings", config, table_name)
+        original_length = _read_number(table, ORIGINAL_LENGTH, config, table_name)
         original_length = config["max_position_embeddings"] if original_length is None else original_length
-    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPE_KEYS[rope_type]}:
-        if isinstance(table.get(key), bool) or not isinstance(table.get(key), int | float):
-            raise UsageError(f"config.json: {table_name}.{key} = {table.get(key)!r} is not a number")
-    match rope_type:
-        case "linear":
-            return LinearScaling(factor=table["factor"])
-        case "yarn":
-            return YarnScaling(
-                factor=table["factor"],
-                original_length=original_length,
-                beta_fast=table.get("beta_fast") or 32.0,
-                beta_slow=table.get("beta_slow") or 1.0,
-                attention_factor=_get_attention_factor(table),
-                truncate=truncate,
-            )
-        case _:
-            return Llama3Scaling(
-                factor=table["factor"],
-                original_length=original_length,
-                low_freq_factor=table["low_freq_factor"],
-                high_freq_factor=table["high_freq_factor"],
-            )
+    factors: Json = {key: table.get(key) for key in ROPE_TYPE_KEYS[rope_type] if key in REQUIRED_FACTORS}
+    for key, value in factors.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"config.json: {table_name}.{key} = {value!r} is not a number")
+    if rope_type == "linear":
+        return LinearScaling(**factors)
+    if rope_type == "llama3":
+        return Llama3Scaling(original_length=original_length, **factors)
+    return YarnScaling(
+        **factors,
+        original_length=original_length,
+        beta_fast=table.get("beta_fast") or 32.0,
+        beta_slow=table.get("beta_slow") or 1.0,
+        attention_factor=_get_attention_factor(table),
+        truncate=truncate,
+    )
 
 
 def _get_attention_factor(table: Mapping[str, Any]) -> float | None:
@@ -297,10 +265,7 @@ def make_layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) 
     names = ["local" if layer_type == LOCAL else "global" for layer_type in layer_types]
     cycle = next(i for i in range(1, len(names) + 1) if all(a == b for a, b in zip(names[i:], names, strict=False)))
     sections = {"local": local, "global": full}
-    return {
-        "layer_types": names[:cycle],
-        **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)},
-    }
+    return {"layer_types": names[:cycle], **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)}}
 
 
 def make_window_section(width: int) -> Json:

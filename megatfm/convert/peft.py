@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue
 from safetensors.torch import save
 from torch import Tensor
 
@@ -58,7 +57,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     if options is None:
         raise UsageError(f"{source}: its model has no adapters (model.lora): use --to hf for all of its weights")
     base = config.model.model_copy(update={"lora": None})
-    origin = state.get("origin")
+    origin, base_model = state.get("origin"), state.get("base")
     exported_models = choose_exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
     if len(exported_models) > 1:
         raise UsageError(f"{source}: ELECTRA's two models have two folders, and an adapter one: use --to hf")
@@ -69,7 +68,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     adapter_config = _make_adapter_config(
         options, factors, saved, [name for mapping in mappings for name in mapping.hf]
     ) | {
-        "base_model_name_or_path": _get_base_checkpoint(state),
+        "base_model_name_or_path": str(base_model["checkpoint"]) if isinstance(base_model, dict) else None,
         "task_type": next((task for end, task in TASK_TYPES.items() if exported.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
@@ -211,11 +210,6 @@ def _read_trained(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
         and (is_factor(name) or any(fnmatchcase(name[6:], pattern) for pattern in options.trained))
     ]
     return {name.removeprefix("model."): t for name, t in checkpoint.read_tensors(path, only=names).items()}
-
-
-def _get_base_checkpoint(state: Mapping[str, JsonValue]) -> str | None:
-    base = state.get("base")
-    return str(base["checkpoint"]) if isinstance(base, dict) else None
 
 
 def _collect_factors(mapping: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:

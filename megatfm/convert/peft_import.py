@@ -120,12 +120,7 @@ def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
 
 
 def _write_adapted_model(
-    opened: HfFolder,
-    model: ModelConfig,
-    changed: Mapping[str, Tensor],
-    folder: Path,
-    target: Path,
-    source: Path,
+    opened: HfFolder, model: ModelConfig, changed: Mapping[str, Tensor], folder: Path, target: Path, source: Path
 ) -> None:
     """Write base and adapters as a checkpoint, with config and tokenizer."""
     tokenizer_file, notes = tokenizer_files.import_tokenizer(opened.path, folder)

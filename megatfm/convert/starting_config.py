@@ -6,13 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatfm.config import (
-    Config,
-    LearnedPosition2dConfig,
-    ModelConfig,
-    PatchEmbeddingConfig,
-    make_usage_error,
-)
+from megatfm.config import Config, LearnedPosition2dConfig, ModelConfig, PatchEmbeddingConfig, make_usage_error
 
 OBJECTIVES = {
     "decoder": "causal",
@@ -74,11 +68,7 @@ def _make_image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, 
 def make_branching_config(config: Config, target: Path, step: int) -> Config:
     """Build a config that continues from a checkpoint with its optimizer state, on other data."""
     values = config.model_dump(mode="json")
-    values["train"] |= {
-        "init_from": None,
-        "branch_from": f"{target.absolute()}@{step}",
-        "steps": step + 1000,
-    }
+    values["train"] |= {"init_from": None, "branch_from": f"{target.absolute()}@{step}", "steps": step + 1000}
     values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
     return _validate(values, target)
 

@@ -27,13 +27,7 @@ from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
 from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-COMPANION_FILES = (
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
+COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 """Files of transformers about a tokenizer that are copied with it."""
 
 

@@ -15,12 +15,7 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, make_usage_error
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
 from megatfm.config.load import parse_stored_config
-from megatfm.convert.convert import (
-    check_is_new,
-    list_tensor_shapes,
-    new_folder,
-    write_model,
-)
+from megatfm.convert.convert import check_is_new, list_tensor_shapes, new_folder, write_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import Normal, draw
 from megatfm.registry import import_foreign_plugins
@@ -115,7 +110,8 @@ class Upcycling:
     ) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             if match := EXPERT_TENSOR.fullmatch(name):
-                yield name, self._stack_experts(name, dense[_get_dense_name(match)], match)
+                dense_name = f"{match[1]}.w_{match[3]}.{'weight' if match[2] == 'w' else 'bias'}"
+                yield name, self._stack_experts(name, dense[dense_name], match)
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a copy share a row of the router, so they are chosen together at first.
                 rows = (self.experts, shape[1])
@@ -150,10 +146,6 @@ def _list_widths(dense: ModelConfig) -> dict[str, int]:
         f"model.layer_type.{k}.ffn.d_ff": dense.type_config(k) for k in dense.layer_type
     }
     return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
-
-
-def _get_dense_name(match: re.Match[str]) -> str:
-    return f"{match[1]}.w_{match[3]}.{'weight' if match[2] == 'w' else 'bias'}"
 
 
 def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust_plugins: bool = False) -> list[str]:

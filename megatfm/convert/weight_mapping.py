@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import MoEConfig, TopKRouterConfig
-from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
 
 Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -44,18 +43,17 @@ def rename_linear(megatfm_name: str, hf_name: str, *, bias: bool = False) -> lis
     return [map_name(f"{megatfm_name}.{key}", f"{hf_name}.{key}") for key in ("weight", *["bias"] * bias)]
 
 
+def rename_modules(names: Mapping[str, str], *, bias: bool = False) -> list[WeightMapping]:
+    """Map several modules as `rename_linear` maps one. names: ours → transformers'."""
+    return [mapping for pair in names.items() for mapping in rename_linear(*pair, bias=bias)]
+
+
 def map_tensor(
-    megatfm_name: str,
-    hf_name: str,
-    to_hf: Callable[[Tensor], Tensor],
-    from_hf: Callable[[Tensor], Tensor],
+    megatfm_name: str, hf_name: str, to_hf: Callable[[Tensor], Tensor], from_hf: Callable[[Tensor], Tensor]
 ) -> WeightMapping:
     """Map one tensor to one of transformers, by a linear function in each direction."""
     return WeightMapping(
-        (megatfm_name,),
-        (hf_name,),
-        lambda tensors: [to_hf(tensors[0])],
-        lambda tensors: [from_hf(tensors[0])],
+        (megatfm_name,), (hf_name,), lambda tensors: [to_hf(tensors[0])], lambda tensors: [from_hf(tensors[0])]
     )
 
 
@@ -70,16 +68,17 @@ def transpose(megatfm_name: str, hf_name: str) -> WeightMapping:
 
 
 def concat(
-    megatfm_names: Sequence[str], hf_name: str, sizes: Sequence[int], *, transpose: bool = False
+    megatfm_names: Sequence[str], hf_name: str, sizes: Sequence[int], *, dim: int = 0, transpose: bool = False
 ) -> WeightMapping:
-    """Map megatfm tensors with `sizes` rows to one concatenated tensor of transformers; transpose: as [d_in, d_out]."""
+    """Map megatfm tensors of `sizes` along a dim to one concatenated tensor of transformers; transpose: as [d_in,
+    d_out]."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        joined = torch.cat(list(tensors), dim=0)
+        joined = torch.cat(list(tensors), dim)
         return [joined.T if transpose else joined]
 
     def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (tensors[0].T if transpose else tensors[0]).split(list(sizes), dim=0)
+        return (tensors[0].T if transpose else tensors[0]).split(list(sizes), dim)
 
     return WeightMapping(tuple(megatfm_names), (hf_name,), join, split)
 
@@ -145,28 +144,32 @@ def map_experts(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list
     """Map a block's router and experts. fused: all experts of a block in one tensor, gate before up projection."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     if fused:
+        gate_up, sizes = ("ffn.experts.w_gate", "ffn.experts.w_up"), [experts.d_ff] * 2
         return [
             map_name("ffn.router.weight", "mlp.gate.weight"),
-            WeightMapping(
-                ("ffn.experts.w_gate", "ffn.experts.w_up"),
-                ("mlp.experts.gate_up_proj",),
-                concat_gate_up,
-                _chunk_gate_up,
-            ),
+            concat(gate_up, "mlp.experts.gate_up_proj", sizes, dim=1),
             map_name("ffn.experts.w_down", "mlp.experts.down_proj"),
         ]
-    projections = [("gate", names.gate), ("up", names.up), ("down", names.down)]
+    hf_experts = [f"{names.block}.experts.{i}." for i in range(experts.n_experts)]
     return [
         map_name("ffn.router.weight", f"{names.block}.gate.weight"),
-        *(
-            WeightMapping(
-                (f"ffn.experts.w_{megatfm_name}",),
-                tuple(f"{names.block}.experts.{e}.{hf_name}.weight" for e in range(experts.n_experts)),
-                unbind_experts,
-                stack_experts,
-            )
-            for megatfm_name, hf_name in projections
-        ),
+        *map_expert_stacks(hf_experts, {"gate": names.gate, "up": names.up, "down": names.down}),
+    ]
+
+
+def map_expert_stacks(hf_experts: Sequence[str], names: Mapping[str, str]) -> list[WeightMapping]:
+    """Map the stacked matrices of experts [E, d_out, d_in] to one tensor for each expert.
+
+    hf_experts: prefix of each expert in transformers. names: part of our name, such as "up" → of transformers'.
+    """
+    return [
+        WeightMapping(
+            (f"ffn.experts.w_{part}",),
+            tuple(f"{prefix}{hf_name}.weight" for prefix in hf_experts),
+            lambda tensors: tensors[0].unbind(),
+            lambda tensors: [torch.stack(list(tensors))],
+        )
+        for part, hf_name in names.items()
     ]
 
 
@@ -184,34 +187,3 @@ def require_dropless(config: ModelConfig) -> MoEConfig:
 def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
     """Return the section of a model's top-k router. Raises UsageError for another router."""
     return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
-
-
-def make_top_k_moe_section(hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
-    """Build our section of experts, without loss coefficients: transformers' coefficient scales another sum."""
-    return {
-        "name": "moe",
-        "d_ff": d_ff,
-        "activation": activation,
-        "n_experts": n_experts,
-        "top_k": hf_config["num_experts_per_tok"],
-        "router": {"name": "top_k", "norm_topk_prob": normalise},
-    }
-
-
-def unbind_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split stacked expert weights [E, …] into one matrix per expert."""
-    return tensors[0].unbind()
-
-
-def stack_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Stack the experts' matrices to [E, …]."""
-    return [torch.stack(list(tensors))]
-
-
-def concat_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Concatenate the output channels of gate and up projections [E, d_out, d_in]."""
-    return [torch.cat(list(tensors), dim=1)]
-
-
-def _chunk_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors[0].chunk(2, dim=1)

@@ -3,7 +3,8 @@
 import io
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -29,6 +30,10 @@ _EXTENSIONS = (
 )
 
 
+TarData = tuple[tarfile.TarInfo, bytes]
+"""A member of a tar, and its data."""
+
+
 class SafeTarInfo(tarfile.TarInfo):
     """A header that refuses sparse files, and extensions over MAX_EXTENSION_BYTES, which are read as a whole."""
 
@@ -47,7 +52,7 @@ class SafeTarInfo(tarfile.TarInfo):
         name = headers.get("GNU.sparse.name", member.name)
         raise tarfile.ReadError(f"a sparse file: {name!r}: write the tar again without --sparse")
 
-    # What tarfile calls for the sparse files of POSIX tars, by the version of their map.
+    # tarfile calls these for the sparse files of POSIX tars, by the version of their map.
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 
@@ -71,7 +76,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
             yield from iter_tar_samples(file, path, require_end_marker=True)
             return
         try:
-            # The window limits zstd's memory. Of a decompression bomb, only the tar's members are read.
+            # The window limits zstd's memory. A decompression bomb is read only as far as the tar's members reach.
             reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file, read_across_frames=True)
             yield from iter_tar_samples(io.BufferedReader(reader, 2**20), path, require_end_marker=True)
         except zstandard.ZstdError as error:
@@ -80,61 +85,53 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
 
 def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
     """Yield the samples of an uncompressed tar. require_end_marker: raise a MegatfmError if the tar is cut off."""
-    sample: _Sample | None = None
-    for member, data in iter_tar_members(file, path, require_end_marker):
-        directory, _, base = member.name.rpartition("/")
-        key = f"{directory}/{base.partition('.')[0]}"
-        if sample is None or key != sample.key:
-            if sample is not None:
-                yield sample.tokens(path)
-            sample = _Sample(key, member.offset)
-        sample.add(member, data, path)
-    if sample is not None:
-        yield sample.tokens(path)
+    for key, members in group_by_key(iter_tar_members(file, path, require_end_marker)):
+        yield _find_tokens(key, members, path)
 
 
-class _Sample:
-    """The member names of a sample, and the data of the member that holds its tokens."""
+def group_by_key(members: Iterable[TarData]) -> Iterator[tuple[str, Iterator[TarData]]]:
+    """Yield key and members of each sample, consecutive members whose names agree up to the first dot."""
+    return groupby(members, key=lambda member: split_member_name(member[0].name)[0])
 
-    def __init__(self, key: str, begin: int) -> None:
-        self.key, self.begin = key, begin
-        self._names = set[str]()
-        self._arrays: list[str] = []
-        self._tokens_member: tuple[tarfile.TarInfo, bytes] | None = None
 
-    def add(self, member: tarfile.TarInfo, data: bytes, path: Path) -> None:
-        if member.name in self._names:
+def split_member_name(name: str) -> tuple[str, str]:
+    """Split a name into the key of its sample and its extension: `a/b.seg.TXT` → (`a/b`, `seg.txt`)."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def _find_tokens(key: str, members: Iterator[TarData], path: Path) -> TokenArray:
+    """Return a sample's array of token ids. Raises a UsageError if there is none, or several without `TOKENS_NAME`."""
+    names, extensions, begin = set[str](), list[str](), -1
+    for member, data in members:
+        begin = member.offset if begin < 0 else begin
+        if member.name in names:
             raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
-        self._names.add(member.name)
-        extension = member.name.rpartition("/")[2].partition(".")[2].lower()
-        if not extension.endswith(ARRAY_SUFFIX.lstrip(".")):
-            return
-        self._arrays.append(extension)
-        if self._tokens_member is None or extension == TOKENS_NAME:
-            self._tokens_member = member, data
-
-    def tokens(self, path: Path) -> TokenArray:
-        """Return the array of token ids. Raises a UsageError if there is none, or several without `TOKENS_NAME`."""
-        location = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
-        if self._tokens_member is None:
-            raise UsageError(
-                f"{location} has no {ARRAY_SUFFIX} of token ids: text and images become a corpus by `megatfm prep`"
-            )
-        if len(self._arrays) > 1 and self._arrays.count(TOKENS_NAME) != 1:
-            raise UsageError(
-                f"{location} has several arrays ({', '.join(self._arrays)}): name the one of token ids "
-                f"KEY.{TOKENS_NAME}"
-            )
-        member, data = self._tokens_member
-        tokens, has_native_layout = _parse_array(data, f"{path}: {member.name!r} at byte {member.offset}")
-        return TokenArray(
-            self.key.lstrip("/"), self.begin, member.offset_data + NPY_HEADER_BYTES, tokens, has_native_layout
+        names.add(member.name)
+        extension = split_member_name(member.name)[1]
+        if f".{extension}".endswith(ARRAY_SUFFIX):
+            extensions.append(extension)
+            if len(extensions) == 1 or extension == TOKENS_NAME:
+                tokens_member, tokens_data = member, data
+    location = f"{path}: sample {key!r} at byte {begin}"
+    if not extensions:
+        raise UsageError(
+            f"{location} has no {ARRAY_SUFFIX} of token ids: text and images become a corpus by `megatfm prep`"
         )
+    if len(extensions) > 1 and extensions.count(TOKENS_NAME) != 1:
+        raise UsageError(
+            f"{location} has several arrays ({', '.join(extensions)}): name the one of token ids KEY.{TOKENS_NAME}"
+        )
+    tokens, has_native_layout = _parse_array(
+        tokens_data, f"{path}: {tokens_member.name!r} at byte {tokens_member.offset}"
+    )
+    return TokenArray(key, begin, tokens_member.offset_data + NPY_HEADER_BYTES, tokens, has_native_layout)
 
 
 def iter_tar_members(
     file: IO[bytes], path: Path, require_end_marker: bool, *, allow_more: bool = False
-) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+) -> Iterator[TarData]:
     """Yield every plain file of a tar with its data; skip folders.
 
     Raises a RefusedMemberError for other kinds of members, unsafe names and absurd sizes, and a MegatfmError for a

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.manifest import CorpusShard
+from megatfm.corpus.files import write_whole
+from megatfm.corpus.manifest import CorpusShard, IndexFile
 from megatfm.errors import MegatfmError
 
 # A sample's frame is held in memory as a whole, so a damaged or hostile size must not pass.
@@ -106,8 +108,14 @@ class ShardIndex:
         first, second = samples["offset"][:2].tolist()
         return bool(second - first == int(samples["tokens"][0]) * token_bytes)
 
+    def save(self, path: Path) -> IndexFile:
+        """Write the index file; return its entry in a manifest."""
+        data = self.encode()
+        write_whole(path, data)
+        return IndexFile(file=path.name, bytes=len(data), blake3=blake3(data).hexdigest())
+
     def encode(self) -> bytes:
-        """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
+        """Return the content of an index file, zstd with a checksum: a JSON line of counts, then the shard's tables."""
         counts = {
             "schema_version": self._schema_version,
             "frames": len(self.frames),
@@ -157,14 +165,7 @@ class ShardIndex:
                 np.frombuffer(content, "<u8", n_frames, hashes_at) if has_hashes else None,
                 schema_version == 3,
             )
-        except (
-            zstandard.ZstdError,
-            ArithmeticError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ) as error:
+        except (zstandard.ZstdError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MegatfmError(f"not a readable index ({error})") from error
         if len(content) - counts_end != index.nbytes + (8 * n_frames if has_hashes else 0):
             raise MegatfmError("it is longer than its counts say")

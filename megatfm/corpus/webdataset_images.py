@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatfm.corpus.files import open_regular_file
-from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, Manifest
-from megatfm.corpus.safe_tar import iter_tar_members
+from megatfm.corpus.manifest import NO_TOKENIZER, CorpusShard, Manifest
+from megatfm.corpus.safe_tar import group_by_key, iter_tar_members, split_member_name
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
 from megatfm.corpus.shard_index import IMAGE_SIZES, hash_frame
-from megatfm.corpus.webdataset_index import (
-    IndexReport,
-    check_index_names,
-    check_not_indexed,
-    iter_raw_frames,
-    write_shard_index,
-)
+from megatfm.corpus.webdataset_index import IndexReport, iter_raw_frames, list_foreign_shards, write_shard_index
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.terminal import log_progress
 
@@ -122,22 +116,18 @@ def parse_class_number(data: bytes) -> int | None:
 
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
     """Yield the samples of an uncompressed tar, one at a time. Raises a MegatfmError for a duplicate member."""
-    sample: ImageSample | None = None
-    for member, data in iter_tar_members(file, path, require_end_marker, allow_more=not require_end_marker):
-        directory, _, base = member.name.rpartition("/")
-        stem, _, extension = base.partition(".")
-        key, extension = f"{directory}/{stem}".lstrip("/"), extension.lower()
-        if sample is None or key != sample.key:
-            if sample is not None:
-                yield sample
-            sample = ImageSample(key, member.offset, member.offset + PAYLOAD_OFFSET, {})
-        if extension not in SAMPLE_EXTENSIONS:
-            continue
-        if extension in sample.files:
-            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
-        sample.files[extension] = data
-    if sample is not None:
-        yield sample
+    for key, members in group_by_key(
+        iter_tar_members(file, path, require_end_marker, allow_more=not require_end_marker)
+    ):
+        files, begin = dict[str, bytes](), -1
+        for member, data in members:
+            begin = member.offset if begin < 0 else begin
+            extension = split_member_name(member.name)[1]
+            if extension in files:
+                raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
+            if extension in SAMPLE_EXTENSIONS:
+                files[extension] = data
+        yield ImageSample(key, begin, begin + PAYLOAD_OFFSET, files)
 
 
 def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageSample:
@@ -154,15 +144,11 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     classes: a file with one class name per line, the first of class 0. Without it, labels that aren't numbers get class
     indexes in alphabetical order. Raises a UsageError, or a MegatfmError that names shard and sample.
     """
-    check_not_indexed(folder)
-    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
-    if not paths:
-        raise UsageError(f"{folder}: has no shards (.tar)")
+    paths = list_foreign_shards(folder)
     if compressed := [path for path in paths if not path.name.endswith(".tar")]:
         raise UsageError(
             f"{compressed[0]}: only plain tars of images are read in place: make a corpus with `megatfm prep`"
         )
-    check_index_names(paths)
     names = read_class_names(classes, f"--classes {classes}") if classes else []
     labels, shards = dict[str, str](), []
     for path in log_progress(paths, "indexed", "file"):

@@ -15,18 +15,9 @@ from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import zstandard
-from blake3 import blake3
 
-from megatfm.corpus.files import get_regular_file_size, open_regular_file, write_whole
-from megatfm.corpus.manifest import (
-    DEFAULT_FRAME_BYTES,
-    FOREIGN_SHARD,
-    MANIFEST,
-    CorpusShard,
-    IndexFile,
-    Manifest,
-    TokenDtype,
-)
+from megatfm.corpus.files import get_regular_file_size, open_regular_file
+from megatfm.corpus.manifest import DEFAULT_FRAME_BYTES, FOREIGN_SHARD, MANIFEST, CorpusShard, Manifest, TokenDtype
 from megatfm.corpus.safe_tar import STORED_DTYPES, TokenArray, iter_shard_samples, iter_tar_samples
 from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, hash_frame, make_sample_dtype
@@ -64,11 +55,7 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     Raises a UsageError if there are no shards, if they hold no tokens, or if they can't be read at random where they
     are. Raises a MegatfmError that names shard, member and offset if something is damaged or malicious.
     """
-    check_not_indexed(folder)
-    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
-    if not paths:
-        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
-    check_index_names(paths)
+    paths = list_foreign_shards(folder)
     if out is not None:
         return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
@@ -88,16 +75,15 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     return IndexReport(manifest, folder, False)
 
 
-def check_not_indexed(folder: Path) -> None:
-    """Raise a UsageError if a folder doesn't exist or is a corpus already."""
+def list_foreign_shards(folder: Path) -> list[Path]:
+    """Return the tars of a folder that is no corpus yet, sorted. Raises a UsageError if they can't be indexed."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     if (folder / MANIFEST).exists():
         raise UsageError(f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`")
-
-
-def check_index_names(paths: list[Path]) -> None:
-    """Raise a UsageError if the indexes of two shards would have the same name."""
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
+    if not paths:
+        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
     path_by_index: dict[str, Path] = {}
     for path in paths:
         first_path = path_by_index.setdefault(make_index_name(path), path)
@@ -106,6 +92,7 @@ def check_index_names(paths: list[Path]) -> None:
                 f"{path}: {first_path.name} lies beside it, and an index is named without .tar or .tar.zst: "
                 "rename one, or delete it if it is a copy"
             )
+    return paths
 
 
 def make_index_name(path: Path) -> str:
@@ -146,9 +133,7 @@ def write_shard_index(
 ) -> CorpusShard:
     """Write the index of a foreign shard from one tuple per frame and per sample; return its entry in a manifest."""
     samples = np.array(rows, make_sample_dtype(max(len(row[3]) for row in rows), image_columns))
-    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8")).encode()
-    name = make_index_name(path)
-    write_whole(path.with_name(name), encoded)
+    index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
     return CorpusShard(
         file=path.name,
         bytes=get_regular_file_size(path),
@@ -156,7 +141,7 @@ def write_shard_index(
         samples=len(rows),
         tokens=int(samples["tokens"].sum(dtype=np.int64)),
         text_bytes=0,
-        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
+        index=index.save(path.with_name(make_index_name(path))),
         foreign=True,
         files_only=files_only,
         frame_bytes=FRAME_BYTES if path.name.endswith(".tar") else DEFAULT_FRAME_BYTES,

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import zstandard
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.files import AtomicFile, check_local, write_whole
+from megatfm.corpus.files import AtomicFile, check_local
 from megatfm.corpus.manifest import (
     DEFAULT_FRAME_BYTES,
     INDEX_NAME,
     MANIFEST,
     SHARD_NAME,
     CorpusShard,
-    IndexFile,
     Manifest,
     TokenDtype,
 )
@@ -119,10 +117,7 @@ class ShardWriter:
                 raise MegatfmError(f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits")
         sample = Sample(0, key, source, text_bytes, self._to_stored_dtype(key, tokens), members, fields)
         pending = _PendingSample(
-            sample,
-            None if self._options.pack and not members else encode_sample(sample),
-            image_size,
-            n_images,
+            sample, None if self._options.pack and not members else encode_sample(sample), image_size, n_images
         )
         if pending.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
@@ -274,8 +269,6 @@ class _OpenShard:
             None if self._options.compress else np.array(self._hashes, "<u8"),
             self._has_packed_frames or not self._options.compress,
         )
-        encoded = index.encode()
-        write_whole(self._index_path, encoded)
         return CorpusShard(
             file=self._file.path.name,
             bytes=self._file.size,
@@ -283,7 +276,7 @@ class _OpenShard:
             samples=len(rows),
             tokens=sum(n for _, n, _ in self._samples.values()),
             text_bytes=sum(n for _, _, n in self._samples.values()),
-            index=IndexFile(file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
+            index=index.save(self._index_path),
             frame_bytes=DEFAULT_FRAME_BYTES if self._options.compress else self._options.frame_bytes,
         )
 

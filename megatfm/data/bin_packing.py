@@ -84,10 +84,7 @@ def _fit_sides(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray
 
 
 def group_blocks(
-    cumulative_lengths: Volumes,
-    capacities: Sequence[int],
-    count_rows: Callable[[int, int], int],
-    is_bin_packed: bool,
+    cumulative_lengths: Volumes, capacities: Sequence[int], count_rows: Callable[[int, int], int], is_bin_packed: bool
 ) -> Iterator[tuple[int, int]]:
     """Yield (end block, row count) of each group of consecutive blocks.
 
@@ -106,10 +103,7 @@ def group_blocks(
 
 
 def _choose_group(
-    cumulative_lengths: Volumes,
-    begin: int,
-    capacities: NDArray[np.int64],
-    count_rows: Callable[[int, int], int],
+    cumulative_lengths: Volumes, begin: int, capacities: NDArray[np.int64], count_rows: Callable[[int, int], int]
 ) -> tuple[int, int]:
     """Try larger and larger groups; return the first whose padding is below `TARGET_PADDING`, else the best."""
     n = len(cumulative_lengths) - 1

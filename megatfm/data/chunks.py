@@ -73,11 +73,7 @@ class ChunkTable:
 
 
 def split_documents(
-    n_tokens: NDArray[np.int64],
-    objective: PackingObjective,
-    first: int,
-    seed: int,
-    images: ImageIndex | None = None,
+    n_tokens: NDArray[np.int64], objective: PackingObjective, first: int, seed: int, images: ImageIndex | None = None
 ) -> ChunkTable:
     """Cut documents of `n_tokens` [D] into consecutive chunks of `objective.max_tokens`; the last may be shorter.
 

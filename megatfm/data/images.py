@@ -76,10 +76,7 @@ class PatchLayout:
     @property
     def fields(self) -> dict[str, Field]:
         """Fields of a batch that hold an image."""
-        return {
-            "patches": Field("uint8", (self.patch_values,)),
-            "grid": Field("int32", (4,), pad_value=(0, 0, 1, 1)),
-        }
+        return {"patches": Field("uint8", (self.patch_values,)), "grid": Field("int32", (4,), pad_value=(0, 0, 1, 1))}
 
     def n_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens of an image of `height` × `width` pixels."""

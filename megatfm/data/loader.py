@@ -155,11 +155,7 @@ class DataLoader(Iterator[list[Fields]]):
 
     def state_dict(self) -> dict[str, str | int | bool]:
         """Return the position up to which rows were consumed (not prefetched), and the settings of the order."""
-        state = {
-            "position": self.position,
-            "epoch": self.rows.epoch(self.position),
-            **self.rows.order_config(),
-        }
+        state = {"position": self.position, "epoch": self.rows.epoch(self.position), **self.rows.order_config()}
         if self.batch_schedule.rampup:
             state["warmup"] = str([tuple(stage) for stage in self.batch_schedule.rampup])
         return state

@@ -130,12 +130,8 @@ class Mixture:
 
     def find_source(self, position: int) -> tuple[str, int]:
         """Return the source's name of the row at a global position, and the row's position in that source's order."""
-        (interleaved,) = interleave(np.array([position]), self.streams, self.turn).tolist()
-        turn, stream = divmod(interleaved, self.streams)
-        phase = int(self._find_phases(turn))
-        state = self._phase_states[phase]
-        block, slot = divmod(turn - state.first_turn, self.block)
-        slots = self._get_slots(phase, stream, block)
+        ((phase, stream, block, slot),) = self._find_slots(np.array([position]))
+        state, slots = self._phase_states[phase], self._get_slots(phase, stream, block)
         source = int(slots.sources[slot])
         # Rows of this source that the stream took before: in earlier phases, full blocks, and this block.
         n_before = state.consumed[stream, source] + block * state.quotas[source] + slots.before[slot]
@@ -143,13 +139,16 @@ class Mixture:
 
     def find_source_indices(self, positions: Ints) -> Ints:
         """Return the index in `sources` of the source of the row at each global position [n]."""
+        slots = self._find_slots(positions)
+        return np.array([self._get_slots(*address).sources[slot] for *address, slot in slots], np.int64)
+
+    def _find_slots(self, positions: Ints) -> list[tuple[int, int, int, int]]:
+        """Return phase, stream, block and slot of the row at each global position [n]."""
         turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
         phases = self._find_phases(turns)
         first_turns = np.array([state.first_turn for state in self._phase_states])
         blocks, slots = np.divmod(turns - first_turns[phases], self.block)
-        addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
-        slot_sources = [self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses]
-        return np.array(slot_sources, np.int64)
+        return list(zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True))
 
     def read_row(self, position: int) -> Fields:
         """Return the row at a global position."""
@@ -291,6 +290,42 @@ def changes_past_rows(saved: object, current: object, position: int) -> bool:
     if not (isinstance(saved, str) and isinstance(current, str)):
         return False
     return list_past_weights(saved) != list_past_weights(current)
+
+
+def list_sources(rows: SizedRowDataset | Mixture) -> Mapping[str, SizedRowDataset]:
+    """Return the sources of a mixture by name; a single corpus as the source ""."""
+    return rows.sources if isinstance(rows, Mixture) else {"": rows}
+
+
+class EpochCounter:
+    """Tells when a corpus, or a source of a mixture, begins to be read again.
+
+    position: number of rows that were read before.
+    """
+
+    def __init__(self, rows: SizedRowDataset | Mixture, position: int) -> None:
+        self._rows = rows
+        self._lengths = {name: len(source) for name, source in list_sources(rows).items()}
+        self._epochs: dict[str, int] = {}
+        self._next_check = position
+        self.advance(position)
+
+    def advance(self, position: int) -> dict[str, int]:
+        """Return the sources that have begun another epoch since the last call → its number, from 2 on.
+
+        position: number of rows that are read now. A single corpus is the source "".
+        """
+        if position < self._next_check:
+            return {}
+        counts = self._rows.count_consumed_rows(position) if isinstance(self._rows, Mixture) else {"": position}
+        epochs = {name: max(0, count - 1) // self._lengths[name] + 1 for name, count in counts.items()}
+        begun = {name: epoch for name, epoch in epochs.items() if epoch > self._epochs.get(name, epoch)}
+        self._epochs = epochs
+        # Counting takes a while in a mixture. No source begins an epoch before as many rows as it has left are read.
+        self._next_check = position + min(
+            epochs[name] * length + 1 - counts[name] for name, length in self._lengths.items()
+        )
+        return begun
 
 
 def make_source_seed(seed: int, name: str) -> int:

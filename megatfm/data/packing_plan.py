@@ -3,11 +3,9 @@
 A plan is computed once, from the index alone, and stored in the corpus folder.
 """
 
-import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
 from megatfm.data.chunks import ChunkTable, split_documents
 from megatfm.data.sequences import PackingObjective, needs_own_row
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.files import atomic_write, lock_path
 
 SAMPLES_AT_ONCE = 2**18
 """Documents planned per pass, which bounds the memory of planning."""
@@ -72,10 +70,7 @@ class PackingPlan:
             raise ValueError("another number of groups")
         notes = tuple(map(str, header["notes"]))
         return cls(
-            sizes.astype(np.int64),
-            groups.astype(np.int64) if len(groups) else None,
-            float(header["padding"]),
-            notes,
+            sizes.astype(np.int64), groups.astype(np.int64) if len(groups) else None, float(header["padding"]), notes
         )
 
 
@@ -94,7 +89,9 @@ def load_or_build_packing_plan(
     path = Path(corpus.folder) / PLANS / key[:32]
     if (stored := _read_plan(path, key)) is not None:
         return stored
-    with _lock_plan(path):
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+    with lock_path(path):  # one process builds it
         if (stored := _read_plan(path, key)) is not None:
             return stored
         plan = build_packing_plan(corpus, objective, row_lengths, seed)
@@ -110,30 +107,8 @@ def _read_plan(path: Path, key: str) -> PackingPlan | None:
     return None
 
 
-@contextmanager
-def _lock_plan(path: Path) -> Iterator[None]:
-    """Lock `path` so that one process builds the plan at a time, if the file system supports locks.
-
-    A process that arrives while the lock file is being removed builds the plan too, which is harmless.
-    """
-    lock = path.with_name(f".{path.name}.lock")
-    descriptor = None
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            with suppress(OSError):
-                lock.unlink()
-            os.close(descriptor)
-
-
 def _write_plan(path: Path, data: bytes) -> None:
-    """Write a plan atomically and drop the oldest ones. Of concurrent writers without locks, the last one wins."""
-    path.parent.mkdir(exist_ok=True)
+    """Write a plan atomically and drop the oldest ones. The last of concurrent writers without locks wins."""
     atomic_write(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
     for old in plans[:-MAX_STORED_PLANS]:

@@ -170,10 +170,7 @@ def find_side(field: str, sides: Sequence[str]) -> int:
 
 
 def split_inner_documents(
-    fields: Fields,
-    starts: NDArray[np.int64],
-    is_padding: NDArray[np.bool_] | None,
-    prefix: str = "",
+    fields: Fields, starts: NDArray[np.int64], is_padding: NDArray[np.bool_] | None, prefix: str = ""
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     """Return document starts [n + 1] and a padding mask [n] for sequences at `starts` [P + 1].
 

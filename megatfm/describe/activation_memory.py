@@ -35,11 +35,7 @@ ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 """`train.precision` → dtype of activations; any other precision has 2 bytes."""
 
 
-DATA_DEPENDENT_ERRORS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of fake tensors: a module needs a value, or an operator has no shape rule."""
 
 

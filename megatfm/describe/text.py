@@ -175,10 +175,7 @@ def _describe_counts(description: "Description") -> list[Line]:
     lines = [("parameters", f"{description.parameters:,}{frozen}")]
     if description.active < description.parameters:
         lines.append(("  active", f"{description.active:,} for each token"))
-    lines += [
-        ("  embedding", f"{description.embedding:,}"),
-        ("  non-embedding", f"{description.non_embedding:,}"),
-    ]
+    lines += [("  embedding", f"{description.embedding:,}"), ("  non-embedding", f"{description.non_embedding:,}")]
     if description.fp8_parameters:
         lines.append(("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats"))
     steps = format_counted(config.train.steps, "step")

@@ -173,7 +173,7 @@ class ProfiledKernels:
         self, module: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Stand-in for `CrossEntropy.forward`."""
-        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.options.smoothing) if self.tp > 1 else 0
+        n_statistics = VOCAB_PARALLEL_STATISTICS + bool(module.options.smoothing) if self.tp > 1 else 0
         loss: Tensor = CrossEntropyStandIn.apply(self.note, n_statistics, hidden, weight, bias)
         return loss
 
@@ -181,12 +181,7 @@ class ProfiledKernels:
         self.experts_complete = len(self.recorder.recording.live)
 
     def _note_attention(
-        self,
-        flops: float,
-        fetched_tokens: int,
-        is_backward: bool,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        self, flops: float, fetched_tokens: int, is_backward: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record a fused kernel."""
         self.note("attention", "attention", flops * (BACKWARD_MATMULS if is_backward else 1), inputs, outputs)

@@ -23,7 +23,6 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.cross_entropy import choose_gpu_chunk, pad_row_length
 from megatfm.parallel.context_parallel import compute_token_indices
 from megatfm.parallel.expert_parallel import install_exchange
-from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
 
 Note = Callable[..., None]
 """Called with (name, kind, flops, inputs, outputs, dims=None) for each kernel."""
@@ -88,19 +87,19 @@ class RMSNormStandIn(torch.autograd.Function):
         return None, into_x, into_weight
 
 
-VOCAB_PARALLEL_PASSES = 4
-"""Passes of a vocabulary-parallel loss over its logits: maximum, exponentials, their sum, gradient."""
-VOCAB_PARALLEL_STATISTICS = 4
-"""Numbers of a token that ranks exchange between the passes; two more with label smoothing."""
+VOCAB_PARALLEL_STATISTICS = 3
+"""Numbers of a token that ranks exchange between the kernels of a vocabulary-parallel loss; one more with label
+smoothing."""
 
 
 class CrossEntropyStandIn(torch.autograd.Function):
-    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel turns into gradients."""
+    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel turns into gradients, or
+    two where ranks exchange statistics in between."""
 
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
         rows = len(weight_WD)
-        chunk = VOCAB_PARALLEL_CHUNK if n_statistics else choose_gpu_chunk(rows, hidden_MD.element_size())
+        chunk = choose_gpu_chunk(rows, hidden_MD.element_size())
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), pad_row_length(rows))
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         into_hidden, into_weight = torch.empty_like(hidden_MD) if needs_hidden else None, None
@@ -108,16 +107,12 @@ class CrossEntropyStandIn(torch.autograd.Function):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
             torch.mm(hidden, weight_WD.T, out=logits)
-            if n_statistics:  # ranks exchange them between passes over a copy in float32 or wider
-                values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                for _ in range(VOCAB_PARALLEL_PASSES):
-                    note("cross_entropy", "pointwise", 0, (values,), (values,))
-                statistics = values.new_empty(n_statistics, len(values))
+            if n_statistics:
+                precise = torch.promote_types(logits.dtype, torch.float32)
+                statistics = logits.new_empty(n_statistics, len(logits), dtype=precise)
+                note("cross_entropy", "pointwise", 0, (logits,), (statistics,))
                 note("all_gather", "collective", 0, (statistics,), ())
-                logits.copy_(values)
-                del values
-            else:
-                note("cross_entropy", "pointwise", 0, (logits,), (logits,))
+            note("cross_entropy", "pointwise", 0, (logits,), (logits,))
             if into_hidden is not None:
                 into_hidden[start : start + chunk] = logits @ weight_WD
             if needs_weight:
@@ -178,7 +173,7 @@ class EvenRows(SortedRows):
     def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int, **options: bool) -> None:
         super().__init__(order_M, ends_E, top_k, **options)
         self.order = order_M[: round(share * len(order_M))]
-        self._sorted_position = self._is_undefined_M1 = None
+        self._bags = self._is_defined_M = None
 
 
 @contextmanager

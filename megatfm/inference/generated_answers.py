@@ -13,7 +13,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, has_encoder, stream
 from megatfm.inference.likelihood import BATCH_SIZE, group_by_shape, round_up_length
-from megatfm.tasks.files import Row, read_row_text
+from megatfm.tasks.files import Row, locate_rows, read_row_text
 from megatfm.tasks.text_metrics import compute_text_metric, get_metric_signature
 from megatfm.tokenizers import Tokenizer
 
@@ -57,11 +57,11 @@ def answer_rows(
     """
     task = config.task
     assert task is not None
-    texts = [read_row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
+    texts = [read_row_text(place, row, task.text) for place, row in locate_rows(path, rows)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
     if has_encoder(model):
         prompts = _cut_prompts(config, path, prompts)
-    limits = [_limit_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
+    limits = [_limit_answer(model, config, place, prompt) for place, prompt in locate_rows(path, prompts)]
     shapes = [(round_up_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
     answers = [""] * len(texts)
     for block in group_by_shape(shapes, batch_size):

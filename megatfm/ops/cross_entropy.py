@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,12 @@ CPU_CHUNK_ELEMENTS = 2**20
 class VocabularyShard:
     """Rows of the vocabulary that this rank holds.
 
-    start: first row. all_gather: function that gathers a tensor [...] of this shard from all P shards, [P, ...].
+    start: first row. vocabulary: rows of all P shards. all_gather: function that gathers a tensor [...] of this shard
+    from all shards, [P, ...].
     """
 
     start: int
+    vocabulary: int
     all_gather: Callable[[Tensor], Tensor]
 
 
@@ -205,23 +207,22 @@ def _to_gradient(
 ) -> Tensor:
     """Return the loss of a chunk, and overwrite its logits [M, W] with their gradient.
 
-    A GPU runs one Triton kernel. A CPU processes a few rows at a time, so that intermediate results stay in its cache.
+    A GPU runs Triton kernels. A CPU processes a few rows at a time, so that intermediate results stay in its cache.
     Vocabulary shards communicate once a chunk.
     """
-    if shard is None and (compute_gradients := _choose_kernel(logits)):
-        losses = compute_gradients(
-            logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing
-        )
+    if kernels := _choose_kernels(logits):
+        losses = _run_kernels(kernels, logits, targets_M, options, shard)
         if losses_M is not None:
             losses_M.copy_(losses)
         return losses.sum()
     all_at_once = shard is not None or logits.device.type != "cpu"
     step = len(logits) if all_at_once else max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
+    shard = shard or VocabularyShard(0, logits.shape[1], _add_shard_dim)
     sums = []
     for start in range(0, len(logits), step):
         rows, targets = logits[start : start + step], targets_M[start : start + step]
         values = rows.to(_widen_dtype(rows))
-        losses_M1, gradient = _compute_chunk(values, targets[:, None], options, shard or FULL_VOCABULARY)
+        losses_M1, gradient = _compute_chunk(values, targets[:, None], options, shard)
         if gradient is not rows:
             rows.copy_(gradient)
         if losses_M is not None:
@@ -234,30 +235,86 @@ def _add_shard_dim(values: Tensor) -> Tensor:
     return values[None]
 
 
-FULL_VOCABULARY = VocabularyShard(0, _add_shard_dim)
-"""The vocabulary as the only shard."""
-
-
-def _choose_kernel(logits: Tensor) -> Callable[..., Tensor] | None:
-    """Return the Triton kernel, if the logits are on a GPU and Triton is installed."""
+def _choose_kernels(logits: Tensor) -> Any:
+    """Return the module of Triton kernels, if the logits are on a GPU and Triton is installed; None otherwise."""
     if logits.device.type == "cuda" and is_fake(logits):
-        return _make_fake_losses
+        return _FakeKernels
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not has_triton():
         return None
-    from megatfm.ops.cross_entropy_triton import to_gradients
+    from megatfm.ops import cross_entropy_triton
 
-    return to_gradients
+    return cross_entropy_triton
 
 
-def _make_fake_losses(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
-    """Stand in for the Triton kernel on fake tensors."""
-    return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+class _FakeKernels:
+    """Stand-ins for the Triton kernels on fake tensors."""
+
+    @staticmethod
+    def to_gradients(logits: Tensor, targets_M: Tensor, options: LogitOptions) -> Tensor:
+        return logits.new_empty(len(logits), dtype=torch.float32)
+
+    @staticmethod
+    def reduce_rows(logits: Tensor, targets_M: Tensor, options: LogitOptions, first: int) -> Tensor:
+        return logits.new_empty(3 + (options.smoothing > 0), len(logits), 1, dtype=torch.float32)
+
+    @staticmethod
+    def write_gradients(*args: Any) -> None:
+        pass
 
 
 @cache
 def has_triton() -> bool:
     """Return whether Triton is installed; torch's GPU builds come with it."""
     return find_spec("triton") is not None
+
+
+def _run_kernels(
+    kernels: Any, logits: Tensor, targets_M: Tensor, options: LogitOptions, shard: VocabularyShard | None
+) -> Tensor:
+    """Return the losses [M] of a chunk, and overwrite its logits [M, W] with the gradient of their sum."""
+    if shard is None:
+        losses: Tensor = kernels.to_gradients(logits, targets_M, options)
+        return losses
+    statistics = kernels.reduce_rows(logits, targets_M, options, shard.start)
+    softmax = combine_shards(statistics, targets_M[:, None], options, shard)
+    kernels.write_gradients(logits, targets_M, options, shard.start, softmax.max_logit, softmax.sum_exp, softmax.spread)
+    return softmax.losses[:, 0]
+
+
+class Softmax(NamedTuple):
+    """Softmax of a chunk over the full vocabulary.
+
+    losses: 0 for ignored targets. max_logit: largest logit. sum_exp: of exp(logit − largest). All are [M, 1].
+    spread: label smoothing of each entry of the vocabulary.
+    """
+
+    losses: Tensor
+    max_logit: Tensor
+    sum_exp: Tensor
+    spread: float
+
+
+def combine_shards(
+    statistics_SM1: Tensor, targets_M1: Tensor, options: LogitOptions, shard: VocabularyShard
+) -> Softmax:
+    """Combine the statistics of all shards.
+
+    statistics_SM1: this shard's largest logit m; Σ exp(logit − m); the target's logit − m, or −∞ if another shard has
+    it; with label smoothing, also Σ logit. Each shard subtracts its own m, so that a single all-gather is enough.
+    """
+    max_P, sum_exp_P, target_logit_P, *sum_of_logits_P = shard.all_gather(statistics_SM1).unbind(1)
+    max_logit = max_P.amax(0)
+    difference_P = max_P - max_logit
+    sum_exp = (difference_P.exp() * sum_exp_P).sum(0)
+    target_logit = (target_logit_P + difference_P).amax(0)
+    spread = options.smoothing / shard.vocabulary
+    if options.smoothing:
+        mean_logit = sum_of_logits_P[0].sum(0) / shard.vocabulary - max_logit
+        target_logit = (1 - options.smoothing) * target_logit + options.smoothing * mean_logit
+    # No shard has a target beyond the vocabulary: return NaN rather than a wrong loss.
+    is_valid = (targets_M1 >= 0) & (targets_M1 < shard.vocabulary)
+    losses = (sum_exp.log() - target_logit).where(is_valid, torch.nan).where(targets_M1 != IGNORE, 0)
+    return Softmax(losses, max_logit, sum_exp, spread)
 
 
 def _compute_chunk(
@@ -273,36 +330,20 @@ def _compute_chunk(
         logits = torch.tanh(logits / options.softcap)
         slope = 1 - logits.square()
         logits *= options.softcap
-    max_logit = logits.amax(1, keepdim=True)
+    sum_of_logits = [logits.sum(1, keepdim=True)] if options.smoothing else []
+    max_logit = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)  # also if all are −∞
     logits -= max_logit
-    local_statistics = [max_logit, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
-    if options.smoothing:
-        local_statistics += [logits.sum(1, keepdim=True), torch.full_like(max_logit, logits.shape[1])]
+    target_logit = logits.gather(1, local).where(is_local, -torch.inf)
     exponentials = logits.exp_()
-    # Each shard has subtracted its own maximum, so that a single all-gather exchanges all statistics.
-    max_P, target_logit_P, has_target_P, *smoothing_P, sums_P = shard.all_gather(
-        torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
-    ).unbind(1)
-    global_max = max_P.amax(0)
-    max_difference_P = max_P - global_max
-    normaliser = (max_difference_P.exp() * sums_P).sum(0)
-    target_logit = (target_logit_P + has_target_P * max_difference_P).sum(0)
-    target_count = has_target_P.sum(0)
-    spread: Tensor | float = 0.0
+    statistics = [max_logit, exponentials.sum(1, keepdim=True), target_logit, *sum_of_logits]
+    softmax = combine_shards(torch.stack(statistics), targets_M1, options, shard)
+    gradient = exponentials.mul_(has_target * (max_logit - softmax.max_logit).exp() / softmax.sum_exp)
     if options.smoothing:
-        logits_P, rows_P = smoothing_P
-        sum_of_logits, vocabulary = (logits_P + rows_P * max_difference_P).sum(0), rows_P.sum(0)
-        spread = options.smoothing / vocabulary
-        target_logit = (1 - options.smoothing) * target_logit + spread * sum_of_logits
-    # No shard has a target beyond the vocabulary: return NaN rather than a wrong loss.
-    losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
-    gradient = exponentials.mul_(has_target * (max_logit - global_max).exp() / normaliser)
-    if options.smoothing:
-        gradient -= spread * has_target
+        gradient -= softmax.spread * has_target.to(gradient.dtype)
     gradient.scatter_add_(1, local, (options.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
-    return losses.where(has_target, 0), gradient
+    return softmax.losses, gradient
 
 
 def _widen_dtype(tensor: Tensor) -> torch.dtype:

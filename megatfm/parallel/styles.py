@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import LogitOptions, VocabularyShard, cross_entropy
+from megatfm.ops.cross_entropy import LogitOptions, VocabularyShard, choose_chunk, cross_entropy
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
     all_gather_no_grad,
@@ -207,8 +207,9 @@ def _shard_vocabulary_head(module: nn.Module, tp: TensorParallelGroup, layouts: 
             targets_M,
             bias_W,
             options,
-            chunk=VOCAB_PARALLEL_CHUNK,
-            shard=make_vocabulary_shard(first, tp.group),
+            # Of the largest shard, so that all ranks have the same chunks.
+            chunk=choose_chunk(hidden_MD, -(-vocabulary // tp.group.size())),
+            shard=make_vocabulary_shard(first, vocabulary, tp.group),
             losses_M=losses_M,
             weights_M=weights_M,
         )
@@ -249,13 +250,9 @@ def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int
     return F.embedding(local.where(is_local, 0), weight_WD) * is_local[..., None].to(weight_WD.dtype)
 
 
-VOCAB_PARALLEL_CHUNK = 1024
-"""Tokens whose logits a vocabulary-parallel loss holds at once, on any device."""
-
-
-def make_vocabulary_shard(vocab_start: int, group: ProcessGroup) -> VocabularyShard:
+def make_vocabulary_shard(vocab_start: int, vocabulary: int, group: ProcessGroup) -> VocabularyShard:
     """Return what `cross_entropy` needs of a rank's rows of the vocabulary. vocab_start: the first of them."""
-    return VocabularyShard(vocab_start, lambda values: all_gather_no_grad(values, group))
+    return VocabularyShard(vocab_start, vocabulary, lambda values: all_gather_no_grad(values, group))
 
 
 REPLICATED_KV_HEADS = register_style(

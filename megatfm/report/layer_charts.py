@@ -53,12 +53,7 @@ def _make_layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | Non
     for path in charted_layers:
         colour = colours.get(path, colour)
         lines.append(
-            Line(
-                shorten_layer_name(path[1]),
-                run.get_curve(*path),
-                colour,
-                "line" if path in colours else "raw",
-            )
+            Line(shorten_layer_name(path[1]), run.get_curve(*path), colour, "line" if path in colours else "raw")
         )
     selection = f", {len(charted_layers)} of {len(paths)} layers" if len(charted_layers) < len(paths) else ""
     bounds = (0.0, 1.0) if kind == "dropped" else None

@@ -22,14 +22,7 @@ from megatfm.report.charts import format_number
 from megatfm.report.evaluation_charts import describe_metric, get_loss_unit, list_baselines
 from megatfm.report.layer_charts import make_expert_load_maps
 from megatfm.report.predictions import compute_class_results, read_galleries
-from megatfm.report.run import (
-    Run,
-    find_non_default_settings,
-    flatten,
-    make_unique_names,
-    parse_count,
-    split_sections,
-)
+from megatfm.report.run import Run, find_non_default_settings, flatten, make_unique_names, parse_count, split_sections
 from megatfm.report.run_charts import MAX_EVENTS, compute_time_shares, make_run_charts
 from megatfm.terminal import format_counted, format_file_size
 from megatfm.version import __version__

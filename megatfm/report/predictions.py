@@ -173,8 +173,7 @@ def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence
         if label_totals[index] or predicted_totals[index]
     ]
     wrong = sorted(
-        ((count, pair) for pair, count in counts.items() if pair[0] != pair[1]),
-        key=lambda entry: (-entry[0], entry[1]),
+        ((count, pair) for pair, count in counts.items() if pair[0] != pair[1]), key=lambda entry: (-entry[0], entry[1])
     )
     confusions = [
         (labels[label], labels[predicted], count, count / label_totals[label])

@@ -299,10 +299,7 @@ def split_sections(config: Mapping[str, Any]) -> Settings:
     """Return the config as sections, title → (key, value). Keys outside a section come first, under "run"."""
     top_level = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    return [
-        ("run", list(flatten(top_level))),
-        *((key, list(flatten(table))) for key, table in tables.items()),
-    ]
+    return [("run", list(flatten(top_level))), *((key, list(flatten(table))) for key, table in tables.items())]
 
 
 def find_non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:

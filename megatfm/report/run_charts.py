@@ -83,9 +83,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
     baselines = [line for name in run.validation_sets for line in list_baselines(run, name)]
     candidates = (
         make_chart(
-            "Loss",
-            get_loss_unit(run),
-            [*lines.list_smoothed("training", "loss"), *lines.list_evaluated("loss")],
+            "Loss", get_loss_unit(run), [*lines.list_smoothed("training", "loss"), *lines.list_evaluated("loss")]
         ),
         make_chart("Terms of the loss", "mean over their targets", terms),
         make_source_chart(run),

@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.chat import ChatTemplate, check_messages, load_chat_template
 from megatfm.tasks.examples import THREADS, EncodedExample, ExampleFormat, require_tokens
-from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
+from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 Spans = list[tuple[int, int]]
@@ -40,15 +40,13 @@ class AnswerEncoder:
         length = self.example_format.sequence_length
         encode = self.encode_chats if self.task.form == "chat" else self.encode_prompts
         examples, n_cut, n_closed = [], 0, 0
-        for row_number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
+        for place, (tokens, spans, text_bytes) in locate_rows(self.path, encode(rows)):
             if len(tokens) > length + 1:
                 if self.task.too_long == "error":
                     needed = len(tokens) - 1
-                    refuse_row(
-                        self.path,
-                        row_number,
-                        f"has {needed} tokens, more than data.sequence_length = {length}: choose {needed} or "
-                        "more, or task.too_long = 'truncate'",
+                    raise UsageError(
+                        f"{place}: has {needed} tokens, more than data.sequence_length = {length}: choose {needed} or "
+                        "more, or task.too_long = 'truncate'"
                     )
                 n_cut += 1
                 tokens = tokens[: length + 1]
@@ -56,9 +54,7 @@ class AnswerEncoder:
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
-                refuse_row(
-                    self.path, row_number, "no token is trained: its answer is empty, or beyond data.sequence_length"
-                )
+                raise UsageError(f"{place}: no token is trained: its answer is empty, or beyond data.sequence_length")
             last_answer = tokens[trained[-1][0] : trained[-1][1]]
             n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
@@ -74,11 +70,11 @@ class AnswerEncoder:
             "data.sequence_length": self.example_format.sequence_length - 1,
             "data.target_length": target_length - 1,
         }
-        for row_number, pair in enumerate(zip(*encoded, strict=True), start=1):
-            n_cut += self._check_sides(row_number, pair, limits)
+        for row, (place, pair) in enumerate(locate_rows(self.path, zip(*encoded, strict=True))):
+            n_cut += self._check_sides(place, pair, limits)
             source, answer = (side[:limit] for side, limit in zip(pair, limits.values(), strict=True))
             tokens = np.concatenate([source, answer]).astype(np.int64)
-            n_bytes = len((texts[row_number - 1] + answers[row_number - 1]).encode())
+            n_bytes = len((texts[row] + answers[row]).encode())
             spans = [[len(source), len(tokens)]]
             side_lengths = (len(source), len(answer))
             examples.append(EncodedExample(tokens, n_bytes, {"trained": spans}, side_lengths))
@@ -88,20 +84,18 @@ class AnswerEncoder:
             notes.append(f"{self.path}: {n_cut} of {len(rows)} examples are cut to the rows of their side")
         return examples, notes
 
-    def _check_sides(self, row_number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]) -> bool:
+    def _check_sides(self, place: str, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]) -> bool:
         """Return whether a text or its answer must be cut. Raises UsageError where the task forbids it."""
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):
-                refuse_row(self.path, row_number, f"its {side} makes no token: take the row out")
+                raise UsageError(f"{place}: its {side} makes no token: take the row out")
             if limit < 1:
                 raise UsageError(f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more")
             if len(tokens) > limit and self.task.too_long == "error":
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose {len(tokens) + 1} "
-                    "or more, or task.too_long = 'truncate'",
+                raise UsageError(
+                    f"{place}: its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose "
+                    f"{len(tokens) + 1} or more, or task.too_long = 'truncate'"
                 )
             is_cut |= len(tokens) > limit
         return is_cut
@@ -111,7 +105,7 @@ class AnswerEncoder:
         columns = {"task.text": self.task.text, "task.label": self.task.label}
         require_columns(self.path, rows, columns)
         texts, answers = (
-            [read_row_text(self.path, row_number, row, column) for row_number, row in enumerate(rows, start=1)]
+            [read_row_text(place, row, column) for place, row in locate_rows(self.path, rows)]
             for column in columns.values()
         )
         return texts, answers
@@ -123,8 +117,9 @@ class AnswerEncoder:
         prompts = tokenizer.encode_batch([f"{task.prefix}{text}{task.separator}" for text in texts], THREADS)
         answers = tokenizer.encode_batch(labels, THREADS)
         encoded = list[tuple[NDArray[np.int64], Spans, int]]()
-        for text, label, prompt, answer in zip(texts, labels, prompts, answers, strict=True):
-            require_tokens(self.path, len(encoded) + 1, task.label, answer)
+        columns = zip(texts, labels, prompts, answers, strict=True)
+        for place, (text, label, prompt, answer) in locate_rows(self.path, columns):
+            require_tokens(place, task.label, answer)
             tokens = np.concatenate([[tokenizer.bos], prompt, answer, [tokenizer.eos]]).astype(np.int64)
             n_bytes = len(text.encode()) + len(label.encode())
             encoded.append((tokens, [(1 + len(prompt), len(tokens))], n_bytes))
@@ -141,20 +136,20 @@ class AnswerEncoder:
             )
         template = load_chat_template(self.tokenizer_file, tokenizer, self.task.chat_template)
         encoded = []
-        for row_number, row in enumerate(rows, start=1):
+        for place, row in locate_rows(self.path, rows):
             messages: Any = row.get(column)
             if problem := check_messages(messages, tokenizer):
-                refuse_row(self.path, row_number, problem)
-            encoded.append(self._encode_chat(row_number, messages, template, tokenizer))
+                raise UsageError(f"{place}: {problem}")
+            encoded.append(self._encode_chat(place, messages, template, tokenizer))
         return encoded
 
     def _encode_chat(
-        self, row_number: int, messages: list[Any], template: ChatTemplate, tokenizer: HuggingFaceTokenizer
+        self, place: str, messages: list[Any], template: ChatTemplate, tokenizer: HuggingFaceTokenizer
     ) -> tuple[NDArray[np.int64], Spans, int]:
         try:
             text, answers = template.locate_answers(messages)
         except UsageError as error:
-            refuse_row(self.path, row_number, str(error))
+            raise UsageError(f"{place}: {error}") from None
         tokens, offsets = tokenizer.encode_with_offsets(text)
         starts = np.array([start for start, _ in offsets], np.int64)
         spans = [(int(starts.searchsorted(begin)), int(starts.searchsorted(end))) for begin, end in answers]
@@ -169,7 +164,7 @@ class AnswerEncoder:
         except UsageError:
             return []
         task_template = load_chat_template(self.tokenizer_file, self.tokenizer, self.task.chat_template)
-        for row_number, row in enumerate(rows, start=1):
+        for place, row in locate_rows(self.path, rows):
             messages = row[self.task.messages]
             try:
                 is_same = tokenizer_template.render(messages) == task_template.render(messages)
@@ -177,7 +172,7 @@ class AnswerEncoder:
                 is_same = False
             if not is_same:
                 return [
-                    f"{self.path}, row {row_number}: task.chat_template renders it otherwise than the tokenizer's own "
+                    f"{place}: task.chat_template renders it otherwise than the tokenizer's own "
                     "template, by which the model may have learnt conversations: leave chat_template out if so"
                 ]
         return []

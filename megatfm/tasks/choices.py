@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import TaskConfig
+from megatfm.errors import UsageError
 from megatfm.tasks.examples import (
     THREADS,
     EncodedExample,
@@ -16,7 +17,7 @@ from megatfm.tasks.examples import (
     require_tokens,
     truncate_longest,
 )
-from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
+from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
 from megatfm.tasks.labels import find_class_index, format_label
 from megatfm.tokenizers import Tokenizer
 
@@ -44,32 +45,28 @@ class ChoiceEncoder:
             require_columns(self.path, rows, {"task.choices": column})
         frame = build_frame(self.tokenizer, self.example_format)
         examples, n_cut = list[EncodedExample](), 0
-        for row_number, row in enumerate(rows, start=1):
-            texts = [read_row_text(self.path, row_number, row, column) for column in columns.values()]
-            choices = self._read_choices(row_number, row)
-            label = self._read_label(row_number, row, len(choices)) if self.with_labels else 0
+        for place, row in locate_rows(self.path, rows):
+            texts = [read_row_text(place, row, column) for column in columns.values()]
+            choices = self._read_choices(place, row)
+            label = self._read_label(place, row, len(choices)) if self.with_labels else 0
             firsts, seconds = self._tokenize_sides(texts, choices)
             choice_columns = task.choices if len(task.choices) > 1 else task.choices * len(choices)
             for column, tokens in zip((task.text, *choice_columns), (firsts[0], *seconds), strict=True):
-                require_tokens(self.path, row_number, column, tokens)
+                require_tokens(place, column, tokens)
             room = length // len(choices) - frame.n_special(pair=True)
             if room < 2:
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"data.sequence_length = {length} has no room for {len(choices)} choices, which share a row: "
-                    "choose more",
+                raise UsageError(
+                    f"{place}: data.sequence_length = {length} has no room for {len(choices)} choices, which share a "
+                    "row: choose more"
                 )
             longest = max(len(first) + len(second) for first, second in zip(firsts, seconds, strict=True))
             if longest > room:
                 needed = (longest + frame.n_special(pair=True)) * len(choices)
                 if task.too_long == "error":
-                    refuse_row(
-                        self.path,
-                        row_number,
-                        f"has {len(choices)} choices, which share a row, of up to {longest} tokens, and needs {needed} "
-                        f"of data.sequence_length = {length}: choose {needed} or more, or task.too_long = "
-                        "'truncate'",
+                    raise UsageError(
+                        f"{place}: has {len(choices)} choices, which share a row, of up to {longest} tokens, and needs "
+                        f"{needed} of data.sequence_length = {length}: choose {needed} or more, or task.too_long = "
+                        "'truncate'"
                     )
                 n_cut += 1
             framed = [
@@ -93,34 +90,28 @@ class ChoiceEncoder:
         tokens = self.tokenizer.encode_batch([first, *seconds], THREADS)
         return [tokens[0]] * len(choices), [*tokens[1:]]
 
-    def _read_choices(self, row_number: int, row: Row) -> list[str]:
+    def _read_choices(self, place: str, row: Row) -> list[str]:
         columns = self.task.choices
         if len(columns) > 1:
-            return [read_row_text(self.path, row_number, row, column) for column in columns]
+            return [read_row_text(place, row, column) for column in columns]
         value = row.get(columns[0])
         if isinstance(value, Mapping):  # ARC: {"text": [...], "label": [...]}
             value = value.get("text")
         if not isinstance(value, list) or len(value) < 2:
-            refuse_row(
-                self.path, row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices"
-            )
-        return [read_row_text(self.path, row_number, {columns[0]: choice}, columns[0]) for choice in value]
+            raise UsageError(f"{place}: column {columns[0]!r} is {value!r:.40}: give a list of two or more choices")
+        return [read_row_text(place, {columns[0]: choice}, columns[0]) for choice in value]
 
-    def _read_label(self, row_number: int, row: Row, n_choices: int) -> int:
+    def _read_label(self, place: str, row: Row, n_choices: int) -> int:
         value = row.get(self.task.label, "")
         if self.task.labels:
-            choice = find_class_index(self.path, row_number, value, self.task.labels)
+            choice = find_class_index(place, value, self.task.labels)
         else:
             text = format_label(value)
             if not text.isdecimal():
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"label {text!r} is no number of a choice, from 0: name the choices in task.labels",
+                raise UsageError(
+                    f"{place}: label {text!r} is no number of a choice, from 0: name the choices in task.labels"
                 )
             choice = int(text)
         if choice >= n_choices:
-            refuse_row(
-                self.path, row_number, f"label {format_label(value)!r} is none of its {n_choices} choices: mend the row"
-            )
+            raise UsageError(f"{place}: label {format_label(value)!r} is none of its {n_choices} choices: mend the row")
         return choice

@@ -160,42 +160,28 @@ def _hash_chat_template(task: TaskConfig, tokenizer_file: str, tokenizer: Tokeni
 
 
 def _write_corpus(
-    corpus_folder: Path,
-    examples: Sequence[EncodedExample],
-    source: str,
-    tokenizer: Tokenizer,
-    provenance: dict[str, object],
+    folder: Path, examples: Sequence[EncodedExample], source: str, tokenizer: Tokenizer, provenance: dict[str, object]
 ) -> None:
     """Write a corpus to a temporary folder, and rename it once it is complete."""
-    partial = temporary_path(corpus_folder)
+    partial = temporary_path(folder)
     try:
-        _write_examples(partial, examples, source, tokenizer, provenance)
-        partial.rename(corpus_folder)
+        with ShardWriter(partial, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
+            for index, example in enumerate(examples):
+                writer.add(
+                    f"{index:08d}",
+                    example.tokens,
+                    source,
+                    example.text_bytes,
+                    members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
+                    image_size=example.side_lengths,
+                )
+            writer.finish(provenance)
+        partial.rename(folder)
     except OSError:
-        if not (corpus_folder / MANIFEST).is_file():  # else another process was faster
+        if not (folder / MANIFEST).is_file():  # else another process was faster
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_examples(
-    folder: Path,
-    examples: Sequence[EncodedExample],
-    source: str,
-    tokenizer: Tokenizer,
-    provenance: dict[str, object],
-) -> None:
-    with ShardWriter(folder, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
-        for index, example in enumerate(examples):
-            writer.add(
-                f"{index:08d}",
-                example.tokens,
-                source,
-                example.text_bytes,
-                members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
-                image_size=example.side_lengths,
-            )
-        writer.finish(provenance)
 
 
 def check_files_exist(task: TaskConfig) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.errors import UsageError
-from megatfm.tasks.files import refuse_row
 from megatfm.tokenizers import Tokenizer
 
 THREADS = 4
@@ -121,10 +120,10 @@ class EncodedExample:
     side_lengths: tuple[int, int] | None = None
 
 
-def require_tokens(path: str, row_number: int, column: str, tokens: Tokens) -> None:
+def require_tokens(place: str, column: str, tokens: Tokens) -> None:
     """Raise UsageError for a text of which the tokenizer leaves nothing, such as invisible characters."""
     if not len(tokens):
-        refuse_row(path, row_number, f"column {column!r} makes no token: give a text, or take the row out")
+        raise UsageError(f"{place}: column {column!r} makes no token: give a text, or take the row out")
 
 
 def make_example(framed: FramedTokens, text_bytes: int, positions: list[int], labels: list[Any]) -> EncodedExample:

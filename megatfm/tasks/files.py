@@ -4,12 +4,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 from megatfm.errors import MegatfmError, UsageError
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 """Column → value."""
 SPLIT_FILE = re.compile(r"(?:.*[-_.])?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5})?")
@@ -60,17 +61,18 @@ def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str,
         raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {listed}: {remedy}")
 
 
-def refuse_row(path: str | Path, row_number: int, reason: str) -> NoReturn:
-    """Raise a UsageError that names a file's row. row_number: from 1."""
-    raise UsageError(f"{path}, row {row_number}: {reason}")
+def locate_rows(path: str | Path, rows: Iterable[T]) -> Iterator[tuple[str, T]]:
+    """Yield a file's rows, or what was made of them in their order, each with its place for errors: `FILE, row 1`."""
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def read_row_text(path: str, row_number: int, row: Row, column: str) -> str:
-    """Return the text of a row's column. Raises UsageError if it is empty or not a text."""
+def read_row_text(place: str, row: Row, column: str) -> str:
+    """Return the text of a row's column. place: of the row, for errors. Raises UsageError if it is empty or not a
+    text."""
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         description = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
-        refuse_row(path, row_number, f"column {column!r} is {description}: give a text, or take the row out")
+        raise UsageError(f"{place}: column {column!r} is {description}: give a text, or take the row out")
     return value
 
 
@@ -121,9 +123,9 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         values = [
             _parse_json(path, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
         ]
-    for number, value in enumerate(values, start=1):
+    for place, value in locate_rows(path, values):
         if not isinstance(value, dict):
-            refuse_row(path, number, "is no JSON object: give one object a line, column → value")
+            raise UsageError(f"{place}: is no JSON object: give one object a line, column → value")
         yield value
 
 
@@ -131,12 +133,7 @@ def _read_squad_rows(path: Path, content: Any) -> list[Row]:
     """Read SQuAD's format: articles of paragraphs, each a context with its questions (`qas`)."""
     try:
         return [
-            {
-                "id": question["id"],
-                "title": article.get("title", ""),
-                "context": paragraph["context"],
-                **question,
-            }
+            {"id": question["id"], "title": article.get("title", ""), "context": paragraph["context"], **question}
             for article in content["data"]
             for paragraph in article["paragraphs"]
             for question in paragraph["qas"]

@@ -21,7 +21,7 @@ from megatfm.tasks.examples import (
     require_tokens,
     truncate_longest,
 )
-from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
+from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
 from megatfm.tasks.labels import LABEL_SEPARATOR, find_class_index, format_label
 from megatfm.tokenizers import Tokenizer
 
@@ -59,11 +59,11 @@ class LabelledTextEncoder:
             second_texts, second_tokens = self._tokenize_column(rows, task.text_pair)
         read_label, examples, n_cut = LABEL_READERS[task.form], [], 0
         columns = zip(rows, first_texts, first_tokens, second_texts, second_tokens, strict=True)
-        for row_number, (row, first_text, first, second_text, second) in enumerate(columns, start=1):
-            label = read_label(self, row_number, row) if self.with_labels else self._make_placeholder_label()
+        for place, (row, first_text, first, second_text, second) in locate_rows(self.path, columns):
+            label = read_label(self, place, row) if self.with_labels else self._make_placeholder_label()
             room = self.example_format.sequence_length // (1 + task.both_orders)
             room -= frame.n_special(pair=second is not None)
-            n_cut += self._check_length(row_number, len(first) + (0 if second is None else len(second)), room)
+            n_cut += self._check_length(place, len(first) + (0 if second is None else len(second)), room)
             first, second = truncate_longest(first, second, room)
             framed = frame.wrap(first, second)
             n_bytes = len((first_text + second_text).encode())
@@ -76,54 +76,52 @@ class LabelledTextEncoder:
 
     def _tokenize_column(self, rows: Sequence[Row], column: str) -> tuple[list[str], Sequence[Tokens]]:
         """Return a column's texts and their tokens. Raises UsageError for a row that has none."""
-        texts = [read_row_text(self.path, row_number, row, column) for row_number, row in enumerate(rows, start=1)]
+        texts = [read_row_text(place, row, column) for place, row in locate_rows(self.path, rows)]
         tokens_of_texts = self.tokenizer.encode_batch(texts, THREADS)
-        for row_number, tokens in enumerate(tokens_of_texts, start=1):
-            require_tokens(self.path, row_number, column, tokens)
+        for place, tokens in locate_rows(self.path, tokens_of_texts):
+            require_tokens(place, column, tokens)
         return texts, tokens_of_texts
 
     def _encode_words(self, rows: Sequence[Row], frame: Frame) -> tuple[list[EncodedExample], int]:
         """Encode texts of words; the first sub-word of each carries its tag."""
         task, examples, n_cut = self.task, [], 0
         prefix = " " if self.tokenizer.kind == "byte-bpe" else ""
-        for row_number, row in enumerate(rows, start=1):
-            words = self._read_list(row_number, row, task.text, None)
+        for place, row in locate_rows(self.path, rows):
+            words = self._read_list(place, row, task.text, None)
             spaced_words = [word if not index else f"{prefix}{word}" for index, word in enumerate(words)]
             word_tokens = self.tokenizer.encode_batch(spaced_words, THREADS)
             for index, tokens_of_word in enumerate(word_tokens):
                 if not len(tokens_of_word):
-                    refuse_row(
-                        self.path, row_number, f"word {index + 1}, {words[index]!r}, makes no token: take it out"
-                    )
-            tags = self._read_list(row_number, row, task.label, None) if self.with_labels else []
+                    raise UsageError(f"{place}: word {index + 1}, {words[index]!r}, makes no token: take it out")
+            tags = self._read_list(place, row, task.label, None) if self.with_labels else []
             if self.with_labels and len(tags) != len(words):
-                refuse_row(self.path, row_number, f"has {len(words)} words and {len(tags)} tags: give each word a tag")
-            labels = [self.find_class(row_number, tag) for tag in tags] or [0] * len(words)
+                raise UsageError(f"{place}: has {len(words)} words and {len(tags)} tags: give each word a tag")
+            labels = [self.find_class(place, tag) for tag in tags] or [0] * len(words)
             starts = np.cumsum([0, *map(len, word_tokens[:-1])])
             tokens = np.concatenate(word_tokens)
             room = self.example_format.sequence_length - frame.n_special(pair=False)
-            n_cut += self._check_length(row_number, len(tokens), room)
+            n_cut += self._check_length(place, len(tokens), room)
             n_kept = int((starts < room).sum())
             positions = (starts[:n_kept] + len(frame.before)).tolist()
             text_bytes = len(" ".join(words).encode())
             examples.append(make_example(frame.wrap(tokens[:room]), text_bytes, positions, labels[:n_kept]))
         return examples, n_cut
 
-    def find_class(self, row_number: int, label: Any) -> int:
+    def find_class(self, place: str, label: Any) -> int:
         """Return the class of a label. Raises UsageError for an unlisted one."""
-        return find_class_index(self.path, row_number, label, self.task.labels)
+        return find_class_index(place, label, self.task.labels)
 
-    def read_class(self, row_number: int, row: Row) -> int:
+    def read_class(self, place: str, row: Row) -> int:
         """Return the class of a row's only label."""
-        return self.find_class(row_number, row.get(self.task.label, ""))
+        return self.find_class(place, row.get(self.task.label, ""))
 
-    def read_flags(self, row_number: int, row: Row) -> list[int]:
+    def read_flags(self, place: str, row: Row) -> list[int]:
         """Return a row's classes as flags [C]: 1 for a class that it has, else 0."""
-        names = self._read_list(row_number, row, self.task.label, LABEL_SEPARATOR, may_be_empty=True)
-        classes = {self.find_class(row_number, name) for name in names}
+        names = self._read_list(place, row, self.task.label, LABEL_SEPARATOR, may_be_empty=True)
+        classes = {self.find_class(place, name) for name in names}
         return [int(index in classes) for index in range(len(self.task.labels))]
 
-    def read_number(self, row_number: int, row: Row) -> list[float]:
+    def read_number(self, place: str, row: Row) -> list[float]:
         """Return a row's label as a number."""
         value = row.get(self.task.label)
         try:
@@ -131,7 +129,7 @@ class LabelledTextEncoder:
         except (TypeError, ValueError):
             parsed = math.nan
         if not math.isfinite(parsed):
-            refuse_row(self.path, row_number, f"column {self.task.label!r} is {value!r:.40}: give a number")
+            raise UsageError(f"{place}: column {self.task.label!r} is {value!r:.40}: give a number")
         return [parsed]
 
     def _make_placeholder_label(self) -> Any:
@@ -139,7 +137,7 @@ class LabelledTextEncoder:
         return 0 if self.task.form == "classification" else [0] * classes
 
     def _read_list(
-        self, row_number: int, row: Row, column: str, separator: str | None, *, may_be_empty: bool = False
+        self, place: str, row: Row, column: str, separator: str | None, *, may_be_empty: bool = False
     ) -> list[str]:
         """Return a column's list of texts. A single text is split at the separator; None: at white space."""
         value = row.get(column)
@@ -148,12 +146,10 @@ class LabelledTextEncoder:
         value = [] if value is None and may_be_empty else value
         if not isinstance(value, list) or not (value or may_be_empty):
             description = "empty" if value in (None, []) else f"{value!r:.40}, no list"
-            refuse_row(
-                self.path, row_number, f"column {column!r} is {description}: give a list of texts, or take the row out"
-            )
+            raise UsageError(f"{place}: column {column!r} is {description}: give a list of texts, or take the row out")
         return [format_label(item) for item in value]
 
-    def _check_length(self, row_number: int, n_tokens: int, room: int) -> bool:
+    def _check_length(self, place: str, n_tokens: int, room: int) -> bool:
         """Return whether an example must be cut to `room` tokens. Raises UsageError where the task forbids it."""
         length = self.example_format.sequence_length
         if room < 1:
@@ -163,16 +159,14 @@ class LabelledTextEncoder:
         if n_tokens > room and self.task.too_long == "error":
             n_orders = 1 + self.task.both_orders
             needed = n_orders * (n_tokens + length // n_orders - room)
-            refuse_row(
-                self.path,
-                row_number,
-                f"has {needed} tokens, more than data.sequence_length = {length}: choose {needed} or more, or "
-                "task.too_long = 'truncate'",
+            raise UsageError(
+                f"{place}: has {needed} tokens, more than data.sequence_length = {length}: choose {needed} or more, or "
+                "task.too_long = 'truncate'"
             )
         return n_tokens > room
 
 
-LABEL_READERS: Mapping[str, Callable[[LabelledTextEncoder, int, Row], Any]] = {
+LABEL_READERS: Mapping[str, Callable[[LabelledTextEncoder, str, Row], Any]] = {
     "classification": LabelledTextEncoder.read_class,
     "multilabel": LabelledTextEncoder.read_flags,
     "regression": LabelledTextEncoder.read_number,

@@ -8,7 +8,7 @@ from typing import Any
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
-from megatfm.tasks.files import Row, refuse_row
+from megatfm.tasks.files import Row
 
 MAX_SHOWN = 20
 """Number of labels that an error lists."""
@@ -24,24 +24,20 @@ def format_label(value: Any) -> str:
     return str(value).strip()
 
 
-def find_class_index(path: str, row_number: int, label: Any, labels: Sequence[str]) -> int:
-    """Return the class of a row's label. Raises UsageError for an unlisted one."""
+def find_class_index(place: str, label: Any, labels: Sequence[str]) -> int:
+    """Return the class of a row's label. place: of the row, for errors. Raises UsageError for an unlisted one."""
     name = "" if label is None else format_label(label)
     if isinstance(label, list | Mapping):
-        refuse_row(
-            path,
-            row_number,
-            f"label {label!r:.60} is no single label: give one, or set task.form = 'multilabel' for lists",
+        raise UsageError(
+            f"{place}: label {label!r:.60} is no single label: give one, or set task.form = 'multilabel' for lists"
         )
     if not name and name not in labels:
-        refuse_row(path, row_number, "has no label: give one, or take the row out")
+        raise UsageError(f"{place}: has no label: give one, or take the row out")
     if name not in labels:
         listed = ", ".join(labels[:MAX_SHOWN]) + (", …" if len(labels) > MAX_SHOWN else "")
-        refuse_row(
-            path,
-            row_number,
-            f"label {name!r} is none of the task's{did_you_mean(name, labels)}; there are: {listed}: mend the row, or "
-            "list it in task.labels",
+        raise UsageError(
+            f"{place}: label {name!r} is none of the task's{did_you_mean(name, labels)}; there are: {listed}: mend the "
+            "row, or list it in task.labels"
         )
     return labels.index(name)
 

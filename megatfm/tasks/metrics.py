@@ -184,6 +184,11 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def mean_interval(values: Values) -> tuple[float, float]:
+    """Return the bootstrap interval (low, high) of the mean of values [N]."""
+    return bootstrap_interval(lambda values, _: float(values.mean()), values, values)
+
+
 def confusion_matrix(targets: Values, predicted: Values, classes: int) -> list[list[int]]:
     """Return counts [target][predicted]."""
     counts = np.zeros((classes, classes), np.int64)

@@ -138,10 +138,7 @@ class PredictionCollector:
 
 
 def join_choices(
-    examples: NDArray[np.int64],
-    choices: NDArray[np.int64],
-    logits: NDArray[np.float32],
-    is_correct: NDArray[Any],
+    examples: NDArray[np.int64], choices: NDArray[np.int64], logits: NDArray[np.float32], is_correct: NDArray[Any]
 ) -> PredictionBatch:
     """Group the logits of single choices [M, 1] by example.
 

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import TaskConfig
+from megatfm.errors import UsageError
 from megatfm.tasks.answers import AnswerEncoder, Spans
 from megatfm.tasks.chat import ASSISTANT
 from megatfm.tasks.examples import EncodedExample, ExampleFormat
-from megatfm.tasks.files import Row, refuse_row, require_columns
+from megatfm.tasks.files import Row, locate_rows, require_columns
 from megatfm.tokenizers import Tokenizer
 
 SIDES = ("chosen", "rejected")
@@ -51,18 +52,17 @@ class PreferenceEncoder:
             self._check_prompts(rows)
         encoded = {side: self._encode_side(rows, side) for side in SIDES}
         examples = []
-        for row_number, pair in enumerate(zip(encoded["chosen"], encoded["rejected"], strict=True), start=1):
+        pairs = zip(encoded["chosen"], encoded["rejected"], strict=True)
+        for place, pair in locate_rows(self.path, pairs):
             (chosen, (begin, end), n_chosen), (rejected, (rejected_begin, rejected_end), n_rejected) = pair
             if np.array_equal(chosen, rejected):
-                refuse_row(self.path, row_number, "both answers are the same: take the row out")
+                raise UsageError(f"{place}: both answers are the same: take the row out")
             needed = len(chosen) + len(rejected) - 2
             if needed > self.example_format.sequence_length:
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"has {needed} tokens in both sequences, more than data.sequence_length = "
-                    f"{self.example_format.sequence_length}: choose "
-                    f"{needed} or more, or take the row out; pairs are not cut",
+                raise UsageError(
+                    f"{place}: has {needed} tokens in both sequences, more than data.sequence_length = "
+                    f"{self.example_format.sequence_length}: choose {needed} or more, or take the row out; pairs are "
+                    "not cut"
                 )
             rejected_start = len(chosen)
             spans = [[begin, end], [rejected_start + rejected_begin, rejected_start + rejected_end]]
@@ -84,11 +84,11 @@ class PreferenceEncoder:
         """Return tokens, the answer's span and bytes of each row's chosen or rejected sequence."""
         column, prompt = getattr(self.task, side), self.task.prompt
         is_chat = any(isinstance(row.get(column), list) for row in rows)
-        encoder = self._make_answer_encoder()
+        encoder = AnswerEncoder(self.path, self.task, self.tokenizer, self.example_format, self.tokenizer_file)
         if is_chat:
             messages = [
-                {encoder.task.messages: self._make_conversation(row_number, row, column)}
-                for row_number, row in enumerate(rows, 1)
+                {encoder.task.messages: self._make_conversation(place, row, column)}
+                for place, row in locate_rows(self.path, rows)
             ]
             encoded = encoder.encode_chats(messages)
         else:
@@ -99,52 +99,41 @@ class PreferenceEncoder:
 
     def _check_prompts(self, rows: Sequence[Row]) -> None:
         """Raise UsageError for a row whose answers, as messages, are to different conversations."""
-        for row_number, row in enumerate(rows, start=1):
+        for place, row in locate_rows(self.path, rows):
             chosen, rejected = (
                 [
                     (message.get("role"), message.get("content")) if isinstance(message, dict) else message
-                    for message in self._make_conversation(row_number, row, getattr(self.task, side))[:-1]
+                    for message in self._make_conversation(place, row, getattr(self.task, side))[:-1]
                 ]
                 for side in SIDES
             )
             if chosen != rejected:
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"columns {self.task.chosen!r} and {self.task.rejected!r} differ before their last messages, and "
-                    "only answers to one prompt are compared: mend the row, or take it out",
+                raise UsageError(
+                    f"{place}: columns {self.task.chosen!r} and {self.task.rejected!r} differ before their last "
+                    "messages, and only answers to one prompt are compared: mend the row, or take it out"
                 )
 
-    def _make_conversation(self, row_number: int, row: Row, column: str) -> list[Any]:
+    def _make_conversation(self, place: str, row: Row, column: str) -> list[Any]:
         """Return the conversation of a row that ends in the answer of a column."""
         prompt, answer = row.get(self.task.prompt), row.get(column)
         if not isinstance(answer, list) or not answer:
-            refuse_row(self.path, row_number, f"column {column!r} is no list of messages, as in other rows: give one")
+            raise UsageError(f"{place}: column {column!r} is no list of messages, as in other rows: give one")
         if isinstance(prompt, str) and prompt.strip() and len(answer) == 1:
-            refuse_row(
-                self.path,
-                row_number,
-                f"column {self.task.prompt!r} is a text, and column {column!r} a list with the answer alone, so that "
-                "the prompt would be left out: give the prompt as a list of messages, or both answers as texts",
+            raise UsageError(
+                f"{place}: column {self.task.prompt!r} is a text, and column {column!r} a list with the answer alone, "
+                "so that the prompt would be left out: give the prompt as a list of messages, or both answers as texts"
             )
         if isinstance(prompt, list) and prompt and answer[: len(prompt)] == prompt:
-            refuse_row(
-                self.path,
-                row_number,
-                f"column {column!r} begins with the messages of column {self.task.prompt!r}, which would be read "
-                "twice: take them out of one of the two",
+            raise UsageError(
+                f"{place}: column {column!r} begins with the messages of column {self.task.prompt!r}, which would be "
+                "read twice: take them out of one of the two"
             )
         messages = [*(prompt if isinstance(prompt, list) else []), *answer]
         if not isinstance(messages[-1], dict) or messages[-1].get("role") != ASSISTANT:
-            refuse_row(
-                self.path,
-                row_number,
-                f"the last message of column {column!r} is not the assistant's: end with the answer",
+            raise UsageError(
+                f"{place}: the last message of column {column!r} is not the assistant's: end with the answer"
             )
         return messages
-
-    def _make_answer_encoder(self) -> AnswerEncoder:
-        return AnswerEncoder(self.path, self.task, self.tokenizer, self.example_format, self.tokenizer_file)
 
 
 def _get_last_span(spans: Spans, n_tokens: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.tasks.metrics import bootstrap_interval, compute_perplexity
+from megatfm.tasks.metrics import compute_perplexity, mean_interval
 from megatfm.tasks.questions import EvaluationTask, Question, TextPair, count_answer_bytes, list_question_pairs
 from megatfm.tasks.text_metrics import exact_match, token_f1
 
@@ -35,10 +35,7 @@ class QuestionResult:
 
 
 def score_choices(
-    question: Question,
-    answers: Sequence[Likelihood],
-    delimiter: str,
-    unconditional: Sequence[Likelihood] = (),
+    question: Question, answers: Sequence[Likelihood], delimiter: str, unconditional: Sequence[Likelihood] = ()
 ) -> QuestionResult:
     """Compare the answers of a question. The first of equal ones wins.
 
@@ -69,11 +66,7 @@ def score_choices(
 def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
     """Score a cloze. accuracy: every token of the answer is the likeliest next one; left out if unknown."""
     values = {} if answer.is_greedy is None else {"accuracy": float(answer.is_greedy)}
-    record = {
-        "row": question.number + 1,
-        "is_greedy": answer.is_greedy,
-        "log_probability": answer.log_probability,
-    }
+    record = {"row": question.number + 1, "is_greedy": answer.is_greedy, "log_probability": answer.log_probability}
     (n_bytes,) = count_answer_bytes(question, delimiter)
     return QuestionResult(values | _measure_code_length(answer, n_bytes), record)
 
@@ -94,11 +87,7 @@ def score_rank(question: Question, rank: int) -> QuestionResult:
 
     rank: of the right answer, from 1. reciprocal_rank: 1 / rank, whose mean is the MRR.
     """
-    values = {
-        "recall_at_1": float(rank <= 1),
-        "recall_at_10": float(rank <= 10),
-        "reciprocal_rank": 1 / rank,
-    }
+    values = {"recall_at_1": float(rank <= 1), "recall_at_10": float(rank <= 10), "reciprocal_rank": 1 / rank}
     return QuestionResult(values, {"row": question.number + 1, "rank": rank})
 
 
@@ -134,7 +123,7 @@ def average_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, f
 def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -> dict[str, Any]:
     """Return metrics over all questions, with bootstrap intervals for means."""
     intervals = {
-        name: bootstrap_interval(lambda _, values: float(values.mean()), np.array(column), np.array(column))
+        name: mean_interval(np.array(column))
         for name, column in _list_columns(results).items()
         if name not in SUMMED_METRICS
     }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from blake3 import blake3
@@ -16,7 +16,7 @@ from megatfm.config import EvaluationTaskConfig, load_section
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 from megatfm.tasks.chat import TEMPLATE_ERRORS
-from megatfm.tasks.files import Row, read_rows, refuse_row, require_columns
+from megatfm.tasks.files import Row, read_rows, require_columns
 from megatfm.tasks.labels import format_label
 from megatfm.tokenizers import Tokenizer
 
@@ -120,71 +120,68 @@ class QuestionReader:
         return Question(**{**vars(question), "prompt": solved + question.prompt})
 
     def _make_question(self, number: int, row: Row) -> Question:
-        config = self.config
-        prompt = self._render(config.prompt, number, row)
+        config, place = self.config, f"{self.path}, row {number + 1}"
+        prompt = self._render(config.prompt, place, row)
         if config.kind != "choice":
-            accepted = self._read_accepted_texts(number, row)
+            accepted = self._read_accepted_texts(place, row)
             choices = (config.delimiter + accepted[0],) if config.kind == "cloze" else ()
             return Question(number, prompt, choices, accepted=accepted)
         if isinstance(config.choices, str):
             column = row.get(config.choices)
             if not isinstance(column, list) or not column:
-                self._refuse(number, f"column {config.choices!r} is {column!r:.40}: give a list of answers")
+                raise UsageError(f"{place}: column {config.choices!r} is {column!r:.40}: give a list of answers")
             texts = [format_label(text) for text in column]
         else:
-            texts = [self._render(template, number, row) for template in config.choices]
+            texts = [self._render(template, place, row) for template in config.choices]
         if len(texts) < 2:
-            self._refuse(number, "has one answer: give two or more, or set kind = 'cloze'")
+            raise UsageError(f"{place}: has one answer: give two or more, or set kind = 'cloze'")
         if empty := [index for index, text in enumerate(texts) if not text.strip()]:
-            self._refuse(number, f"answer {empty[0]} is empty: give a text, or take the row out")
+            raise UsageError(f"{place}: answer {empty[0]} is empty: give a text, or take the row out")
         unconditional = config.unconditional_prompt
         return Question(
             number,
             prompt,
             tuple(config.delimiter + text for text in texts),
-            self._find_right_answer(number, row.get(config.answer), texts),
-            unconditional=None if unconditional is None else self._render(unconditional, number, row),
+            self._find_right_answer(place, row.get(config.answer), texts),
+            unconditional=None if unconditional is None else self._render(unconditional, place, row),
         )
 
-    def _find_right_answer(self, number: int, value: Any, texts: Sequence[str]) -> int:
+    def _find_right_answer(self, place: str, value: Any, texts: Sequence[str]) -> int:
         """Return the index of the right answer."""
         name, labels = "" if value is None else format_label(value), self.config.labels
         if labels:
             if name not in labels[: len(texts)]:
                 answer_names = ", ".join(labels[: len(texts)])
-                self._refuse(
-                    number,
-                    f"column {self.config.answer!r} is {name!r}{did_you_mean(name, labels)}; the row's answers are "
-                    f"called {answer_names}: mend the row or labels",
+                raise UsageError(
+                    f"{place}: column {self.config.answer!r} is {name!r}{did_you_mean(name, labels)}; the row's "
+                    f"answers are called {answer_names}: mend the row or labels"
                 )
             return labels.index(name)
         if name in texts:
             return texts.index(name)
         if not name.isdecimal() or int(name) >= len(texts):
-            self._refuse(
-                number,
-                f"column {self.config.answer!r} is {name!r:.60}: give the text of one of the {len(texts)} answers, or "
-                f"its number from 0 to {len(texts) - 1} (or name them in labels)",
+            raise UsageError(
+                f"{place}: column {self.config.answer!r} is {name!r:.60}: give the text of one of the {len(texts)} "
+                f"answers, or its number from 0 to {len(texts) - 1} (or name them in labels)"
             )
         return int(name)
 
-    def _read_accepted_texts(self, number: int, row: Row) -> tuple[str, ...]:
+    def _read_accepted_texts(self, place: str, row: Row) -> tuple[str, ...]:
         """Return the accepted texts."""
         value = row.get(self.config.answer)
         texts = [format_label(text) for text in (value if isinstance(value, list) else [value]) if text is not None]
         if not texts or not all(texts):
-            self._refuse(number, f"column {self.config.answer!r} is empty: give a text, or take the row out")
+            raise UsageError(f"{place}: column {self.config.answer!r} is empty: give a text, or take the row out")
         return tuple(texts)
 
-    def _render(self, template: str, number: int, row: Row) -> str:
+    def _render(self, template: str, place: str, row: Row) -> str:
         try:
             return _compile(template).render(row)
         except TEMPLATE_ERRORS as error:
             columns = ", ".join(map(str, row))
-            self._refuse(number, f"the template {template!r:.60} can't be filled in: {error}; there are: {columns}")
-
-    def _refuse(self, number: int, reason: str) -> NoReturn:
-        refuse_row(self.path, number + 1, reason)
+            raise UsageError(
+                f"{place}: the template {template!r:.60} can't be filled in: {error}; there are: {columns}"
+            ) from None
 
 
 @cache

@@ -102,10 +102,7 @@ class SpanPredictions:
         has_answer = self._has_answer
         for name, chosen in (("has_answer", has_answer), ("no_answer", ~has_answer)):
             if chosen.any():
-                values |= {
-                    f"{name}_f1": float(f1[chosen].mean()),
-                    f"{name}_exact_match": float(exact[chosen].mean()),
-                }
+                values |= {f"{name}_f1": float(f1[chosen].mean()), f"{name}_exact_match": float(exact[chosen].mean())}
         return values
 
     def scores(self, metric: Any) -> NDArray[np.float64]:
@@ -146,19 +143,10 @@ class SpanPredictions:
             shares = np.exp(scores - scores.max(initial=-np.inf))
             shares = shares / max(shares.sum(), 1e-300)
             answers = [
-                {
-                    "text": question.text(c),
-                    "begin": c.begin,
-                    "end": c.end,
-                    "probability": round(float(share), 6),
-                }
+                {"text": question.text(c), "begin": c.begin, "end": c.end, "probability": round(float(share), 6)}
                 for c, share in zip(best, shares, strict=True)
             ]
-            line: dict[str, Any] = {
-                "row": question.row + 1,
-                "id": question.name,
-                "answer": self.answer(question),
-            }
+            line: dict[str, Any] = {"row": question.row + 1, "id": question.name, "answer": self.answer(question)}
             if self.task.no_answer:
                 line["no_answer_score"] = round(question.difference, 6) if best else None
             yield {**line, "answers": answers}
@@ -184,12 +172,7 @@ class SpanPredictions:
         ordered = sorted(best.items(), key=lambda item: (-item[1], item[0]))[: self.task.n_best]
         candidates = [AnswerCandidate(*span, score) for span, score in ordered]
         return QuestionAnswers(
-            row,
-            question_fields["id"],
-            question_fields["context"],
-            question_fields["answers"],
-            candidates,
-            null,
+            row, question_fields["id"], question_fields["context"], question_fields["answers"], candidates, null
         )
 
     def _iter_candidates(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.examples import EncodedExample, ExampleFormat, Frame, build_frame, require_tokens
-from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
+from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 ID = "id"
@@ -54,46 +54,41 @@ class SpanEncoder:
         examples, counts = list[EncodedExample](), dict[str, int]()
         encoded: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         row_by_id: dict[str, int] = {}
-        for row_number, row in enumerate(rows, start=1):
-            question, context = (read_row_text(self.path, row_number, row, column) for column in columns.values())
+        for number, (place, row) in enumerate(locate_rows(self.path, rows)):
+            question, context = (read_row_text(place, row, column) for column in columns.values())
             if context not in encoded:  # the questions on a text follow one another: one entry is enough
                 encoded = {context: tokenizer.encode_text_with_offsets(context)}
             question_tokens = tokenizer.encode(question).astype(np.int64)
-            require_tokens(self.path, row_number, task.text, question_tokens)
-            require_tokens(self.path, row_number, task.text_pair, encoded[context][0])
-            answers = self._read_answers(row_number, row, context, counts) if self.with_labels else []
-            name = str(row_number if row.get(ID) is None else row[ID])
-            if row_by_id.setdefault(name, row_number) != row_number:
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own",
+            require_tokens(place, task.text, question_tokens)
+            require_tokens(place, task.text_pair, encoded[context][0])
+            answers = self._read_answers(place, row, context, counts) if self.with_labels else []
+            name = str(number + 1 if row.get(ID) is None else row[ID])
+            if row_by_id.setdefault(name, number) != number:
+                raise UsageError(
+                    f"{place}: has {ID} {name!r}, as row {row_by_id[name] + 1} has: give each question its own"
                 )
-            question_tokens = self._cut_question(row_number, question_tokens, counts)
-            question_fields = {"id": name, "context": context, "answers": [answer.text for answer in answers]}
-            examples += self._make_windows(
-                row_number, question_tokens, *encoded[context], answers, question_fields, frame
-            )
+            question_tokens = self._cut_question(place, question_tokens, counts)
+            answer_texts = [answer.text for answer in answers]
+            question_fields = {"id": name, "context": context, "answers": answer_texts, "row": number}
+            examples += self._make_windows(place, question_tokens, *encoded[context], answers, question_fields, frame)
         return examples, self._write_notes(len(rows), len(examples), counts)
 
     def _cut_question(
-        self, row_number: int, question_tokens: NDArray[np.int64], counts: dict[str, int]
+        self, place: str, question_tokens: NDArray[np.int64], counts: dict[str, int]
     ) -> NDArray[np.int64]:
         limit = self.task.max_question_tokens
         if len(question_tokens) > limit:
             if self.task.too_long == "error":
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"its question has {len(question_tokens)} tokens, more than task.max_question_tokens = {limit}: "
-                    f"choose {len(question_tokens)} or more, or task.too_long = 'truncate'",
+                raise UsageError(
+                    f"{place}: its question has {len(question_tokens)} tokens, more than task.max_question_tokens = "
+                    f"{limit}: choose {len(question_tokens)} or more, or task.too_long = 'truncate'"
                 )
             counts["cut"] = counts.get("cut", 0) + 1
         return question_tokens[:limit]
 
     def _make_windows(
         self,
-        row_number: int,
+        place: str,
         question_tokens: NDArray[np.int64],
         tokens: NDArray[np.int64],
         offsets: NDArray[np.int64],
@@ -104,13 +99,11 @@ class SpanEncoder:
         length = self.example_format.sequence_length
         room = length - frame.n_special(pair=True) - len(question_tokens)
         if room < 1:
-            refuse_row(
-                self.path,
-                row_number,
-                f"data.sequence_length = {length} has no room for text beside the question's "
-                f"{len(question_tokens)} tokens and the special ones: choose more",
+            raise UsageError(
+                f"{place}: data.sequence_length = {length} has no room for text beside the question's "
+                f"{len(question_tokens)} tokens and the special ones: choose more"
             )
-        span = self._find_token_span(row_number, offsets, answers[0]) if answers else None
+        span = self._find_token_span(place, offsets, answers[0]) if answers else None
         windows, begin = [], 0
         while True:
             end = min(begin + room, len(tokens))
@@ -120,7 +113,7 @@ class SpanEncoder:
             if span is not None and begin <= span[0] and span[1] < end:
                 label = [first + span[0] - begin, first + span[1] - begin]
             annotation = {
-                "at": [0], "labels": [label], "second": framed.second, "row": row_number - 1, "first": first,
+                "at": [0], "labels": [label], "second": framed.second, "row": question_fields["row"], "first": first,
                 "offsets": offsets[begin:end].tolist(), "window": [begin, len(tokens)],
                 **({} if begin else question_fields),
             }  # fmt: skip
@@ -130,38 +123,33 @@ class SpanEncoder:
                 return windows
             begin += min(room, self.task.stride)
 
-    def _find_token_span(self, row_number: int, offsets: NDArray[np.int64], answer: Answer) -> tuple[int, int]:
+    def _find_token_span(self, place: str, offsets: NDArray[np.int64], answer: Answer) -> tuple[int, int]:
         """Return the first and the last token that overlap an answer."""
         inside = (offsets[:, 1] > answer.begin) & (offsets[:, 0] < answer.end)
         if not inside.any():
-            refuse_row(
-                self.path, row_number, f"answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row"
-            )
+            raise UsageError(f"{place}: answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row")
         indices = np.flatnonzero(inside)
         return int(indices[0]), int(indices[-1])
 
-    def _read_answers(self, row_number: int, row: Row, context: str, counts: dict[str, int]) -> list[Answer]:
+    def _read_answers(self, place: str, row: Row, context: str, counts: dict[str, int]) -> list[Answer]:
         answers = []
-        for text, start in self._list_answers(row_number, row):
+        for text, start in self._list_answers(place, row):
             answer, is_moved = find_answer(context, text, start)
             if answer is None:
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"answer {text[:SHOWN]!r} is not in column {self.task.text_pair!r}: mend the row, or take it out",
+                raise UsageError(
+                    f"{place}: answer {text[:SHOWN]!r} is not in column {self.task.text_pair!r}: mend the row, or take "
+                    "it out"
                 )
             counts["moved"] = counts.get("moved", 0) + is_moved
             answers.append(answer)
         if not answers and not self.task.no_answer:
-            refuse_row(
-                self.path,
-                row_number,
-                f"column {self.task.label!r} has no answer: take it out, or set task.no_answer=true where "
-                "questions may have none",
+            raise UsageError(
+                f"{place}: column {self.task.label!r} has no answer: take it out, or set task.no_answer=true where "
+                "questions may have none"
             )
         return answers
 
-    def _list_answers(self, row_number: int, row: Row) -> list[tuple[str, int]]:
+    def _list_answers(self, place: str, row: Row) -> list[tuple[str, int]]:
         """Return text and first character of each answer, from SQuAD's format or that of the datasets library."""
         value = row.get(self.task.label)
         if row.get("is_impossible") is True:
@@ -169,18 +157,14 @@ class SpanEncoder:
         if isinstance(value, Mapping):
             texts, starts = value.get("text"), value.get("answer_start")
             if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-                refuse_row(
-                    self.path,
-                    row_number,
-                    f"column {self.task.label!r} lacks the lists 'text' and 'answer_start' of one length",
+                raise UsageError(
+                    f"{place}: column {self.task.label!r} lacks the lists 'text' and 'answer_start' of one length"
                 )
             value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
         if not isinstance(value, list):
-            refuse_row(
-                self.path,
-                row_number,
-                f"column {self.task.label!r} is {value!r:.40}: give objects with text and answer_start, as SQuAD's "
-                "files have",
+            raise UsageError(
+                f"{place}: column {self.task.label!r} is {value!r:.40}: give objects with text and answer_start, as "
+                "SQuAD's files have"
             )
         listed = []
         for answer in value:
@@ -188,9 +172,7 @@ class SpanEncoder:
                 (answer.get(key) for key in ("text", "answer_start")) if isinstance(answer, Mapping) else (0, 0)
             )
             if not isinstance(text, str) or not text.strip() or type(start) is not int or start < 0:
-                refuse_row(
-                    self.path, row_number, f"answer {answer!r:.60} lacks a text or its answer_start, a number from 0"
-                )
+                raise UsageError(f"{place}: answer {answer!r:.60} lacks a text or its answer_start, a number from 0")
             listed.append((text, start))
         return listed
 

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.errors import MegatfmError
+from megatfm.tasks.metrics import BOOTSTRAP_SAMPLES, mean_interval
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = frozenset(string.punctuation)
-BOOTSTRAP_SAMPLES = 1000
-"""Samples from which the interval of a metric of texts is estimated."""
 
 
 def normalise_answer(text: str) -> str:
@@ -63,10 +62,7 @@ def compute_text_metric(
     """Return a metric of generated texts and its 95 % bootstrap interval: BLEU and chrF of 100, exact match of 1."""
     if name == "exact_match":
         hits = np.array([a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64)
-        random = np.random.default_rng(0)
-        means = [hits[random.integers(0, len(hits), len(hits))].mean() for _ in range(BOOTSTRAP_SAMPLES)]
-        low, high = np.quantile(means, [0.025, 0.975])
-        return float(hits.mean()), (float(low), float(high))
+        return float(hits.mean()), mean_interval(hits)
     metric = _make_sacrebleu_metric(name)
     from sacrebleu.significance import _bootstrap_resample
 

@@ -17,18 +17,7 @@ from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatfm.tokenizers.sentence_piece_training import train_sentencepiece
 
 __all__ = [
-    "CHAT_TEMPLATE",
-    "CHAT_TEMPLATES_FOLDER",
-    "TOKENIZER_FILENAMES",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "find_tokenizer_file",
-    "list_chat_templates",
-    "load",
-    "read_tokenizer_config",
-    "read_tokenizer_files",
-    "train_byte_bpe",
-    "train_sentencepiece",
-    "train_wordpiece",
-]
+    "CHAT_TEMPLATE", "CHAT_TEMPLATES_FOLDER", "TOKENIZER_FILENAMES", "HuggingFaceTokenizer", "SentencePieceTokenizer",
+    "Tokenizer", "find_tokenizer_file", "list_chat_templates", "load", "read_tokenizer_config", "read_tokenizer_files",
+    "train_byte_bpe", "train_sentencepiece", "train_wordpiece",
+]  # fmt: skip

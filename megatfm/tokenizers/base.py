@@ -88,15 +88,7 @@ def find_special_tokens(tokens: Mapping[str, int], role_names: Mapping[str, str]
     # GPT-2's files also call <|endoftext|> the unknown token, though no text needs one.
     unk = roles["unk"] if roles["unk"] not in (bos, eos) else None
     special = SpecialTokenIds(
-        bos,
-        eos,
-        pad,
-        unk,
-        roles["mask"],
-        roles["cls"],
-        roles["sep"],
-        _find_sentinels(tokens),
-        _find_modes(tokens),
+        bos, eos, pad, unk, roles["mask"], roles["cls"], roles["sep"], _find_sentinels(tokens), _find_modes(tokens)
     )
     unused = tuple(sorted(set(tokens.values()) - special.reserved))
     return SpecialTokenIds(**{**vars(special), "unused": unused})

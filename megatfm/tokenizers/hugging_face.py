@@ -64,8 +64,7 @@ class HuggingFaceTokenizer(Tokenizer):
         # A unigram model may have </s> among its pieces, and would find it in HTML.
         pieces = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
         self._escape_reserved = ReservedTokenEscaper(
-            {token: self._list_character_ids(piece) for token, piece in pieces.items() if piece},
-            self.vocab_size,
+            {token: self._list_character_ids(piece) for token, piece in pieces.items() if piece}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:

@@ -21,12 +21,7 @@ _WORDPIECE_NAMES = {usual[0]: usual[1] for role, usual in ROLES.items() if role 
 
 
 def train_byte_bpe(
-    texts: Iterable[str],
-    *,
-    vocab_size: int,
-    sentinels: int = 32,
-    modes: bool = True,
-    pattern: Pattern = "gpt2",
+    texts: Iterable[str], *, vocab_size: int, sentinels: int = 32, modes: bool = True, pattern: Pattern = "gpt2"
 ) -> bytes:
     """Train a lossless byte-level BPE (Radford et al. 2019, section 2.2); return the content of a `tokenizer.json`.
 
@@ -65,17 +60,14 @@ def train_wordpiece(
     characters and the learnt pieces. All texts are held in memory. The same texts in the same order give the same
     bytes. Raises UsageError if the texts are too few for the vocabulary.
     """
-    reserved = [
-        "[UNK]",
-        *(_WORDPIECE_NAMES.get(name, name) for name in list_reserved_names(sentinels, modes)),
-    ]
+    reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in list_reserved_names(sentinels, modes))]
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _report_invalid_unicode():
         normalized = [normalizer.normalize_str(text) for text in texts]
     alphabet = _choose_alphabet(normalized)
     # The trainer numbers continuing characters in an order that changes from run to run, and breaks ties between pairs
-    # by these numbers. As special tokens they have a fixed order.
+    # by these numbers. Special tokens have a fixed order.
     inner_characters = [
         character
         for character in alphabet
@@ -106,11 +98,7 @@ def train_wordpiece(
 
 
 def _train(
-    tokenizer: Tokenizer,
-    trainer: trainers.Trainer,
-    texts: Iterable[str],
-    vocab_size: int,
-    min_vocab_size: int,
+    tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, min_vocab_size: int
 ) -> None:
     if vocab_size < min_vocab_size:
         raise UsageError(

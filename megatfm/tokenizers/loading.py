@@ -15,7 +15,12 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers.base import Tokenizer
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatfm.tokenizers.special_token_files import CONFIG, SPECIAL_TOKENS_MAP, merge_special_tokens_map
+from megatfm.tokenizers.special_token_files import (
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    merge_special_tokens_map,
+    parse_tokenizer_config,
+)
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
@@ -167,11 +172,8 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
 
 def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[str, bool]:
     """Return the switches that a tokenizer_config.json sets. name: of the file beside it. Raises UsageError."""
-    try:
-        values = json.loads(config) if config else {}
-        options = {key: values[key] for key in keys if values.get(key) is not None}
-    except (ValueError, AttributeError, RecursionError):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
+    values = parse_tokenizer_config(config, name)
+    options = {key: values[key] for key in keys if values.get(key) is not None}
     for key, value in options.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}: the {CONFIG} beside it has {key} = {value!r:.80}: write true or false")

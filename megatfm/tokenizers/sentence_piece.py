@@ -27,9 +27,7 @@ _TRAINER, _NORMALIZER = 2, 3  # field numbers of TrainerSpec and NormalizerSpec
 
 
 def encode_between_metaspaces(
-    texts: Sequence[str],
-    encode: Callable[[list[str]], Sequence[NDArray[np.int32]]],
-    mark_ids: NDArray[np.int32],
+    texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark_ids: NDArray[np.int32]
 ) -> list[NDArray[np.int32]]:
     """Return the ids of texts: segments between U+2581 are encoded in one batch, and each U+2581 becomes `mark_ids`.
 

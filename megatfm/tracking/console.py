@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import IO, Any, Self, TextIO
 
@@ -132,8 +133,10 @@ class RunLog:
                 stack.callback(log.removeHandler, handler)
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.INFO)
+            # Its file can't be asked for; stderr is the one of `python -X faulthandler`.
+            restore = partial(faulthandler.enable, 2) if faulthandler.is_enabled() else faulthandler.disable
             faulthandler.enable(stack.enter_context(self._open()))
-            stack.callback(faulthandler.disable)
+            stack.callback(restore)
             self._stack = stack.pop_all()
         return self
 

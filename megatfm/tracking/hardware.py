@@ -30,11 +30,7 @@ SETTINGS = (
     "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
 """Environment variables that change which kernel, or which order of summation, a library chooses."""
-LIBRARIES = {
-    "MKL": r"Math Kernel Library Version (\S+?)-",
-    "oneDNN": r"MKL-DNN v?(\S+)",
-    "BLAS": r"BLAS_INFO=(\w+)",
-}
+LIBRARIES = {"MKL": r"Math Kernel Library Version (\S+?)-", "oneDNN": r"MKL-DNN v?(\S+)", "BLAS": r"BLAS_INFO=(\w+)"}
 """Library → pattern of its version in torch.__config__.show()."""
 
 HardwareByRank = Mapping[str, Sequence[Any]]
@@ -66,10 +62,7 @@ def describe_commit(root: Path) -> dict[str, str]:
     head, changed = "", False
     try:
         if (root / ".git").exists():
-            head, status = (
-                _run_git(root, "rev-parse", "HEAD"),
-                _run_git(root, "status", "--porcelain", "-uno"),
-            )
+            head, status = (_run_git(root, "rev-parse", "HEAD"), _run_git(root, "status", "--porcelain", "-uno"))
             changed = bool(status)
         elif origin.is_file():
             record = json.loads(origin.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader, round_to_multiple
-from megatfm.data.mixture import Mixture, Phase, make_source_seed
+from megatfm.data.mixture import Mixture, Phase, list_sources, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.engines.interface import RowSources
 from megatfm.engines.registry import ENGINES
@@ -39,11 +39,12 @@ MIN_STREAMS = 16
 class Corpora:
     """Datasets of a run: training rows in training order, and rows of each validation set in stored order.
 
-    tokenizer: None if the rows are not text.
+    tokenizer: None if the rows are not text. stored_rows: the training rows before the objective prepares them.
     """
 
     tokenizer: Tokenizer | None
     objective: Objective
+    stored_rows: SizedRowDataset | Mixture
     train: RowDataset
     batch_schedule: BatchSchedule
     validation: dict[str, SizedRowDataset]
@@ -145,11 +146,12 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 f"data.validation.{name} = {data.validation[name]}: has no row to evaluate: leave it out, or give "
                 "another corpus"
             )
-    train = opener.open_train()
-    sources = train.sources if isinstance(train, Mixture) else {"": train}
-    notes = [note_few_streams(config), check_class_names(config, [*sources.values(), *validation.values()])]
-    train = objective.prepare_rows(train, opener.streams.turn)
-    return Corpora(tokenizer, objective, train, make_batch_schedule(config), validation, tuple(filter(None, notes)))
+    stored_rows = opener.open_train()
+    sources = list_sources(stored_rows).values()
+    notes = [note_few_streams(config), check_class_names(config, [*sources, *validation.values()])]
+    train = objective.prepare_rows(stored_rows, opener.streams.turn)
+    schedule = make_batch_schedule(config)
+    return Corpora(tokenizer, objective, stored_rows, train, schedule, validation, tuple(filter(None, notes)))
 
 
 def check_class_names(config: Config, datasets: Iterable[RowDataset]) -> str:
@@ -272,7 +274,7 @@ class _CorpusOpener:
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
-    def open_train(self) -> RowDataset:
+    def open_train(self) -> PackedDataset | Mixture:
         """Open the training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:

@@ -172,7 +172,8 @@ class Evaluator:
             self._run_model(lambda model: check(model, corpora.tokenizer, config))
 
     def evaluate(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate; return the fields for metrics.jsonl. A collective."""
+        """Evaluate; return the fields for metrics.jsonl. on_batch: called for each batch, and before samples are
+        generated. A collective."""
         start = time.perf_counter()
         results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
         record: dict[str, Any] = {"evaluation": results}
@@ -182,7 +183,10 @@ class Evaluator:
                 texts = (f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in metrics.items())
                 log.info("step %d  task %s: %s", step, name, ", ".join(texts))
         record["evaluation_seconds"] = time.perf_counter() - start
-        return record | ({"samples": self._generate_samples(step)} if self._sampler else {})
+        if self._sampler:
+            on_batch()
+            record["samples"] = self._generate_samples(step)
+        return record
 
     def _generate_samples(self, step: int) -> list[dict[str, str]]:
         assert self._sampler

@@ -34,6 +34,8 @@ log = logging.getLogger("megatfm")
 MAX_COUNT = 2**63 - 1
 """Upper bound of a step, a number of tokens or a position: the largest signed 64-bit integer."""
 LOCAL_ID = "local-id"
+UNEVALUATED = "unevaluated"
+"""Key of a state with the metrics of its step, if a signal interrupted the evaluation."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,14 @@ class ResumePoint:
 
 
 def _find_malformed_part(state: Mapping[str, Any]) -> str | None:
-    """Return the name of a part, "trouble" or "best", that no training run wrote as it is; None if there is none."""
+    """Return the name of a part, such as "best", that no training run wrote as it is; None if there is none."""
 
     def are_counts(part: Mapping[str, Any], keys: Sequence[str]) -> bool:
         return all(type(part.get(key, 0)) is int and 0 <= part.get(key, 0) <= MAX_COUNT for key in keys)
 
-    trouble, best = state.get("trouble", {}), state.get("best")
+    trouble, best, unevaluated = state.get("trouble", {}), state.get("best"), state.get(UNEVALUATED)
+    if unevaluated is not None and not (isinstance(unevaluated, Mapping) and unevaluated.get("step") == state["step"]):
+        return UNEVALUATED
     if not isinstance(trouble, Mapping) or not are_counts(trouble, ("in_a_row", "skipped")):
         return "trouble"
     losses = trouble.get("losses", [])

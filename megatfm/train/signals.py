@@ -24,6 +24,14 @@ GRACE_SECONDS = 2.0
 """Time that the main thread has to handle a second SIGINT."""
 
 
+Agree = Callable[[bool], tuple[str | None, bool]]
+"""`StopSignals.agree` or `agree_deferred`."""
+
+
+class StopRequested(Exception):
+    """Raised on all ranks, between two batches of an evaluation, after a signal; its text is the signal's name."""
+
+
 class StopSignals:
     """Context manager that records SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless it is ignored. A second SIGINT
     interrupts at once.

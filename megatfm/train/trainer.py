@@ -1,22 +1,25 @@
 """One rank's training: the loop, the training step, checkpoints, resumes and rollbacks."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatfm import checkpoint
+from megatfm.checkpoint.directory import name_checkpoint
 from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
 from megatfm.config import Config
 from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import EpochCounter
 from megatfm.engines.interface import Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
+from megatfm.files import to_strict_json
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.tracking import hardware
@@ -31,12 +34,14 @@ from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
+from megatfm.train.garbage_collection import GarbageCollection
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import StepProfile, get_memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import LossGuard, compare_replicas, forward_backward_with_replay
+from megatfm.train.resume import UNEVALUATED
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
-from megatfm.train.signals import StopSignals
+from megatfm.train.signals import Agree, StopRequested, StopSignals
 from megatfm.train.startup_checks import preflight
 from megatfm.version import __version__
 
@@ -78,6 +83,8 @@ class Trainer:
         self.precision, self.utilization = precision, utilization
         self.step = self.tokens = self.position = 0
         self.provenance: dict[str, JsonValue] = {}
+        self.unevaluated: dict[str, Any] | None = None
+        """Metrics of the last step if a signal has interrupted its evaluation, which the next start repeats."""
         self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, self.decisions)
         self.hardware = hardware.gather_hardware(engine.device)
@@ -89,7 +96,7 @@ class Trainer:
             verify_after_write=config.checkpoint.verify_after_write,
             local_dir=nodes.folder if nodes else None,
         )
-        self.best = BestCheckpoint(config, run.checkpoints)
+        self.best, self.garbage = BestCheckpoint(config, run.checkpoints), GarbageCollection(config.train.gc_every)
         self.monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.is_branch = False
@@ -98,12 +105,12 @@ class Trainer:
     def train(self, signals: StopSignals) -> int:
         """Train until the run ends or a signal tells it to stop; return the exit code."""
         stop, _ = signals.agree()  # a signal during the start: there is nothing to save yet
-        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
+        self.epochs = EpochCounter(self.corpora.stored_rows, self.position)
+        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.garbage, self.saver:
             while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
         if not self._is_over:
-            detail = f"by {stop} after step {self.step}: the same command resumes from there"
-            self._log_event("stopped", detail)
+            self._log_event("stopped", f"by {stop} after step {self.step}: the same command resumes from there")
             return EXIT_REQUEUE
         early_reason = f": {self.best.reason}" if self.step < self.config.train.steps else ""
         detail = f"step {self.step}, {self.tokens:,} tokens{early_reason}"
@@ -117,26 +124,26 @@ class Trainer:
         agreed = signals.agree_deferred if self.engine.device.type == "cuda" else signals.agree
         with self._make_loader() as loader, self._open_metrics() or nullcontext() as metrics:
             self.run.keep()
+            if self.unevaluated:
+                stop = self._finish_evaluation(self.unevaluated, agreed, metrics)
             while not self._is_over and not stop:
                 profile.before_step(self.step + 1)
                 record = self.train_step(loader)
+                self.garbage.after_step(self.step)
                 self.run.check_not_moved()
                 if "skipped" not in record and self._roll_back_after_spike(record["loss"]):
                     break
-                if self._is_due(config.evaluate.every):
-                    tick = partial(self.monitor.tick, self.step, "evaluation")
-                    record |= self.evaluator.evaluate(self.step, tick)
-                    self.best.update(self.step, record["evaluation"])
-                if metrics:
+                stop = self._evaluate(record, agreed)
+                if metrics and not self.unevaluated:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                is_best = self.best.step == self.step
-                save_shared = self._is_over or is_best or self._is_due(config.checkpoint.every)
+                save_shared = self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
                 local_every = config.checkpoint.local_every
                 save_local = local_every > 0 and self.step % local_every == 0
-                stop, is_saving = agreed(save_shared or save_local or self.saver.step_in_progress is not None)
-                if not is_saving:
-                    self.saver.wait_for_save()  # on all ranks at the same step, so that all raise its error
+                if not stop:
+                    stop, is_saving = agreed(save_shared or save_local or self.saver.step_in_progress is not None)
+                    if not is_saving:
+                        self.saver.wait_for_save()  # on all ranks at the same step, so that all raise its error
                 save_shared = save_shared or stop is not None
                 if save_shared or save_local:
                     self.monitor.tick(self.step, "save")
@@ -147,6 +154,39 @@ class Trainer:
                     self.position = self.decisions.data_resume_positions[self.step]
                     break
         return stop
+
+    def _evaluate(self, record: dict[str, Any], agreed: Agree) -> str | None:
+        """Add the results of an evaluation, if one is due, to a step's metrics. Return the signal that interrupted it,
+        between two batches; None if none did."""
+        if not self._is_due(self.config.evaluate.every):
+            return None
+
+        def check_batch() -> None:
+            self.monitor.tick(self.step, "evaluation")
+            if stop := agreed(True)[0]:
+                raise StopRequested(stop)
+
+        try:
+            record |= self.evaluator.evaluate(self.step, check_batch)
+        except StopRequested as stop:
+            self.unevaluated = json.loads(to_strict_json(record))
+            log.info("step %d  %s interrupts the evaluation: the next start repeats it", self.step, stop)
+            return str(stop)
+        self.best.update(self.step, record["evaluation"])
+        return None
+
+    def _finish_evaluation(self, record: dict[str, Any], agreed: Agree, metrics: MetricsLog | None) -> str | None:
+        """Repeat the evaluation that the last stop interrupted; complete the metrics and the checkpoint of its step.
+        Return the signal that interrupts it again; None if none does."""
+        self.unevaluated = None
+        if stop := self._evaluate(record, agreed):
+            return stop
+        if metrics:
+            metrics.write(record)
+            metrics.sync()
+        best, path = self.best.state_dict(), self.run.checkpoints / name_checkpoint(self.step)
+        run_on_rank_0_raising(lambda: checkpoint.update_state(path, {UNEVALUATED: None, **best}))
+        return None
 
     def train_step(self, loader: DataLoader) -> dict[str, Any]:
         """Take one optimizer step: forward and backward of a global batch, clip, update; return its metrics."""
@@ -169,6 +209,8 @@ class Trainer:
                 sources=self.mixture_sources.look_up(loader),
             )
         self.step, self.position = self.step + 1, loader.position
+        for name, epoch in self.epochs.advance(self.position).items():
+            log.info("step %d  epoch %d of %s begins", self.step, epoch, name or "the corpus")
         norms = engine.layer_statistics() if collect_statistics else None
         # Clip to `optimizer.max_grad_norm` and update the weights, unless loss or gradient is not finite.
         lr = config.optimizer.lr * compute_schedule_factor(config.lr_schedule, self.step, config.train.steps)
@@ -209,8 +251,10 @@ class Trainer:
         return self.corpora.train_loader(self.config, self.engine.mesh, self.step, self.position)
 
     def _open_metrics(self) -> MetricsLog | None:
-        folder, is_main = self.run.folder, self.run.is_main
-        return MetricsLog.from_config(self.config, folder, self.step, self.is_branch) if is_main else None
+        if not self.run.is_main:
+            return None
+        n_recorded = self.step - (self.unevaluated is not None)
+        return MetricsLog.from_config(self.config, self.run.folder, n_recorded, self.is_branch)
 
     def _is_due(self, every: int) -> bool:
         """Return whether an action is due that happens every `every` steps and at the last step."""
@@ -218,8 +262,8 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the last step is done, or early stopping (`train.patience`) ends the run."""
-        return self.step >= self.config.train.steps or self.best.is_stale
+        """Whether the last step is done, with its evaluation, or early stopping (`train.patience`) ends the run."""
+        return not self.unevaluated and (self.step >= self.config.train.steps or self.best.is_stale)
 
     def _log_event(self, event: str, detail: str) -> None:
         log.info("%s: %s", event, detail)
@@ -288,7 +332,7 @@ class Trainer:
                 allowed.append(f"skipped steps are tried again: {', '.join(map(str, steps))}")
         self._load_checkpoint(point)
         if not same_run:
-            self.saver.verified = None
+            self.saver.verified = self.unevaluated = None
         return [*allowed, *compatibility.describe_hardware_changes(point, self.hardware)]
 
     def _load_checkpoint(self, point: resume.ResumePoint) -> None:
@@ -312,6 +356,7 @@ class Trainer:
         self.loss_guard.load_state_dict(point.state.get("trouble", {}))
         self.provenance = {key: point.state[key] for key in ("origin", "base") if point.state.get(key)}
         self.best.load_state_dict(point.state)
+        self.unevaluated = point.state.get(UNEVALUATED)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
         """Roll back to a checkpoint after a loss spike, and skip the data since then; return whether this happened."""
@@ -342,6 +387,7 @@ class Trainer:
         return {
             **self.provenance,
             **self.best.state_dict(),
+            **({UNEVALUATED: self.unevaluated} if self.unevaluated else {}),
             "step": self.step,
             "tokens": self.tokens,
             "precision": self.precision,

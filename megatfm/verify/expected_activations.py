@@ -90,7 +90,7 @@ def _add_vocab_parallel_head(
         traffic.all_gather(TENSOR, shard_numel * precision.compute_dtype.itemsize)
     if leaf == "loss" and _is_vocab_parallel_head(shardings, head):
         module = model.get_submodule(call.path)
-        values_per_row = 6 if module.options.smoothing else 4  # type: ignore[union-attr]
+        values_per_row = 4 if module.options.smoothing else 3  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
             n_values = values_per_row * min(CHUNK, call.rows - start)
             traffic.all_gather(TENSOR, n_values * precision.param_dtype.itemsize)

@@ -57,11 +57,7 @@ def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
     runs: list[Ranks] = []
 
     def start(
-        *overrides: str,
-        run: str = "run",
-        ranks: int = 2,
-        fault: Fault | None = None,
-        absent: tuple[int, ...] = (),
+        *overrides: str, run: str = "run", ranks: int = 2, fault: Fault | None = None, absent: tuple[int, ...] = ()
     ) -> Ranks:
         runs.append(Ranks(str(config_file), (*TWO_RANKS, *overrides), tmp_path / run))
         return runs[-1].start(ranks, fault, absent)

@@ -13,6 +13,7 @@ import pytest
 
 from megatfm.tasks.files import read_rows
 from tests.support.documentation import FENCE, ROOT
+from tests.support.files import read_lines
 from tests.support.forked_commands import ForkedCommand, run_megatfm
 
 PAGE = ROOT / "docs" / "tutorials" / "classify-texts.md"
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predictions(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "new.predictions.jsonl").read_text().splitlines()]
+    return read_lines(folder / "new.predictions.jsonl")
 
 
 def test_the_model_beats_the_largest_class_on_unseen_texts(folder: Path) -> None:

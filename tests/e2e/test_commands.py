@@ -73,16 +73,9 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     assert "Warning" not in message
     stages = [line for line in message.splitlines() if line.startswith("$ megatfm ")]
     assert [stage.split()[2] for stage in stages] == [
-        *("prep", "launch", "launch", "generate", "generate", "evaluate", "report"),
+        *("prep", "launch", "launch", "generate", "generate", "evaluate", "report")
     ]
-    for output in (
-        "bits per byte",
-        "gzip -9, per document",
-        "xz -9, joined",
-        "tokens/s",
-        "report.html",
-        "Next",
-    ):
+    for output in ("bits per byte", "gzip -9, per document", "xz -9, joined", "tokens/s", "report.html", "Next"):
         assert output in message[message.index("Results") :]
     run = tmp_path / "runs/quickstart-my-texts"
     assert [line["step"] for line in training_curve(run)] == list(range(1, 41))

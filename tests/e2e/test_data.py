@@ -1,6 +1,7 @@
 """A run on a mixture with warm-ups: stopped within them and resumed, also on other ranks, it is the same run."""
 
-import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,36 +12,23 @@ from megatfm.config import Config, load_section
 from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.run import train
+from tests.support.files import read_lines
+from tests.support.training_runs import delete_checkpoints_after, run_training
 from tests.support.workers import WorkerFailure
 
 WARMUP = """
 rampup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
 mixture_schedule = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
 mixture_block_rows = 8
-
-[data.mixture.web]
-path = "CORPUS/train"
-weight = 3
-
-[data.mixture.code]
-path = "CORPUS/validation"
-weight = 1
-
-[optimizer]
+mixture = { web = { path = "CORPUS/train", weight = 3 }, code = { path = "CORPUS/validation", weight = 1 } }
 """
-
-
-def run_training(config: Config) -> int:
-    return train(config)
 
 
 @pytest.fixture
 def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     """The small config with a mixture and warm-ups."""
     text = config_file.read_text().replace(f'train = "{corpus}/train"\n', "")
-    text = text.replace("[optimizer]\n", WARMUP.replace("CORPUS", str(corpus)))
-    config_file.write_text(text)
+    config_file.write_text(text + WARMUP.replace("CORPUS", str(corpus)))
 
     def make(*overrides: str, run: str) -> Config:
         more = ["train.steps=8", "train.micro_batch=2", "checkpoint.every=1", "checkpoint.keep=9"]
@@ -59,34 +47,23 @@ def test_weights_change_after_the_tokens_that_the_config_says(mixed: Any) -> Non
     ]
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def delete_checkpoints_after(folder: Path, step: int) -> None:
-    """Leave what a kill after a save leaves."""
-    import shutil
-
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
-
-
 def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path: Path) -> None:
     exact = "train.precision=fp64"
     assert workers.run(run_training, 1, mixed(exact, run="whole")) == [EXIT_OK]
-    full = lines(tmp_path / "whole")
+    full = read_lines(tmp_path / "whole/metrics.jsonl")
     assert [line["tokens"] for line in full] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
     assert all(line["data_wait_seconds"] >= 0 for line in full)
     for line in full:
         assert all(seconds >= 0 for seconds in line["step_parts"].values()), line
         assert sum(line["step_parts"].values()) == pytest.approx(line["step_seconds"])
         assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
-    see_sources(full, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
+    mixture = open_corpora(*open_tokenizer(mixed(run="opened"))).train
+    see_sources(full, mixture)
+    assert list_epochs(tmp_path / "whole") == count_epochs(full, mixture)
     for step, ranks in ((2, 1), (4, 2)):
         delete_checkpoints_after(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
-        resumed = lines(tmp_path / "whole")
+        resumed = read_lines(tmp_path / "whole/metrics.jsonl")
         assert [line["tokens"] for line in resumed] == [line["tokens"] for line in full]
         for first, second in zip(full, resumed, strict=True):
             assert second["loss"] == pytest.approx(first["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)
@@ -96,6 +73,28 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.rampup: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.rampup=[]", run="whole"))
+
+
+def list_epochs(folder: Path) -> list[tuple[int, int, str]]:
+    """Step, number and source of each epoch that a run's log names."""
+    text = (folder / "logs" / "rank-0.log").read_text()
+    found = re.findall(r"step (\d+)  epoch (\d+) of (\w+) begins", text)
+    return [(int(step), int(number), source) for step, number, source in found]
+
+
+def count_epochs(lines: list[dict[str, Any]], mixture: Mixture) -> list[tuple[int, int, str]]:
+    """The same by the rows of each step."""
+    read, epochs, expected, first = Counter[str](), Counter[str](), [], 0
+    for line in lines:
+        end = line["tokens"] // 64
+        read.update(mixture.find_source(position)[0] for position in range(first, end))
+        for name, source in mixture.sources.items():
+            number = max(0, read[name] - 1) // len(source)
+            if number > epochs[name]:
+                expected.append((line["step"], number + 1, name))
+            epochs[name] = number
+        first = end
+    return expected
 
 
 def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:

@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from megatfm.cli import main
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.launchers.local import find_free_port
 from megatfm.train.run import train
 from megatfm.verify.rank_processes import RankPool
 from megatfm.verify.shrink import draw_batch, shrink
-from tests.support.forked_commands import keep_last_override
+from tests.support.forked_commands import keep_last_override, run_command
 from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import (
     delete_checkpoints_after,
@@ -183,9 +182,7 @@ def test_a_killed_run_with_state_in_files_resumes(
 @pytest.mark.slow  # what it compares is in tests/parity
 def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=2", "--engine", "deepspeed"]
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", "quickstart", *words])
-    assert ended.value.code == EXIT_OK
+    assert run_command("verify", "quickstart", *words) == EXIT_OK
     assert "ZeRO 2, deepspeed in fp32" in capsys.readouterr().out
 
 

@@ -5,18 +5,93 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from megatfm.errors import MegatfmError
 from megatfm.launchers.local import find_free_port
+from megatfm.parallel.distributed import distributed_session
+from megatfm.train import rank_monitor_client
+from megatfm.train.rank_monitor_client import RankMonitor
 from tests.support.forked_commands import ForkedCommand, run_megatfm
+from tests.support.rank_processes import make_rank_variables, set_up_rank
 from tests.support.small_runs import SMALL_CONFIG
-from tests.support.watched_ranks import STEPS, WatchedRanks
+from tests.support.workers import start_fork_server
+
+STEPS = 30
+
+
+class WatchedRanks:
+    """Processes forked from one that has imported all there is to import.
+
+    machines: a letter for each rank. failing: the rank that raises at step 5.
+    """
+
+    def __init__(self, folder: Path, machines: str, hang_timeout: float, failing: int | None = None) -> None:
+        context = start_fork_server()
+        port = find_free_port()
+        self._outputs = [folder / f"{rank}.txt" for rank in range(len(machines))]
+        self._processes = [
+            context.Process(target=_run_rank, args=(output, port, rank, machines, hang_timeout, failing))
+            for rank, output in enumerate(self._outputs)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def wait_until_watched(self) -> None:
+        """Wait until all ranks move on."""
+        deadline = time.monotonic() + 60
+        while not all(output.exists() and "step 3\n" in output.read_text() for output in self._outputs):
+            assert time.monotonic() < deadline, self.outputs()
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a rank a signal."""
+        os.kill(self._processes[rank].pid or 0, number)
+
+    def wait_for_exits(self, seconds: float, without: int | None = None) -> dict[int, tuple[int | None, str]]:
+        """Wait so long at most, and return exit codes (None: still runs) and outputs by rank."""
+        deadline = time.monotonic() + seconds
+        ranks = [rank for rank in range(len(self._processes)) if rank != without]
+        for rank in ranks:
+            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
+        return {rank: (self._processes[rank].exitcode, self._outputs[rank].read_text()) for rank in ranks}
+
+    def outputs(self) -> list[str]:
+        """Return what each rank has said."""
+        return [output.read_text() if output.exists() else "" for output in self._outputs]
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _run_rank(output: Path, port: int, rank: int, machines: str, hang_timeout: float, failing: int | None) -> None:
+    set_up_rank(make_rank_variables(rank, len(machines), port), output)
+    vars(rank_monitor_client)["machine"] = lambda: machines[rank]
+    try:
+        with distributed_session(60.0, "cpu", 60.0) as info, RankMonitor(info, hang_timeout) as monitor:
+            for step in range(STEPS):
+                monitor.tick(step, "step")
+                os.write(1, f"step {step}\n".encode())
+                if step == 5 and rank == failing:
+                    raise ValueError("as the test wants it")
+                dist.monitored_barrier(timeout=timedelta(seconds=60))
+                time.sleep(0.05)
+    except (MegatfmError, ValueError) as error:
+        os.write(2, f"error: {error}\n".encode())
+        sys.exit(1)
+
 
 SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 pytestmark = pytest.mark.timeout(900)  # the first test waits until three nodes train

@@ -12,17 +12,9 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import load_config
 from megatfm.tasks.examples import ExampleFormat, build_frame
-from tests.support.hf_folders import (
-    FILLERS,
-    NAMES,
-    TOWNS,
-    WORDS_OF_QUESTIONS,
-    make_questions,
-    read_lines,
-    run_command,
-    save_bert,
-    write_lines,
-)
+from tests.support.files import read_lines, write_lines
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, WORDS_OF_QUESTIONS, make_questions, save_bert
+from tests.support.forked_commands import run_command
 
 CONFIG = """
 name = "task"
@@ -107,10 +99,7 @@ def test_a_decoder_s_tags_are_exported(name: str, options: dict[str, Any], folde
     """Each word is a token, behind BOS."""
     save_model(folder / "start", name, **options)
     rows = [
-        {
-            "text": words,
-            "label": ["TOWN" if word in TOWNS else "NAME" if word in NAMES else "O" for word in words],
-        }
+        {"text": words, "label": ["TOWN" if word in TOWNS else "NAME" if word in NAMES else "O" for word in words]}
         for words in (row["text"].split() for row in labelled_rows())
     ]
     write_lines(folder / "train.jsonl", rows)

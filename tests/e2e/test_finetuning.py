@@ -19,16 +19,13 @@ from megatfm.config import load_config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import EXIT_REQUEUE
 from megatfm.inference.task_evaluation import predict_file
-from tests.support.hf_folders import read_lines, run_command, save_bert, write_lines
+from tests.support.files import read_lines, write_lines
+from tests.support.finetuning_tasks import ANIMALS, OTHER, TOOLS, save_bert
+from tests.support.forked_commands import run_command
 from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
 
-ANIMALS, TOOLS = (
-    ["cat", "dog", "horse", "cow", "sheep", "goat"],
-    ["saw", "hammer", "drill", "rasp", "plane", "file"],
-)
 SHARP = ("saw", "rasp", "plane")
-OTHER = ["the", "a", "old", "new", "in", "on", "by"]
 CONFIG = """
 name = "things"
 data = { sequence_length = 32 }
@@ -221,7 +218,7 @@ def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) ->
     labels, more, family, fields = FORMS[form]
     rows = [{"first": "the old cat", "kind": labels[i % 2]} for i in range(8)]
     for name in ("train", "validation"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     words = {
         "task.form": form, "task.train": "train.jsonl", "task.validation": "validation.jsonl",
         "task.text_pair": "", "task.test": "", "task.epochs": "1", "data.tokenizer": "bert", **more,
@@ -247,16 +244,11 @@ TEMPLATE = (
 
 def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"the {word}"},
-                {"role": "assistant", "content": f"a {word}"},
-            ]
-        }
+        {"messages": [{"role": "user", "content": f"the {word}"}, {"role": "assistant", "content": f"a {word}"}]}
         for word in ANIMALS + TOOLS
     ]
     for name in ("train", "validation"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     words = {
         "task.form": "chat", "task.train": "train.jsonl", "task.validation": "validation.jsonl", "task.test": "",
         "task.text_pair": "", "data.tokenizer": "bert", "task.epochs": "40", "optimizer.lr": "1e-2",

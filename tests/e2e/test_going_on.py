@@ -15,13 +15,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatfm
-from megatfm import checkpoint, cli
+from megatfm import checkpoint
 from megatfm.commands.from_model import continue_from_config
 from megatfm.config import Config, load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.inference.evaluate import evaluate_run
 from tests.support import forked_commands
+from tests.support.forked_commands import run_command
 from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,
@@ -162,27 +163,20 @@ def test_the_command_takes_a_model_with_and_without_a_config(foreign, corpus, co
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):
-        with pytest.raises(SystemExit) as left:
-            cli.main(["train", *words])
-        assert left.value.code == 0
+        assert run_command("train", *words) == 0
     assert [config.name for config in configs] == ["from-foreign", "small"]
     (weights,) = {config.train.init_from for config in configs}
     assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [weights]
     recipe = tomllib.loads(config_file.read_text())
     del recipe["model"]  # the folder brings it
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    with pytest.raises(SystemExit) as left:
-        cli.main(["train", str(tmp_path / "recipe.toml"), run, "--from", str(foreign)])
-    assert left.value.code == 0
+    assert run_command("train", str(tmp_path / "recipe.toml"), run, "--from", str(foreign)) == 0
     assert configs[-1].model == configs[0].model
     other = tmp_path / "other"
     shutil.copytree(foreign, other)
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--from", str(other), run, text])
+    run_command("train", "--from", str(other), run, text)
     assert configs[-1].train.init_from != weights, "a folder of an earlier --from was taken for another's"
-    with pytest.raises(SystemExit) as left:
-        cli.main(["train"])
-    assert left.value.code == 2
+    assert run_command("train") == 2
 
 
 def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path):
@@ -250,10 +244,7 @@ def test_context_ranks_train_like_one_process(
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
     assert log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", one_set, run="stopped")
-    assert workers.run(train_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
-        EXIT_REQUEUE,
-        EXIT_REQUEUE,
-    ]
+    assert workers.run(train_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
     losses = [workers.run(evaluate_in_one_process, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]

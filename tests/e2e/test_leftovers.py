@@ -20,6 +20,7 @@ from megatfm.checkpoint import metadata
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE
 from tests.support.documentation import ROOT
+from tests.support.files import flip_bit, read_lines
 from tests.support.forked_commands import ForkedCommand
 from tests.support.kill_series import LAYOUTS, PHASES, divide_kills
 from tests.support.rank_processes import Fault, Start
@@ -221,9 +222,7 @@ LAST = "step-00000012"
 def damage(path: Path) -> None:
     """One bit of one file of tensors."""
     file = path / "rank-00001-000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
 
 
 def on_nodes(nodes: Path, step: int) -> list[Path]:
@@ -281,7 +280,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         shutil.copytree(tmp_path / "whole-nodes", nodes)
         happens(run / "checkpoints", nodes)
         assert workers.run(run_training, 2, config(run.name)) == [EXIT_OK, EXIT_OK], happens
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        events = read_lines(run / "events.jsonl")
         (resumed,) = [event["detail"] for event in events if event["event"] == "resumed"]
         assert resumed == f"from step-{step:08d}", happens
         assert training_curve(run) == training_curve(full), happens

@@ -37,8 +37,7 @@ def parametrize_cases(first: list[Case], faults: dict[str, list[tuple[int, str]]
     """Cases side by side: the first, which have each way in some phase and each phase, and all others."""
     remaining = [(how, fault) for how in faults for fault in faults[how] if (how, fault) not in first]
     return pytest.mark.parametrize(
-        "cases",
-        [pytest.param(first, id="each"), pytest.param(remaining, id="others", marks=pytest.mark.slow)],
+        "cases", [pytest.param(first, id="each"), pytest.param(remaining, id="others", marks=pytest.mark.slow)]
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import megatfm
-from megatfm import cli
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.inference.decoding import Sampling
@@ -17,6 +16,8 @@ from megatfm.inference.text import generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks
+from tests.support.files import read_lines
+from tests.support.forked_commands import run_command
 from tests.support.workers import WorkerFailure, Workers
 
 EXTENDED = pytest.mark.extended
@@ -40,8 +41,7 @@ def train_with_samples(config: Config) -> int:
 
 
 def samples(run: Path) -> dict[int, list[dict[str, str]]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["samples"] for line in lines}
+    return {line["step"]: line["samples"] for line in read_lines(run / "metrics.jsonl")}
 
 
 # Tasks of averaged weights are below.
@@ -66,11 +66,7 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
 
 
 def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp_path: Path) -> None:
-    dropout = (
-        "model.dropout=0.1",
-        "optimizer={name='schedule_free_adamw', lr=1e-2}",
-        "lr_schedule.name=constant",
-    )
+    dropout = ("model.dropout=0.1", "optimizer={name='schedule_free_adamw', lr=1e-2}", "lr_schedule.name=constant")
     workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, run="with"))
     workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, "evaluate.sample_prompts=[]", run="without"))
     curves = []
@@ -137,8 +133,7 @@ def tasks_override(tasks: dict[str, str]) -> str:
 
 
 def evaluations(run: Path) -> dict[int, dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line.get("tasks", {}) for line in lines}
+    return {line["step"]: line.get("tasks", {}) for line in read_lines(run / "metrics.jsonl")}
 
 
 # What the command says of a run of one rank is below.
@@ -178,14 +173,11 @@ def test_tasks_do_not_touch_the_run_and_are_in_its_report(
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         curves.append([(json.loads(line)["loss"], json.loads(line)["evaluation"]) for line in lines])
     assert curves[0] == curves[1]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(tmp_path / "with"), "--with", str(tmp_path / "without")])
-    assert not ended.value.code
+    assert run_command("report", str(tmp_path / "with"), "--with", str(tmp_path / "without")) == 0
     page = (tmp_path / "with/report.html").read_text()
     for title in ("Right answers of tasks", "Accuracy on tasks"):
         assert title in page
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(tmp_path / "without")])
+    run_command("report", str(tmp_path / "without"))
     assert "Right answers of tasks" not in (tmp_path / "without/report.html").read_text()
 
 
@@ -197,9 +189,7 @@ def test_the_command_leaves_results_in_the_run(
     words = [
         "evaluate", str(tmp_path / "run"), "--task", tasks["choice"], "--task", f"other={tasks['cloze']}",
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--batch", "5", "--limit", "4", "--device", "cpu"])
-    assert not ended.value.code
+    assert run_command(*words, "--batch", "5", "--limit", "4", "--device", "cpu") == 0
     stored = json.loads((tmp_path / "run/evaluation_tasks.json").read_text())
     assert stored["step"] == 2
     assert {name: task["questions"] for name, task in stored["tasks"].items()} == {"choice": 4, "other": 4}
@@ -224,7 +214,5 @@ def test_wrong_options_of_evaluate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["evaluate", str(tmp_path), *words])
-    assert ended.value.code == 2
+    assert run_command("evaluate", str(tmp_path), *words) == 2
     assert message in capsys.readouterr().err

@@ -11,15 +11,9 @@ import transformers
 
 from megatfm.inference import generated_answers
 from megatfm.inference.beam_search import beam_search
-from tests.support.hf_folders import (
-    TOWNS,
-    WORDS_OF_QUESTIONS,
-    make_questions,
-    read_lines,
-    run_command,
-    save_bert,
-    write_lines,
-)
+from tests.support.files import read_lines, write_lines
+from tests.support.finetuning_tasks import TOWNS, WORDS_OF_QUESTIONS, make_questions, save_bert
+from tests.support.forked_commands import run_command
 
 CONFIG = """
 name = "task"
@@ -82,10 +76,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     assert test["examples"] == 30
     assert test["metrics"]["f1"] > 0.9
     assert test["intervals"]["f1"][0] <= test["metrics"]["f1"] <= test["intervals"]["f1"][1]
-    rows, truth = (
-        read_lines(folder / "runs/task/predictions/test.jsonl"),
-        make_questions(30, 3, no_answer=no_answer),
-    )
+    rows, truth = (read_lines(folder / "runs/task/predictions/test.jsonl"), make_questions(30, 3, no_answer=no_answer))
     right = [
         row["answer"] == (question["answers"][0]["text"] if question["answers"] else "")
         for row, question in zip(rows, truth, strict=True)

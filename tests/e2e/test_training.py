@@ -1,20 +1,26 @@
 """A run that is stopped, killed or moved to other ranks is the run that was never stopped."""
 
+import gc
 import json
 import re
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.status import get_run_status
+from megatfm.train.evaluation import Evaluator
 from megatfm.train.run import train
+from tests.support.files import flip_bit, read_lines
 from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,
@@ -33,11 +39,7 @@ SLOW, EXTENDED = pytest.mark.slow, pytest.mark.extended
 
 
 def stop_and_resume(
-    workers: Workers,
-    make_config: Callable[..., Config],
-    tmp_path: Path,
-    options: list[str],
-    name: signal.Signals,
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path, options: list[str], name: signal.Signals
 ) -> None:
     """Train two ranks in `stopped`, of which one gets a signal, and go on."""
     config = make_config(*options, run="stopped")
@@ -62,6 +64,70 @@ def stop_and_resume(
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, whole_run, tmp_path, layout, name):
     stop_and_resume(workers, make_config, tmp_path, layout, name)
     assert_bitwise_equal(whole_run(2, *layout), tmp_path / "stopped")
+
+
+def count_collections(config: Config) -> tuple[int, int, bool]:
+    """Train with automatic garbage collections on; returns the exit code, the collections, and whether they are on."""
+    was_enabled, calls = gc.isenabled(), list[object]()
+    gc.enable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gc, "collect", lambda *generation: calls.append(generation))
+            return train(config), len(calls), gc.isenabled()
+    finally:
+        if not was_enabled:
+            gc.disable()
+
+
+def test_a_run_collects_garbage_at_its_steps_alone(workers: Workers, make_config: Callable[..., Config]) -> None:
+    """After steps 1, 3 and 6 of eight."""
+    config = make_config("train.gc_every=3", "evaluate.every=0", "checkpoint.every=8")
+    assert workers.run(count_collections, 2, config, timeout=PATIENCE) == [(EXIT_OK, 3, True)] * 2
+
+
+def train_until_batch(config: Config, batch: int) -> int:
+    """Train; before that batch of all evaluations, the last rank alone gets a signal."""
+    genuine, seen = Evaluator.evaluate, 0
+
+    def asked(evaluator: Evaluator, step: int, on_batch: Callable[[], None]) -> Any:
+        def count() -> None:
+            nonlocal seen
+            seen += 1
+            if seen == batch and dist.get_rank() == dist.get_world_size() - 1:
+                signal.raise_signal(signal.SIGUSR1)
+            on_batch()
+
+        return genuine(evaluator, step, count)
+
+    with patch.object(Evaluator, "evaluate", asked):
+        return train(config)
+
+
+@pytest.mark.parametrize(("layout", "batches"), [
+    (["parallel.dp_shard=2", "train.patience=9"], {2: 4, 1: 4, 6: 8}),
+    (["parallel.pp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], {4: 4}),
+], ids=["zero3 on 2", "pp2"])  # fmt: skip
+def test_a_stop_interrupts_an_evaluation_which_the_next_start_repeats(
+    workers: Workers, make_config: Callable[..., Config], whole_run: Callable[..., Path], tmp_path: Path,
+    layout: list[str], batches: dict[int, int],
+) -> None:  # fmt: skip
+    """At the step of a checkpoint, again as soon as it is repeated, and at the last step: batch → step."""
+    config, run = make_config(*layout, run="stopped"), tmp_path / "stopped"
+    for batch, step in batches.items():
+        codes = workers.run(train_until_batch, 2, config, batch, timeout=PATIENCE)
+        assert codes == [EXIT_REQUEUE, EXIT_REQUEUE]
+        newest = run / f"checkpoints/step-{step:08d}"
+        assert checkpoint.find_latest(run / "checkpoints", hashes=True) == newest
+        assert checkpoint.read_state(newest)["unevaluated"]["step"] == step
+        assert [line["step"] for line in training_curve(run)] == list(range(1, step))
+        assert f"step {step}  SIGUSR1 interrupts the evaluation" in (run / "logs/rank-1.log").read_text()
+    assert workers.run(run_training, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    state = ["momentum_buffer"] if layout[1].startswith("train") else ["z"]
+    assert_bitwise_equal(whole_run(2, *layout), run, state)
+    for step in {*batches.values(), 8}:
+        names = f"checkpoints/step-{step:08d}", ("best", "data", "tokens", "step", "trouble", "unevaluated")
+        states = [checkpoint.read_state(folder / names[0]) for folder in (run, whole_run(2, *layout))]
+        assert [states[0].get(name) for name in names[1]] == [states[1].get(name) for name in names[1]]
 
 
 @pytest.mark.parametrize(("options", "state"), [
@@ -121,7 +187,7 @@ def run_with_another_thread(config: Config) -> int:
 
 
 def resumes(folder: Path) -> list[str]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = read_lines(folder / "events.jsonl")
     return [event["detail"] for event in events if event["event"] == "resumed"]
 
 
@@ -189,9 +255,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, whole_run, tmp_path):
     shutil.copytree(whole_run(1), tmp_path / "hurt")
     file = next((tmp_path / "hurt/checkpoints/step-00000008").glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, -100)
     assert workers.run(run_training, 1, make_config(run="hurt")) == [EXIT_OK]
     assert "step-00000008 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
     assert have_same_tensors(final_state(whole_run(1)), final_state(tmp_path / "hurt"))
@@ -257,9 +321,7 @@ def test_a_damaged_shard_is_named(workers, make_config, corpus, tmp_path):
     copy = tmp_path / "damaged"
     shutil.copytree(corpus / "train", copy)
     shard = next(copy.glob("*.tar.zst"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    shard.write_bytes(content)
+    flip_bit(shard, shard.stat().st_size // 2)
     ((kind, message),) = workers.run(error_of, 1, make_config(f"data.train={copy}", run="bad"))
     assert kind == MegatfmError.__name__
     assert shard.name in message
@@ -298,7 +360,7 @@ def test_a_layout_fitted_to_fewer_processes_is_not_kept(workers, make_config, tm
     config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert load_config(tmp_path / "fitted").parallel == config.parallel
-    events = [json.loads(line) for line in (tmp_path / "fitted/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "fitted/events.jsonl")
     assert "parallel.dp_replicate 2 → 1" in events[0]["detail"]
 
 

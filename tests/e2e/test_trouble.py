@@ -68,10 +68,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     assert have_same_tensors(stored_weights(run, 8), last)
     if fault == "inf":
         assert training_curve(run) == before
-    assert run_events(run, "skipped")[1] == (
-        6,
-        "as before: not finite, so the weights stay unchanged (1 in a row)",
-    )
+    assert run_events(run, "skipped")[1] == (6, "as before: not finite, so the weights stay unchanged (1 in a row)")
 
 
 ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]

@@ -46,12 +46,9 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def orthogonal_in_float64() -> Iterator[None]:
     """torch's Muon orthogonalises in bfloat16, in which processors differ by 3e-5 of the loss (docs/LOG.md)."""
-    real = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = lambda tensor: tensor.clone()  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
         yield
-    finally:
-        torch.Tensor.bfloat16 = real  # type: ignore[method-assign]
 
 
 def golden_curve(lr: float) -> list[float]:

@@ -225,7 +225,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
 LAYOUT = ParallelConfig(cp=2, zero=0)
 """Weights are whole: FSDP2 sums gradients, and numbers shards, itself."""
 LAYOUTS: dict[Callable[[Patch], None], ParallelConfig] = {
-    shards_are_numbered_backwards_over_contexts: ParallelConfig(cp=2, zero=1),
+    shards_are_numbered_backwards_over_contexts: ParallelConfig(cp=2, zero=1)
 }
 
 

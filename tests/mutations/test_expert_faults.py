@@ -19,8 +19,15 @@ from megatfm.parallel import collectives
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.mesh import Mesh
 from tests.support.batches import family_batch
-from tests.support.expert_models import EP2, EXPERT_MATRICES, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
-from tests.support.expert_parity import second_step, two_steps_on_one_device
+from tests.support.expert_parity import (
+    EP2,
+    EXPERT_MATRICES,
+    EXPERT_MODELS,
+    EXPERT_TP_LAYOUTS,
+    TP2,
+    second_step,
+    two_steps_on_one_device,
+)
 from tests.support.faults import (
     EVERYTHING,
     bring_gradients_back_in_another_order,

@@ -15,8 +15,14 @@ from megatfm.optim.matrix_optimizers import Soap
 from megatfm.parallel import collectives, context_modules, cp_plans
 from megatfm.parallel.collectives import TensorParallelGroup
 from tests.support.batches import family_batch
-from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
-from tests.support.expert_parity import objective_for, second_step, two_steps_on_one_device
+from tests.support.expert_parity import (
+    EP2,
+    EXPERT_MODELS,
+    EXPERT_TP_LAYOUTS,
+    objective_for,
+    second_step,
+    two_steps_on_one_device,
+)
 from tests.support.faults import (
     EVERYTHING,
     bring_gradients_back_in_another_order,

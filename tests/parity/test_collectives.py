@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatfm.config import ParallelConfig
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
-from megatfm.parallel import collectives
+from megatfm.parallel import collectives, styles
 from megatfm.parallel.collectives import all_reduce_no_grad
 from megatfm.parallel.styles import make_vocabulary_shard, vocab_parallel_embedding
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 Form = Literal["sharded", "replicated", "partial"]
@@ -95,8 +99,7 @@ def check_adjoint(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "dim"),
-    [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)],
+    ("name", "dim"), [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)]
 )
 def test_a_collective_s_backward_is_its_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
     workers.run(check_adjoint, ranks, name, dim)
@@ -134,7 +137,8 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     expected = cross_entropy_reference(hidden, table, targets, bias, variant)
     shard, hidden_here = select_rank_rows(table.detach()), hidden.detach().clone().requires_grad_()
     own_bias = None if bias is None else select_rank_rows(bias.detach())
-    compute_loss = partial(cross_entropy, chunk=chunk, shard=make_vocabulary_shard(group.rank() * len(shard), group))
+    vocabulary_shard = make_vocabulary_shard(group.rank() * len(shard), VOCABULARY, group)
+    compute_loss = partial(cross_entropy, chunk=chunk, shard=vocabulary_shard)
     loss = compute_loss(hidden_here, shard, targets, own_bias, variant)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
@@ -150,6 +154,24 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])
     assert float(nothing.detach()) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
+
+
+def list_chunk_rows() -> list[int]:
+    """Rows of the vocabulary by which this rank chooses the chunks of its loss."""
+    rows: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(styles, "choose_chunk", lambda _, n_rows: rows.append(n_rows) or 1024)  # type: ignore[func-returns-value]
+        engine = build_engine(UNTIED_MODEL.with_changes({"vocab_size": 99}), ParallelConfig(tp=2, dp_shard=1))
+        engine.forward_backward(microbatches(engine, global_batch(seed=0)), CAUSAL)
+    assert len(engine.model.get_parameter("head.weight")) == 50 - dist.get_rank()
+    return rows
+
+
+def test_ranks_of_an_uneven_vocabulary_take_the_same_chunks(workers: Workers) -> None:
+    """Each chunk is a collective, and a GPU's chunk depends on the rows."""
+    first, second = workers.run(list_chunk_rows, 2)
+    assert first == second
+    assert set(first) == {50}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

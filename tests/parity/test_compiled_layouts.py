@@ -3,13 +3,10 @@
 Most run without a backend that makes machine code, which takes minutes.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
@@ -19,6 +16,7 @@ from tests.support.llava_models import LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
+    compile_blocks_by,
     model_gradient_errors,
     one_device_reference,
     uneven_microbatches,
@@ -61,34 +59,18 @@ def case(name: str) -> tuple[ModelConfig, nn.Module, Any, float, Callable[[Nativ
     return config, model, objective, loss, lambda engine: uneven_microbatches(engine, batch)
 
 
-@contextmanager
-def compiled_by(backend: str) -> Iterator[list[nn.Module]]:
-    """Blocks are compiled by a backend of torch in this context; yields them."""
-    blocks, real = [], nn.Module.compile
-
-    def compile_block(block: nn.Module, **options: Any) -> None:
-        blocks.append(block)
-        real(block, **options, backend=backend)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", compile_block)
-        yield blocks
-    torch._dynamo.reset()
-
-
 def compare(name: str, layouts: Sequence[str], backend: str) -> dict[str, int]:
     """Compare loss and gradients with one device's; return the number of blocks that were compiled by layout."""
     config, model, objective, loss, split = case(name)
     n_blocks = {}
     for layout in layouts:
-        with compiled_by(backend) as blocks:
+        with compile_blocks_by(backend) as compilation:
             engine = build_engine(config, LAYOUTS[layout], ADAMW, compile_blocks=True)
             stats = engine.forward_backward(split(engine), objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), layout
             assert model_gradient_errors(engine, model) == {}, layout
-        assert all(block._compiled_call_impl is not None for block in blocks)
-        n_blocks[layout] = len(blocks)
+        assert all(block._compiled_call_impl is not None for block, _ in compilation.blocks)
+        n_blocks[layout] = len(compilation.blocks)
     return n_blocks
 
 

@@ -4,14 +4,14 @@ Blocks are also computed again or compiled, and a checkpoint opens under any oth
 """
 
 import itertools
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
@@ -22,18 +22,20 @@ from megatfm.config.objective import (
     SpanBoundaryObjective,
     SpanCorruptionObjective,
 )
-from tests.support.context_models import (
+from tests.support.context_parity import (
     CONTEXT_LAYOUTS,
     CONTEXT_MODELS,
     CONTEXT_MODELS_BY_RANKS,
     CP2_ALONE,
     PATTERN_NAMES,
+    compare_context_layouts,
+    context_case,
     context_layouts_of,
+    context_microbatches,
 )
-from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
 from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, make_cases, traffic_config
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors
+from tests.support.parity import build_engine, compile_blocks_by, model_gradient_errors
 from tests.support.workers import Workers
 
 LATER = (
@@ -139,30 +141,19 @@ def test_counted_traffic_is_expected(
     assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
-def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
+def compare_compiled(names: Sequence[str], backend: str) -> int:
     """Compare with blocks compiled but for their traffic; return how many calls of dynamo made graphs."""
-    graphs = [0]
-
-    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        graphs[0] += 1
-        return eager(graph, inputs)
-
-    def compile_block(block: nn.Module, **options: Any) -> None:
-        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)
-
-    eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", compile_block)
-        for name in names:
-            patch.setitem(CONTEXT_MODELS, f"{name}, one block", CONTEXT_MODELS[name].with_changes({"n_layers": 1}))
+    graphs = 0
+    for name in names:
+        models = {f"{name}, one block": CONTEXT_MODELS[name].with_changes({"n_layers": 1})}
+        with mock.patch.dict(CONTEXT_MODELS, models), compile_blocks_by(backend) as compilation:
             config, batch, model, objective, loss = context_case(f"{name}, one block")
             engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True)
             stats = engine.forward_backward(context_microbatches(engine, batch), objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), name
             assert model_gradient_errors(engine, model) == {}, name
-            torch._dynamo.reset()
-    return graphs[0]
+        graphs += len(compilation.graphs)
+    return graphs
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])

@@ -88,14 +88,8 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT),
     "gpt2-untied": ("GPT2LMHeadModel", {**GPT, "embedding.tied": False, "ffn.activation": "relu2"}),
     "llama": ("LlamaForCausalLM", LLAMA),
-    "llama-tied-one-kv-head": (
-        "LlamaForCausalLM",
-        {**LLAMA, "embedding.tied": True, "attention.n_kv_heads": 1},
-    ),
-    "llama-all-kv-heads": (
-        "LlamaForCausalLM",
-        {**LLAMA, "attention.n_kv_heads": 6, "ffn.activation": "geglu"},
-    ),
+    "llama-tied-one-kv-head": ("LlamaForCausalLM", {**LLAMA, "embedding.tied": True, "attention.n_kv_heads": 1}),
+    "llama-all-kv-heads": ("LlamaForCausalLM", {**LLAMA, "attention.n_kv_heads": 6, "ffn.activation": "geglu"}),
     "llama-wide-heads": (
         "LlamaForCausalLM",
         {**LLAMA, "attention.head_dim": 6, "attention.bias": True, "ffn.bias": True},
@@ -181,25 +175,16 @@ MODELS = {
             "attention.qk_norm": True,
             "layer_types": ["local", "local", "global"],
             "layer_type.local": {**WINDOW, "position.theta": 20.0},
-            "layer_type.global": {
-                "position.theta": 500.0,
-                "position.scaling": {"name": "linear", "factor": 4.0},
-            },
+            "layer_type.global": {"position.theta": 500.0, "position.scaling": {"name": "linear", "factor": 4.0}},
         },
     ),
-    "switch": (
-        "SwitchTransformersForConditionalGeneration",
-        {**SWITCH, "layer_type.sparse": {"ffn": SWITCH_EXPERTS}},
-    ),
+    "switch": ("SwitchTransformersForConditionalGeneration", {**SWITCH, "layer_type.sparse": {"ffn": SWITCH_EXPERTS}}),
     "switch-roomy": (
         "SwitchTransformersForConditionalGeneration",
         {**SWITCH, "layer_type.sparse": {"ffn": {**SWITCH_EXPERTS, "expert_capacity": 40}}},
     ),
     "t5": ("T5ForConditionalGeneration", {**T5, "lm_head.scale": 24**-0.5}),
-    "t5-v1.1": (
-        "T5ForConditionalGeneration",
-        {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"},
-    ),
+    "t5-v1.1": ("T5ForConditionalGeneration", {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"}),
 }
 ENCODER_DECODERS = ["switch", "switch-roomy", "t5", "t5-v1.1"]
 DECODERS = [name for name in MODELS if name not in ENCODER_DECODERS]
@@ -261,10 +246,7 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> La
     # transformers counts the first token after padding at the left as a target of that padding.
     expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     their_loss = expected_loss if left else expected.loss
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, their_loss, pair, dtype)
     return figures
 
 
@@ -312,14 +294,8 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         F.cross_entropy(expected[0], targets[0, piece], reduction="sum", ignore_index=-100)
         for piece, expected in zip(pieces, alone, strict=True)
     ]
-    loss, their_loss = (
-        pair.model(tokens, targets=targets, **where).losses["causal"],
-        torch.stack(losses).sum(),
-    )
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    loss, their_loss = (pair.model(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum())
+    figures.compare_losses(loss, their_loss, pair, dtype)
 
 
 def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
@@ -337,10 +313,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
     counted = mask == 1
     figures.compare_logits(pair.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     loss = pair.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
-    figures.compare_logits(loss, expected.loss, dtype)
-    loss.backward()
-    expected.loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, expected.loss, pair, dtype)
     return figures
 
 
@@ -375,7 +348,4 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
         figures.compare_logits(logits[:, piece], reference, dtype)
         their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
     loss = pair.model(tokens, targets=targets, **where).losses["span"]
-    figures.compare_logits(loss, their_loss, dtype)
-    loss.backward()
-    their_loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, their_loss, pair, dtype)

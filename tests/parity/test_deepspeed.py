@@ -190,7 +190,7 @@ def test_offloading_to_the_host_gives_the_same_run(workers: Workers, tmp_path: P
 
 
 IN_FILES: dict[str, list[Config]] = {
-    "some": [make_offloaded_config("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2)],
+    "some": [make_offloaded_config("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2)]
 }
 EXTENDED_IN_FILES: dict[str, list[Config]] = {"mixtures": [make_offloaded_config("moe", dp_shard=2)]}
 MORE_IN_FILES: dict[str, list[Config]] = {

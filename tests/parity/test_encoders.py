@@ -89,10 +89,7 @@ def compare(model: str, dtype: torch.dtype) -> LargestErrors:
     if their_sentences is not None:
         figures.compare_logits(actual.predictions["sentence"], their_sentences, dtype)
     loss = our_loss(pair.model(batch["input_ids"], **inputs).losses, batch, config.family)
-    figures.compare_logits(loss, expected.loss, dtype)
-    loss.backward()
-    expected.loss.backward()
-    figures.compare_gradients(pair, dtype)
+    figures.compare_losses(loss, expected.loss, pair, dtype)
     return figures
 
 

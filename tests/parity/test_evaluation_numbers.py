@@ -109,10 +109,7 @@ def test_layouts_change_no_result(workers: Workers, folder: Path) -> None:
             check(result, by_rows(folder))
 
 
-MORE_TERMS = {
-    "model.n_mtp_heads": 2,
-    "model.ffn": {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2},
-}
+MORE_TERMS = {"model.n_mtp_heads": 2, "model.ffn": {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}}
 
 
 def test_other_terms_and_heads_further_ahead_are_left_out(workers: Workers, folder: Path) -> None:

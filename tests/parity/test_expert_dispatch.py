@@ -1,13 +1,12 @@
 """Experts that have no token or all of them, and every byte that travels to experts."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
@@ -19,7 +18,7 @@ from megatfm.parallel import collectives
 from megatfm.verify.verify import verify
 from tests.support import expert_parity
 from tests.support.batches import family_batch
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     EP2,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
@@ -29,13 +28,17 @@ from tests.support.expert_models import (
     PARTS_OF_FOUR,
     TP2,
     WHOLE_ROW_LAYOUTS,
+    initial_model,
     make_four_rank_configs,
+    moe_layers,
+    objective_for,
+    second_step,
     tensor_parallel_layout,
+    weighted_loss,
 )
-from tests.support.expert_parity import initial_model, moe_layers, objective_for, second_step, weighted_loss
 from tests.support.layouts import SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
-from tests.support.parity import build_engine, local_block, microbatches, model_gradient_errors
+from tests.support.parity import build_engine, compile_blocks_by, local_block, microbatches, model_gradient_errors
 from tests.support.workers import Workers
 
 
@@ -82,11 +85,7 @@ def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, tie
     pytest.param(4, [*IDLE[4], *EXPERT_TP_LAYOUTS[4], *EXPERT_CONTEXT_LAYOUTS], marks=SLOW),
 ], ids=["2", "2, the others", "4"])  # fmt: skip
 def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layouts: list[str]) -> None:
-    every = {
-        **EXPERT_LAYOUTS[ranks],
-        **EXPERT_TP_LAYOUTS[ranks],
-        **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {}),
-    }
+    every = {**EXPERT_LAYOUTS[ranks], **EXPERT_TP_LAYOUTS[ranks], **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {})}
     tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
     workers.run(check_tied_routing, ranks, "switch", tried, timeout=300.0)
 
@@ -141,30 +140,20 @@ def test_muon_updates_experts_on_any_rank(workers: Workers, layout: ParallelConf
 
 def compiled(name: str, layouts: dict[str, ParallelConfig], backend: str) -> int:
     """Blocks are compiled around their experts, without a backend that makes machine code."""
-    blocks = []
-
-    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:
-        blocks.append(fullgraph)
-        block._compiled_call_impl = torch.compile(
-            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend
-        )
-
-    config = EXPERT_MODELS[name]
+    is_full, config = list[bool](), EXPERT_MODELS[name]
     batch = family_batch(config)
     model, objective = initial_model(config).train(), objective_for(config, batch)
     loss = weighted_loss(objective, model, batch)
     loss.backward()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", compile_block)
-        for layout, parallel in layouts.items():
+    for layout, parallel in layouts.items():
+        with compile_blocks_by(backend) as compilation:
             engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
             actual = engine.forward_backward(microbatches(engine, batch), objective)
             assert actual.loss == pytest.approx(loss.item(), rel=1e-12), layout
             assert model_gradient_errors(engine, model) == {}, layout
-            torch._dynamo.reset()
-    assert blocks == [True, False] * (config.n_layers // 2) * len(layouts), "dense ones in one piece"
-    return len(blocks)
+        is_full += [options["fullgraph"] for _, options in compilation.blocks]
+    assert is_full == [True, False] * (config.n_layers // 2) * len(layouts), "dense ones in one piece"
+    return len(is_full)
 
 
 COMPILED = {"ep2": EP2, "zero3": ParallelConfig(dp_shard=2), "tp2": TP2}

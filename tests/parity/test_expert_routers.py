@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     DEEPSEEK_V3_ROUTER,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
     EXPERT_PIPELINE_LAYOUTS,
     EXPERT_TP_LAYOUTS,
     MOE_OPTIONS,
+    compare_expert_layouts,
 )
-from tests.support.expert_parity import compare_expert_layouts
 from tests.support.models import SMALL_MODEL
 from tests.support.workers import Workers
 

@@ -12,7 +12,7 @@ from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import family_batch
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     CONTEXT_EXPERT_MODELS,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_MODELS,
@@ -23,9 +23,10 @@ from tests.support.expert_models import (
     SCHEDULED_MODELS,
     TP2,
     WHOLE_ROW_LAYOUTS,
+    compare_expert_layouts,
     expert_layouts_of,
+    objective_for,
 )
-from tests.support.expert_parity import compare_expert_layouts, objective_for
 from tests.support.layouts import EXTENDED, SLOW, make_cases
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches
@@ -36,7 +37,7 @@ LONGER: dict[int, list[str]] = {
     2: ["replicas", "zero0", "zero2", "ep2, zero2", "pp2"],
     4: ["ep2 of 4, zero0", "ep2 of 4, zero2", "ep4, zero1", "ep4, zero3", "ep2 × replicas, zero0", "ep2 × pp2, 1f1b",
         "ep2 × pp2, zero1", "zero3 2 × tp2", "zero1 2 × tp2"],
-    8: ["ep2 of 4 × tp2"],
+    8: ["ep2 of 4 × tp2", "ep2 of 4 × replicas, zero1"],
 }  # fmt: skip
 """Layouts of extended cases: `make test` has each of their axes with experts in others."""
 

@@ -20,7 +20,8 @@ from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.finetuning import resolve_task
 from tests.support.evaluated_tasks import build_initial_model, small_config
-from tests.support.hf_folders import FILLERS, NAMES, TOWNS, save_bert, write_lines
+from tests.support.files import write_lines
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, save_bert
 from tests.support.workers import Workers
 
 ROWS = 13
@@ -75,11 +76,7 @@ def example(form: str, n: int) -> dict[str, Any]:
         has_answer = form == "span_extraction" or n % 3
         return {"question": phrase(n + 1, 2), "context": text, "answers": answers if has_answer else []}
     if form == "multiple_choice":
-        return {
-            "text": phrase(n, 2),
-            "choices": [phrase(n + k, 1 + k % 2) for k in range(2 + n % 2)],
-            "label": n % 2,
-        }
+        return {"text": phrase(n, 2), "choices": [phrase(n + k, 1 + k % 2) for k in range(2 + n % 2)], "label": n % 2}
     if form == "chat":
         turns = [
             ("user", phrase(n, 2)),
@@ -89,11 +86,7 @@ def example(form: str, n: int) -> dict[str, Any]:
         ]
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
     if form == "preference":
-        return {
-            "prompt": phrase(n, 2),
-            "chosen": phrase(n + 1, 1 + n % 3),
-            "rejected": phrase(n + 2, 3 - n % 2),
-        }
+        return {"prompt": phrase(n, 2), "chosen": phrase(n + 1, 1 + n % 3), "rejected": phrase(n + 2, 3 - n % 2)}
     text = phrase(n, 5 + n % 3) if form == "generation" else text
     return {"text": text.split() if form == "tagging" else text, "label": LABELS[form](n)}
 

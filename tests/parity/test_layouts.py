@@ -94,8 +94,7 @@ def compare_family(name: str, layouts: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts", "ranks"),
-    make_cases_by_ranks(FAMILY_NAMES, FAMILY_LAYOUTS, always=["tp2"]),
+    ("name", "layouts", "ranks"), make_cases_by_ranks(FAMILY_NAMES, FAMILY_LAYOUTS, always=["tp2"])
 )
 def test_families_have_the_gradients_of_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     (compared, *_) = workers.run(compare_family, ranks, name, layouts)

@@ -4,11 +4,7 @@ import pytest
 
 from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import (
-    build_engine,
-    model_gradient_errors,
-    uneven_microbatches,
-)
+from tests.support.parity import build_engine, model_gradient_errors, uneven_microbatches
 from tests.support.workers import Workers
 
 RECOMPUTED = ("tp", "zbv", "zero 2", "cp by Ulysses")

@@ -85,10 +85,7 @@ def compare(model: str, dtype: torch.dtype) -> LargestErrors:
         losses = pair.model(batch["input_ids"], **inputs).losses
         loss = losses["masked"] / (batch["labels"] != -100).sum()
         loss = loss if wide else loss + losses["sentence"] / 2
-        figures.compare_logits(loss, expected.loss, dtype)
-        loss.backward()
-        expected.loss.backward()
-        figures.compare_gradients(pair, dtype)
+        figures.compare_losses(loss, expected.loss, pair, dtype)
     return figures
 
 

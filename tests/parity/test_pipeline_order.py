@@ -1,12 +1,10 @@
 """Ranks run a step in the schedule's order, pass by pass and transfer by transfer: so its bubble is the
 formula's."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.pipeline import PipelineForwardBackward, StepState
@@ -24,6 +22,7 @@ from tests.support.layouts import PIPELINE_SCHEDULES, bubble_fraction, simulate_
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
+    compile_blocks_by,
     microbatches,
     model_gradient_errors,
     one_device_reference,
@@ -86,27 +85,18 @@ def test_schedules_have_the_bubble_of_the_formula(workers: Workers, ranks: int) 
 
 def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:
     """Compare blocks compiled by a backend that makes no machine code, which would take minutes."""
-    compiled = [0]
-
-    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:
-        compiled[0] += 1
-        block._compiled_call_impl = torch.compile(
-            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend
-        )
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", compile_block)
-        for name in names:
-            config, batch = family_case(name, deep=False)
-            model, objective, loss = one_device_reference(config, batch)
-            for parallel in layouts:
+    n_blocks = 0
+    for name in names:
+        config, batch = family_case(name, deep=False)
+        model, objective, loss = one_device_reference(config, batch)
+        for parallel in layouts:
+            with compile_blocks_by(backend) as compilation:
                 engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
                 stats = engine.forward_backward(microbatches(engine, batch), objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12)
                 assert model_gradient_errors(engine, model) == {}
-                torch._dynamo.reset()
-    return compiled[0]
+            n_blocks += len(compilation.blocks)
+    return n_blocks
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,7 @@ def gradients_twice() -> bool:
     with mark_backward_part("inputs"):
         third = torch.autograd.grad(loss, arguments, retain_graph=True)
     with mark_backward_part("weights"):
-        assert torch.autograd.grad(loss, arguments, retain_graph=True, allow_unused=True) == (
-            None,
-            None,
-            None,
-        )
+        assert torch.autograd.grad(loss, arguments, retain_graph=True, allow_unused=True) == (None, None, None)
     for gradients in (third, torch.autograd.grad(loss, arguments)):
         for a, b in zip(first, gradients, strict=True):
             assert torch.equal(a, b)

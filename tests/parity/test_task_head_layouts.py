@@ -7,7 +7,7 @@ from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.object_collectives import all_gather_object
 from megatfm.tasks.predictions import collect_predictions, get_engine_model
 from tests.support.batches import task_batch
-from tests.support.expert_models import EXPERT_MODELS
+from tests.support.expert_parity import EXPERT_MODELS
 from tests.support.layouts import EXTENDED, make_cases
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import build_engine, layout_microbatches, model_gradient_errors, one_device_reference

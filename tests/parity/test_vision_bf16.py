@@ -54,11 +54,7 @@ def run_llava(name: str) -> dict[str, tuple[float, float, float]]:
     return results
 
 
-CASES = [
-    (run_towers, "softmax"),
-    pytest.param(run_towers, "sigmoid", marks=pytest.mark.extended),
-    (run_llava, "mlp"),
-]
+CASES = [(run_towers, "softmax"), pytest.param(run_towers, "sigmoid", marks=pytest.mark.extended), (run_llava, "mlp")]
 
 
 @pytest.mark.parametrize(("run", "name"), CASES, ids=lambda value: value if isinstance(value, str) else "")

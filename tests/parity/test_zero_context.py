@@ -10,13 +10,12 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import MuonConfig, OptimizerSection, ParallelConfig
 from megatfm.config.objective import CausalObjective
-from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
-from tests.support.context_models import CONTEXT_MODELS
-from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
+from tests.support.context_parity import CONTEXT_MODELS, compare_context_layouts, context_case, context_microbatches
 from tests.support.layouts import EXTENDED, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine
+from tests.support.sharded_engines import load_checkpoint
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -118,15 +117,8 @@ def go_on(parallel: ParallelConfig, folder: Path, source: Path | None) -> None:
         engine.forward_backward(context_microbatches(engine, batch), objective)
         engine.step(1e-2, clip=1.0)
     else:
-        load(engine, source)
+        load_checkpoint(engine, source)
     checkpoint.save(folder, 1, engine.state_dict(), {})
-
-
-def load(engine: NativeEngine, source: Path) -> None:
-    """Load a checkpoint into an engine of any layout."""
-    state = engine.empty_state_dict(checkpoint.read_tensor_specs(source))
-    checkpoint.load(source, state)
-    engine.load_state_dict(state)
 
 
 def read_all(folders: list[Path]) -> list[dict[str, torch.Tensor]]:
@@ -135,7 +127,7 @@ def read_all(folders: list[Path]) -> list[dict[str, torch.Tensor]]:
     contents = []
     for folder in folders:
         engine = build_engine(config, ParallelConfig(), ADAMW)
-        load(engine, folder)
+        load_checkpoint(engine, folder)
         contents.append({
             name: checkpoint.ShardedTensor.from_tensor(value).tensor.clone()
             for name, value in engine.state_dict().items()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.config.heads import TextClassifierHeadConfig
 from megatfm.objectives import Causal, Objective, SpecialTokens
 from tests.support.images import draw_pixels, make_batch
 from tests.support.models import FAMILY_MODELS, LENGTH, PREFIX_LM, ROWS
@@ -125,7 +126,7 @@ def task_batch(config: ModelConfig) -> dict[str, Tensor]:
         places = batch["positions"]
         marks = (places == ends // 2).long() + 2 * (places == ends)
         return batch | {"answer_marks": marks.where(batch["documents"] >= 0, 0)}
-    if head.name == "text_classifier" and not head.both_orders:
+    if isinstance(head, TextClassifierHeadConfig) and not head.both_orders:
         return batch | {"sentence_targets": labels.where(first, -100)}
     # One example a row, of as many parts as the row has documents; in the first rows another for the first document.
     order = first.long().cumsum(1) - 1

@@ -4,7 +4,9 @@ import gc
 import importlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,6 +29,7 @@ from tests.support.deepspeed_runs import (
     take_step,
     with_precision,
 )
+from tests.support.sharded_engines import load_checkpoint
 
 MIN_SWAPPED_BYTES = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
@@ -54,7 +57,7 @@ def set_offload_folder(config: Config, folder: Path) -> Config:
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=paths)})
 
 
-def find_misplaced_files(engine: Engine, folder: Path) -> list[str]:
+def find_misplaced_files(engine: Any, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
     optimizer, wrong = engine.ds_engine.optimizer, []
     swapped = {
@@ -90,14 +93,7 @@ def save_native_checkpoint(folder: Path, config: Config) -> None:
     checkpoint.save(folder / "first", 1, engine.state_dict(), {})
 
 
-def load_checkpoint(engine: Engine, path: Path) -> None:
-    """Load a checkpoint into an engine."""
-    room = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
-    checkpoint.load(path, room)
-    engine.load_state_dict(room)
-
-
-def find_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+def find_differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that differ in a bit."""
     assert {name for name in first if "loss_scale" not in name} == {n for n in second if "loss_scale" not in n}
     return [n for n in first if "loss_scale" not in n and not torch.equal(first[n], second[n])]
@@ -134,7 +130,8 @@ def compare_offloaded_runs(folder: Path, cases: list[Config], steps: int) -> lis
         config = set_offload_folder(case, folder)
         places = {"offload_optimizer": "none", "offload_parameters": "none"}
         plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
-        engine, other = build_case_engine(config), build_case_engine(plain)
+        engine: Any = build_case_engine(config)
+        other = build_case_engine(plain)
         for step in range(steps):
             if take_step(config, engine, step) != take_step(plain, other, step):
                 wrong.append(f"{number}: loss {step}")
@@ -189,7 +186,7 @@ def check_steps() -> list[str]:
         if abs(message[0] / message[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
     with patch.object(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False):  # as on most CPUs
-        scaled = build_case_engine(with_precision(make_config("decoder", zero=2, dp_shard=2), "fp16"))
+        scaled: Any = build_case_engine(with_precision(make_config("decoder", zero=2, dp_shard=2), "fp16"))
         scaled.loss_scale.value = 2.0**60
         if math.isfinite(_take_overflowing_step(scaled)) or scaled.loss_scale.value != 2.0**59:
             wrong.append("an overflow of float16")

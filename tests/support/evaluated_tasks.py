@@ -1,7 +1,6 @@
 """A small run's config, a tokenizer and files of tasks, on which numbers are compared over layouts and batches."""
 
 import inspect
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.layers.initialisation import draw
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.tokenizers import train_sentencepiece
+from tests.support.files import write_lines
 
 LETTERS = "ABC"
 QUESTIONS = [
@@ -39,7 +39,7 @@ def write_tasks(folder: Path) -> dict[str, str]:
     """Write questions, two tasks on them and tokenizer.model; returns the tasks' files by name."""
     texts = [inspect.getsource(textwrap), "größer 東京\n" * 20]
     (folder / "tokenizer.model").write_bytes(train_sentencepiece(texts, vocab_size=400, sentinels=2))
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    write_lines(folder / "questions.jsonl", QUESTIONS)
     tasks = {"choice": CHOICE, "cloze": CLOZE}
     for name, text in tasks.items():
         (folder / f"{name}.toml").write_text(text)
@@ -66,9 +66,5 @@ def small_config(folder: Path, **changes: Any) -> Config:
 def build_initial_model(config: Config, seed: int = 5) -> nn.Module:
     """Return the model in float64 as an engine draws its weights with `train.seed`."""
     model = build(config.model).double().eval()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            weight = getattr(module, key)
-            shape = weight.shape
-            weight.data = draw(initial, seed, f"{path}.{key}", shape, (0,) * weight.dim(), shape).double()
+    initialise(model, seed)
     return model

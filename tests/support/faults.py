@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatfm.parallel import collectives, expert_parallel
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.mesh import DENSE_DATA_AXES
-from tests.support.expert_models import MOE_OPTIONS
+from tests.support.expert_parity import MOE_OPTIONS
 
 Backward = Callable[..., tuple[Any, ...]]
 EVERYTHING = {"*"}

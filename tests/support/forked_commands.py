@@ -22,6 +22,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
+from megatfm import cli
 from tests.support.workers import start_fork_server
 
 PR_SET_PDEATHSIG = 1
@@ -32,11 +35,11 @@ MODULES = (
 """Modules that are forked when a forked process starts them with `python -m`; all else is executed."""
 
 
-def keep_last_override(words: Iterable[object]) -> list[object]:
+def keep_last_override(words: Iterable[object]) -> list[str]:
     """Words of a command, in which a later override replaces an earlier one: a key is given once."""
-    by_key = {}
-    for place, word in enumerate(words):
-        key, equals, _ = str(word).partition("=")
+    by_key: dict[str | int, str] = {}
+    for place, word in enumerate(map(str, words)):
+        key, equals, _ = word.partition("=")
         by_key[key if equals and not key.startswith("-") else place] = word
     return list(by_key.values())
 
@@ -226,3 +229,10 @@ def run_program(
         with contextlib.suppress(io.UnsupportedOperation, BrokenPipeError):
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def run_command(*words: str) -> int:
+    """Run `megatfm`; returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    return int(ended.value.code or 0)

@@ -72,9 +72,9 @@ def take_two_reference_steps(
     trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
     decayed = [p for n, p in trained.items() if p.dim() > 1 and n not in undecayed]
     others = [p for n, p in trained.items() if p.dim() == 1 or n in undecayed]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay,
+        groups, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay,
     )  # fmt: skip
     objective = PassThroughObjective(list(PassThroughObjective([])(reference, batch)))
     counts, steps = objective.target_counts(batch), []

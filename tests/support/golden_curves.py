@@ -97,7 +97,7 @@ def train_curves(
     values: a config, dumped. steps: only the first ones. Runs inside a process group.
     """
     config = Config.model_validate(values)
-    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
+    engine: Any = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     objective = build_objective(config.objective, config.model, SPECIAL, lengths, config.data.images)
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
@@ -223,8 +223,8 @@ def join_equal_blocks(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
             lines += [f"{name} {list(shape)}" for name, shape in entries]
             continue
         runs: list[tuple[list[str], list[str]]] = []
-        for number, block in groupby(entries, lambda entry: BLOCK.fullmatch(entry[0])["number"]):
-            content = [f"{BLOCK.fullmatch(name)['after']} {list(shape)}" for name, shape in block]
+        for number, block in groupby(entries, lambda entry: BLOCK.sub(r"\g<number>", entry[0])):
+            content = [BLOCK.sub(r"\g<after>", name) + f" {list(shape)}" for name, shape in block]
             if runs and runs[-1][1] == content:
                 runs[-1][0].append(number)
             else:

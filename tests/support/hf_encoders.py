@@ -13,15 +13,15 @@ from tests.support.hf_folders import perturb_parameters
 from tests.support.reference_gradients import perturb
 
 ENCODER_TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
-SMALL_ENCODER = {
+SMALL_ENCODER: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
     "max_position_embeddings": 32,
 }  # fmt: skip
-XLNET_OPTIONS = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 4, "d_inner": 40}
+XLNET_OPTIONS: dict[str, Any] = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 4, "d_inner": 40}
 DEBERTA_OPTIONS = {
     "relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "max_relative_positions": -1,
 }  # fmt: skip
-HF_ENCODERS = {
+HF_ENCODERS: dict[str, dict[str, Any]] = {
     "BertForPreTraining": {},
     "BertForMaskedLM": {"hidden_act": "gelu_new", "type_vocab_size": 3, "layer_norm_eps": 1e-6},
     "RobertaForMaskedLM": {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.2},
@@ -147,7 +147,7 @@ def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
 def convert_batch(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
     documents = batch["attention_mask"] - 1
-    inputs = {"documents": documents, "segments": batch.get("token_type_ids")}
+    inputs: dict[str, Any] = {"documents": documents, "segments": batch.get("token_type_ids")}
     if family == "discriminator":
         return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
     for labels in sentences.values():

@@ -111,12 +111,13 @@ def build_hf_model(
 ) -> Any:
     """A model of transformers in float64 for images of one size, every parameter perturbed."""
     assert config.stages is not None
+    pattern: Any = config.attention.pattern
     is_v2 = config.position.name == "log_relative_2d"
     name, windows = "Swinv2" if is_v2 else "Swin", getattr(config.position, "pretrained_windows", None)
     more = others | ({"pretrained_window_sizes": windows} if windows else {})
     options = getattr(transformers, f"{name}Config")(
         image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.layers),
-        num_heads=list(config.stages.heads), window_size=config.attention.pattern.window, num_labels=5,
+        num_heads=list(config.stages.heads), window_size=pattern.window, num_labels=5,
         mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="eager" if is_v2 else "sdpa", **more,
     )  # fmt: skip
     model = getattr(transformers, f"{name}{kind}")(options).double().eval()
@@ -149,7 +150,7 @@ def get_hf_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
     return f"{'swinv2' if v2 else 'swin'}.{name}"
 
 
-def copy_hf_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
+def copy_hf_weights(actual: Any, expected: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
     named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
     names = {name: get_hf_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()}

@@ -30,6 +30,7 @@ from megatfm.checkpoint.directory import step_from_path
 from megatfm.launchers.local import find_free_port
 from tests.support.forked_commands import keep_last_override
 from tests.support.killed_ranks import ENGINES, Kill, fork_process, run_rank, wait_for_any
+from tests.support.rank_processes import make_rank_variables
 from tests.support.training_runs import training_curve
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
@@ -53,36 +54,14 @@ TRIES = 4
 
 CONFIG = f"""
 name = "crashes"
-[model]
-d_model = 16
-n_layers = 1
-
-[model.attention]
-n_heads = 2
-
-[model.ffn]
-d_ff = 32
-[data]
-train = "CORPUS/train"
-tokenizer = "CORPUS/tokenizer.model"
-sequence_length = 16
-[optimizer]
-lr = 1e-3
-[lr_schedule]
-warmup_steps = 2
-[train]
-steps = {STEPS}
-global_batch = 4
-micro_batch = 1
-precision = "fp32"
-hang_seconds = 60
-[checkpoint]
-every = {EVERY}
-keep = 1
-[log]
-sinks = []
-[resilience]
-preflight = false
+model = {{ d_model = 16, n_layers = 1, attention = {{ n_heads = 2 }}, ffn = {{ d_ff = 32 }} }}
+data = {{ train = "CORPUS/train", tokenizer = "CORPUS/tokenizer.model", sequence_length = 16 }}
+optimizer = {{ lr = 1e-3 }}
+lr_schedule = {{ warmup_steps = 2 }}
+train = {{ steps = {STEPS}, global_batch = 4, micro_batch = 1, precision = "fp32", hang_seconds = 60 }}
+checkpoint = {{ every = {EVERY}, keep = 1 }}
+log = {{ sinks = [] }}
+resilience = {{ preflight = false }}
 """
 
 
@@ -151,10 +130,7 @@ class KillSeries:
         hit = self.folder / f"hit-{number}"
         pids = {}
         for rank in range(self.world):
-            variables = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
-                "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
+            variables = make_rank_variables(rank, self.world, port)
             words = keep_last_override(["train", self.config, f"run_dir={run}", *self.overrides])
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
             kill_here = kill if kill and kill.rank == rank else None

@@ -1,12 +1,10 @@
 """Ranks forked from a process that has imported all there is to import, which end themselves when they are told to."""
 
-import ctypes
 import fcntl
 import importlib.util
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,10 +18,9 @@ import torch
 import megatfm.train.run  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
-from tests.support.rank_processes import engine_class
+from tests.support.rank_processes import engine_class, set_up_rank
 
 ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
-PR_SET_PDEATHSIG = 1
 SLOW_SECONDS = 0.001
 """Extra seconds of each operation of a save: steps go on meanwhile, as with a large model's disk."""
 
@@ -65,22 +62,17 @@ def wait_for_any(pids: Sequence[int], deadline: float) -> tuple[int, int]:
 
 def run_rank(
     words: list[str],
-    environment: dict[str, str],
-    text: Path,
+    variables: dict[str, str],
+    output: Path,
     kill: Kill | None = None,
     hit: Path | None = None,
     counts: Path | None = None,
 ) -> None:
     """`megatfm train` as one rank; of four or more, past the page cache, as large files are written and read."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ.update(environment)
-    if int(environment["WORLD_SIZE"]) >= 4:
+    set_up_rank(variables, output)
+    if int(variables["WORLD_SIZE"]) >= 4:
         file_format.DIRECT_BYTES = 0
         chunked_io._is_in_page_cache = lambda fd, size: False
-    output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     events = EventCounter(kill, hit)
     if hit:
         events.install_hooks()
@@ -126,9 +118,9 @@ class EventCounter:
             self.count_event("staging")
             copy(*part)
 
-        staging._copy = counted
+        vars(staging)["_copy"] = counted
         writer.commit = self._set_phase_during(writer.commit, "metadata")
-        saver.purge_old_checkpoints = self._set_phase_during(saver.purge_old_checkpoints, "retention")
+        vars(saver)["purge_old_checkpoints"] = self._set_phase_during(vars(saver)["purge_old_checkpoints"], "retention")
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
             setattr(os, name, self._wrap_operation(name, getattr(os, name)))
 

@@ -1,16 +1,23 @@
 """`megatfm launch` in this process, jobs for launchers, a SLURM that answers from files, runs to look at."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import errno
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from megatfm import cli
 from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
-from megatfm.launchers.attempts import Attempt, dump_attempts
+from megatfm.launchers import attempts, prolog_epilog, record
+from megatfm.launchers.attempts import Attempt, AttemptLog, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
 from megatfm.launchers.slurm_site import Site
@@ -104,3 +111,66 @@ def write_attempts(run: Path, *codes: int | None) -> None:
         for code in codes
     ]
     (run / "restarts.json").write_text(dump_attempts(result))
+
+
+RUNNING = "JobId=7 JobState=RUNNING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00 Partition=main NumNodes=2\n"
+
+
+def run_prolog(run: Path, *, least: int = 1, limit: int = 3) -> int:
+    """Begin an attempt of job 7; returns the exit code."""
+    words = ["--min-nodes", str(least), "--processes-per-node", "1"]
+    return prolog_epilog.main(["prolog", *shared_arguments(run, limit), *words])
+
+
+def run_epilog(run: Path, code: int, *words: str, limit: int = 3) -> int:
+    """End an attempt of job 7 with an exit code; returns the exit code of the epilog."""
+    requeue = [] if "--no-requeue" in words else ["--requeue"]
+    return prolog_epilog.main(["epilog", *shared_arguments(run, limit), "--code", str(code), *requeue, *words])
+
+
+def shared_arguments(run: Path, limit: int) -> list[str]:
+    """Words that prolog and epilog have in common."""
+    files = ["--log", str(run / "logs" / "slurm-7.log"), "--config", str(run / "slurm" / "config.toml")]
+    return ["--run", str(run), *files, "--max-restarts", str(limit)]
+
+
+def write_chain(run: Path, *jobs: int) -> None:
+    """Write launch.json of a chain of these jobs."""
+    (run / "launch.json").write_text(json.dumps({"launcher": "slurm", "jobs": [str(job) for job in jobs]}))
+
+
+def write_log(run: Path, text: str) -> None:
+    """Write the job's log."""
+    (run / "logs" / "slurm-7.log").write_text(text)
+
+
+def write_event(run: Path, **facts: object) -> None:
+    """Add a line to the run's events.jsonl."""
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+
+def finish_run(run: Path) -> None:
+    """The run records that all of its steps are done."""
+    write_event(run, event="finished", detail="step 100", step=100)
+
+
+def write_failures(run: Path, count: int, host: str | None = None) -> None:
+    """Record failed attempts, which a host is blamed for."""
+    for _ in range(count):
+        begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))
+        AttemptLog(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Meanwhile, launchers' records can't be written, and neither can stderr, a job's log."""
+
+    def refuse(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with ExitStack() as stack:
+        for module in (attempts, prolog_epilog, record):
+            stack.enter_context(patch.object(module, "atomic_write", refuse))
+        stack.enter_context(patch.object(sys, "stderr", stack.enter_context(open("/dev/full", "w"))))
+        yield

@@ -6,10 +6,9 @@ Nothing is written down here about what works: a cell has a tick because a case 
 fails if a gradient differs (many by `make test-all` alone); it is empty where there is no such case.
 """
 
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from _pytest.mark import ParameterSet
 
 from megatfm.config import Config, ParallelConfig
 from tests.parity import test_deepspeed, test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
-from tests.support.context_models import CONTEXT_LAYOUTS, CONTEXT_MODELS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
+from tests.support.context_parity import CONTEXT_LAYOUTS, CONTEXT_MODELS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
 from tests.support.deepspeed_runs import list_family_layouts, make_stage_cases
-from tests.support.expert_models import (
+from tests.support.expert_parity import (
     CONTEXT_EXPERT_MODELS,
     EXPERT_CASES,
     EXPERT_CONTEXT_LAYOUTS,
@@ -134,21 +133,29 @@ def case_values(case: Any, count: int) -> Sequence[Any]:
     return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
 
 
+def format_table(kind: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    """A table of Markdown whose rows are of a kind."""
+    lines = [(kind, columns), *rows]
+    head, *body = (f"| {name} | {' | '.join(cells)} |" for name, cells in lines)
+    return "\n".join([head, "|---" * (len(columns) + 1) + "|", *body])
+
+
+def mark(are_compared: Iterable[bool]) -> list[str]:
+    return [TICK if is_compared else "" for is_compared in are_compared]
+
+
 def make_table() -> str:
     """Rows are layouts, columns models."""
     actual = list_covered_layouts()
     models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
-    lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    for layout, models_of_layout in actual.items():
-        marks = [TICK if m in models_of_layout else "" for m in models]
-        lines.append(f"| {layout} | {' | '.join(marks)} |")
-    return "\n".join(lines)
+    rows = ((layout, mark(model in compared for model in models)) for layout, compared in actual.items())
+    return format_table("Layout", models, rows)
 
 
 def make_context_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
     layouts = [(ranks, layout_name(p)) for ranks, layout_of in CONTEXT_LAYOUTS.items() for p in layout_of.values()]
-    lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    rows = []
     for model in CONTEXT_MODELS:
         layouts_of_model = {
             (ranks, layout_name(p))
@@ -156,9 +163,8 @@ def make_context_table() -> str:
             for p in context_layouts_of(model, ranks).values()
             if model in models
         }
-        marks = [TICK if layout in layouts_of_model else "" for layout in layouts]
-        lines.append(f"| {model} | {' | '.join(marks)} |")
-    return "\n".join(lines)
+        rows.append((model, mark(layout in layouts_of_model for layout in layouts)))
+    return format_table("Model", [name for _, name in layouts], rows)
 
 
 def list_image_cases() -> Iterator[tuple[str, str]]:
@@ -180,11 +186,10 @@ def make_image_table() -> str:
     """Rows are models with images, columns the layouts under which any of them is compared."""
     compared = [*list_image_cases()]
     layouts = [*dict.fromkeys(layout for _, layout in compared)]
-    lines = [f"| Model | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
-    for row in dict.fromkeys(row for row, _ in compared):
-        marks = [TICK if (row, layout) in compared else "" for layout in layouts]
-        lines.append(f"| {row} | {' | '.join(marks)} |")
-    return "\n".join(lines)
+    rows = dict.fromkeys(row for row, _ in compared)
+    return format_table(
+        "Model", layouts, ((row, mark((row, layout) in compared for layout in layouts)) for row in rows)
+    )
 
 
 def list_deepspeed_cases() -> Iterator[Config]:
@@ -209,11 +214,9 @@ def make_deepspeed_table() -> str:
     for config in list_deepspeed_cases():
         stages[config.name, deepspeed_layout_name(config.parallel)].add(config.parallel.zero)
     layouts = [*dict.fromkeys(layout for _, layout in stages)]
-    lines = [f"| Model | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
-    for row in dict.fromkeys(row for row, _ in stages):
-        cells = [", ".join(map(str, sorted(stages.get((row, layout), ())))) for layout in layouts]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = dict.fromkeys(row for row, _ in stages)
+    cells = {row: [", ".join(map(str, sorted(stages.get((row, name), ())))) for name in layouts] for row in rows}
+    return format_table("Model", layouts, cells.items())
 
 
 def renew_page(text: str) -> str:
@@ -224,7 +227,8 @@ def renew_page(text: str) -> str:
         (BEGIN_IMAGES, make_image_table()),
         (BEGIN_DEEPSPEED, make_deepspeed_table()),
     ):
-        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1)
+        before, _, old = text.partition(f"{begin}\n")
+        text = f"{before}{begin}\n\n{result}\n\n{END}{old.partition(END)[2]}"
     return text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-from megatfm.config import Config, DataConfig, ModelConfig, OptimizerSection, ParallelConfig, TrainConfig
+from megatfm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.config.objective import ObjectiveConfig
 from megatfm.parallel.pipeline_schedule import Action, Schedule
 from megatfm.verify.expected import compute_expected_traffic
@@ -38,7 +38,7 @@ RANKS_OF_LAYOUT = {
     layout: parallel.dp_replicate * max(parallel.dp_shard, 1) * parallel.tp
     for layout, parallel in DATA_AND_TENSOR_LAYOUTS.items()
 }
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
+PIPELINE_SCHEDULES: tuple[Any, ...] = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 FAMILY_LAYOUTS = {
     2: {"zero0": ParallelConfig(dp_shard=2, zero=0), "zero1": ParallelConfig(dp_shard=2, zero=1),
         "zero2": ParallelConfig(dp_shard=2, zero=2), "zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2),
@@ -177,14 +177,14 @@ def traffic_config(
     objective: ObjectiveConfig,
     parallel: ParallelConfig,
     *,
-    optimizer: OptimizerSection = ADAMW,
+    optimizer: Any = ADAMW,
     recompute: str = "none",
     plugins: Sequence[str] = (),
 ) -> Config:
     """Two micro-batches a step, and one more with stages."""
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     return Config(
-        name="x", plugins=tuple(plugins), model=model, objective=objective,
+        name="x", plugins=list(plugins), model=model, objective=objective,
         data=DataConfig(train="t", tokenizer="m", sequence_length=LENGTH,
                         target_length=LENGTH if model.family == "encoder_decoder" else None),
         parallel=parallel, optimizer=optimizer,

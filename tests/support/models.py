@@ -22,10 +22,10 @@ from megatfm.layers.sequence import SequenceMetadata
 
 ROWS, LENGTH = 8, 12
 """Rows of a batch and tokens of a row (`tests/support/batches.py`)."""
-UNTIED_MODEL = ModelConfig(
-    vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 80},
-    embedding={"tied": False},
-)  # fmt: skip
+UNTIED_MODEL = ModelConfig.from_dotted({
+    "vocab_size": 96, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 80,
+    "embedding.tied": False,
+})  # fmt: skip
 TIED_MODEL = UNTIED_MODEL.with_changes({"embedding.tied": True})
 ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
 MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, max_grad_norm=0.3)
@@ -139,7 +139,7 @@ SMALL_DENSE = {
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
-POSITIONS = {
+POSITIONS: dict[str, dict[str, Any]] = {
     "sinusoidal": {},
     "learned": {"position.max_positions": 16},
     "rope": {"position.theta": 100.0},

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from megatfm.corpus import remote
 from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.shard_index import ShardIndex
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.sequences import DocumentChunk
+from megatfm.data.dataset import RowDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import DocumentChunk, Fields
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
 
@@ -107,8 +109,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     """Write documents as a corpus of several shards of several frames; returns its folder."""
 
     def write(texts: list[np.ndarray], name: str = "corpus", **options: Any) -> Path:
-        options = {"tokenizer_hash": "a" * 64, "token_dtype": "uint16"} | options
-        options = {"shard_bytes": 60_000, "frame_bytes": 8_000, "pack": False} | options
+        sizes: dict[str, Any] = {"shard_bytes": 60_000, "frame_bytes": 8_000, "pack": False}
+        options = {"tokenizer_hash": "a" * 64, "token_dtype": "uint16"} | sizes | options
         provenance = options.pop("provenance", {"made by": "a test"})
         with ShardWriter(tmp_path / name, **options) as writer:
             for i, tokens in enumerate(texts):
@@ -216,7 +218,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         download(self, path, known)
 
     monkeypatch.setattr(module.CachedRemoteStorage, "_download", watched)
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("megatfm.corpus.remote.time.sleep", lambda seconds: None)
     return names
 
 
@@ -227,6 +229,17 @@ def have_same_documents(first: Corpus, second: Corpus) -> bool:
         for number in range(first.n_blocks)
         for (_, a), (_, b) in zip(first.read_block(number), second.read_block(number), strict=True)
     )
+
+
+@contextmanager
+def serve_s3() -> Iterator[str]:
+    """Serve S3 at the URL that is yielded."""
+    from moto.server import ThreadedMotoServer  # slow to import
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
 
 
 def use_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +253,41 @@ def use_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     fsspec.config.conf.pop("s3", None)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def read_row(rows: RowDataset, position: int | None) -> Fields:
+    """A single row; without a position, one of padding."""
+    return {name: values[0] for name, values in rows.read_rows([position]).items()}
+
+
+def read_epoch(rows: RowDataset, epoch: int = 0) -> list[Fields]:
+    """All rows of an epoch in their order."""
+    n_rows = len(rows)  # type: ignore[arg-type]
+    return [read_row(rows, position) for position in range(epoch * n_rows, (epoch + 1) * n_rows)]
+
+
+def read_global_batches(
+    rows: RowDataset, ranks: int, steps: int, position: int = 0, *, global_batch: int, workers: int = 0
+) -> list[Fields]:
+    """The global batch of each step, put together from all ranks."""
+    options: dict[str, Any] = {"global_batch": global_batch, "position": position, "workers": workers}
+    loaders = [DataLoader(rows, micro_batch=2, data_rank=rank, data_ranks=ranks, **options) for rank in range(ranks)]
+    try:
+        parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
+    finally:
+        for loader in loaders:
+            loader.close()
+    # A batch whose rows are one document each has no numbers of documents.
+    names = [set.intersection(*map(set, step)) for step in parts]
+    return [
+        {name: np.concatenate([batch[name] for batch in step]) for name in shared}
+        for step, shared in zip(parts, names, strict=True)
+    ]
+
+
+def assert_same_fields(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    """Assert that rows have the same fields, types and numbers."""
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
+        assert values.dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(values, expected[name], name)

@@ -1,12 +1,17 @@
 """Engines of small models, and the gradients of one device that theirs must equal."""
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.interface import ParallelizedModel
@@ -15,7 +20,7 @@ from megatfm.engines.native.cuda_graphs import GraphCapture
 from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.layers.block import collect_auxiliary_losses
-from megatfm.layers.initialisation import draw, initialise
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from megatfm.ops.cross_entropy import cross_entropy_reference
@@ -30,11 +35,7 @@ from tests.support.models import ADAMW, LENGTH, ROWS
 def one_device(config: ModelConfig) -> nn.Module:
     """The whole model in float64, with the initial weights of an engine whose seed is 7."""
     model = build(config).double()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            parameter = getattr(module, key)
-            values = draw(initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape)
-            parameter.data.copy_(values)
+    initialise(model, 7)
     return model
 
 
@@ -43,10 +44,10 @@ def one_device_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[fl
     model.zero_grad()
     inputs = {name: batch[name] for name in ("positions", "documents", "keys") if name in batch}
     hidden = model(batch["tokens"], **inputs).hidden
-    loss = cross_entropy_reference(hidden.flatten(0, 1), model.head.weight, batch["targets"].flatten())
+    loss = cross_entropy_reference(hidden.flatten(0, 1), model.get_parameter("head.weight"), batch["targets"].flatten())
     loss = loss / (batch["targets"] != -100).sum()
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 ROW_LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}
@@ -87,6 +88,35 @@ def build_engine(
     return NativeEngine(parallelized, optimizers, precision=precision, seed=7, options=options)
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """Blocks that were compiled, with torch's options for each, and the graphs that were made of them."""
+
+    blocks: list[tuple[nn.Module, dict[str, Any]]]
+    graphs: list[GraphModule]
+
+
+@contextmanager
+def compile_blocks_by(name: str) -> Iterator[Compilation]:
+    """Compile blocks by a backend of torch that makes no machine code, which would take minutes."""
+    compilation, real, backend = Compilation([], []), nn.Module.compile, torch._dynamo.lookup_backend(name)
+
+    def make_graph(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compilation.graphs.append(graph)
+        compiled: Callable[..., Any] = backend(graph, inputs)
+        return compiled
+
+    def compile_block(block: nn.Module, **options: Any) -> None:
+        compilation.blocks.append((block, options))
+        real(block, **options, backend=make_graph)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        yield compilation
+    torch._dynamo.reset()
+
+
 def rank_rows(engine: NativeEngine, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """This data rank's rows of a batch of ROWS; some ranks have more where their number doesn't divide it."""
     rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
@@ -125,7 +155,7 @@ def _weighted_sum(objective: Any, terms: Mapping[str, Tensor], batch: dict[str, 
 def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -> Any:
     """An objective with these terms of a model, among which are those of its blocks."""
     auxiliary = collect_auxiliary_losses(config)
-    objective = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
+    objective: Any = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
     objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
     return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from megatfm.checkpoint import check_all_bytes, find_latest, read_state, read_tensors
 from megatfm.checkpoint.directory import list_checkpoints
 
@@ -35,17 +37,25 @@ class Operation:
 
 
 @contextmanager
+def replace_operations(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace each operation of this process on the disk by `wrap(name, operation)`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield
+
+
+@contextmanager
 def record_operations(into: list[Operation]) -> Iterator[None]:
     """Record what this process, in any of its threads, does to the disk."""
-    genuine = {name: getattr(os, name) for name in OPERATIONS}
     lock = threading.Lock()
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
             with lock:  # so that the order that is written down is the one that happened
                 fresh = name != "open" or (bool(args[1] & os.O_CREAT) and not os.path.lexists(args[0]))
                 path = _resolve_path(args[0], kwargs.get("dir_fd"))
-                result = genuine[name](*args, **kwargs)
+                result = genuine(*args, **kwargs)
                 if fresh:
                     data = bytes(args[1][:result]) if name == "write" else b""
                     new = str(args[1]) if name == "rename" else ""
@@ -55,13 +65,8 @@ def record_operations(into: list[Operation]) -> Iterator[None]:
 
         return operation
 
-    for name in OPERATIONS:
-        setattr(os, name, wrap(name))
-    try:
+    with replace_operations(wrap):
         yield
-    finally:
-        for name in OPERATIONS:
-            setattr(os, name, genuine[name])
 
 
 def _resolve_path(first: Any, folder: int | None) -> str:

@@ -69,7 +69,7 @@ def shard_texts(out: Path, split: str) -> dict[str, str]:
     for shard in sorted((out / split).glob("*.tar.zst")):
         stream = zstandard.ZstdDecompressor().stream_reader(shard.read_bytes(), read_across_frames=True)
         with tarfile.open(fileobj=stream, mode="r|") as tar:
-            members = {member.name: tar.extractfile(member).read() for member in tar}
+            members = {member.name: file.read() for member in tar if (file := tar.extractfile(member))}
         for name, data in members.items():
             if name.endswith(".meta.json"):
                 meta = json.loads(data)

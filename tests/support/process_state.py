@@ -1,15 +1,17 @@
-"""State of the process that a test could leave to later ones: plugins are forgotten, and all else must be as before."""
+"""State of the process around each test: seeds by its name, plugins forgotten, all else as before."""
 
 import locale
 import logging
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatfm import registry
@@ -91,3 +93,23 @@ def forget_plugins() -> Iterator[None]:
         registry._imported_plugins -= plugins
         registry._places_of_used_parts.clear()
         registry._places_of_used_parts.update(used)
+
+
+def seed_by_name(name: str) -> int:
+    """Seed the global generators of torch and NumPy; returns the seed.
+
+    Python's own is left alone: ports are drawn from it, and two runs of a test beside one another need unlike ones.
+    """
+    seed = zlib.crc32(name.encode())
+    if has_gpu():
+        torch.manual_seed(seed)
+    else:  # `manual_seed` keeps its stack for each kind of device that may yet come: a millisecond, for each fixture
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    return seed
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether torch sees a GPU, asked before any test acts as one."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_available()

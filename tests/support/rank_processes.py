@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatfm.launchers.local import find_free_port
+from tests.support.files import read_lines
 from tests.support.forked_commands import keep_last_override
 from tests.support.workers import start_fork_server
 
@@ -50,15 +50,12 @@ class Ranks:
         port = find_free_port()
         self.started = time.monotonic()
         for rank in range(count):
-            variables = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
-            }  # fmt: skip
+            variables = make_rank_variables(rank, count, port) | environment
             words = keep_last_override(["train", self.config, f"run_dir={self.folder}", *self.overrides])
             if rank in absent:
                 continue
             local_fault = fault if fault and fault.rank in (rank, -1) else None
-            process = context.Process(target=run_rank, args=(words, variables, str(self.said_at(rank)), local_fault))
+            process = context.Process(target=run_rank, args=(words, variables, self.said_at(rank), local_fault))
             process.start()
             self.processes.append(process)
         return self
@@ -90,7 +87,7 @@ class Ranks:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(path) if path.exists() else []
 
     def end(self) -> None:
         for process in self.processes:
@@ -103,17 +100,30 @@ class Ranks:
 Start = Callable[..., Ranks]
 
 
+def make_rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """Environment of one of the ranks on this machine."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def run_rank(words: list[str], environment: dict[str, str], text: str, fault: Fault | None) -> None:
-    """`megatfm train`, as one rank, with what it says in a file."""
+def set_up_rank(variables: dict[str, str], output: Path) -> None:
+    """Set a rank's environment, and write what it says into a file; it ends with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ.update(environment)
-    output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.environ.update(variables)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def run_rank(words: list[str], variables: dict[str, str], output: Path, fault: Fault | None) -> None:
+    """`megatfm train`, as one rank, with what it says in a file."""
+    set_up_rank(variables, output)
     import torch
 
     import megatfm.train.run  # noqa: F401  slow to import, on a busy machine slower than some test's patience
@@ -258,15 +268,16 @@ def writes_slowly() -> None:
     """Slow the disk by the clock of the check: a real second would be lost on a busy machine."""
     from megatfm.train import startup_checks
 
-    genuine, clock, late = startup_checks.probe_disk, startup_checks.time, 0.0
+    checks: Any = startup_checks
+    genuine, clock, late = checks.probe_disk, checks.time, 0.0
 
     def slowly(folder: Path, rank: int) -> None:
         nonlocal late
         genuine(folder, rank)
         late += 60.0
 
-    startup_checks.probe_disk = slowly
-    startup_checks.time = SimpleNamespace(  # type: ignore[assignment]
+    checks.probe_disk = slowly
+    checks.time = SimpleNamespace(
         perf_counter=lambda: clock.perf_counter() + late, monotonic=clock.monotonic, sleep=clock.sleep
     )
 

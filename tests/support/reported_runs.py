@@ -9,41 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from megatfm.report import write_report
+from tests.support.files import write_lines
 
 CONFIG = """
 name = "synthetic"
-
+parallel = {{ dp_shard = 2, tp = 1 }}
+lr_schedule = {{ name = "cosine", warmup_steps = 20, min_lr_factor = 0.05 }}
+train = {{ steps = 1000, global_batch = 32, micro_batch = 16, seed = 0, precision = "bf16" }}
+checkpoint = {{ every = 100, keep = 2 }}
 [model]
 family = "decoder"
 d_model = 256
 n_layers = 4
-
-[model.attention]
-n_heads = 4
-
-[model.ffn]
-d_ff = 768
-activation = "swiglu"
-
-[model.norm]
-name = "rms_norm"
-
-[model.position]
-name = "rope"
-
-[model.embedding]
-tied = false
-
+attention = {{ n_heads = 4 }}
+ffn = {{ d_ff = 768, activation = "swiglu" }}
+norm = {{ name = "rms_norm" }}
+position = {{ name = "rope" }}
+embedding = {{ tied = false }}
 [data]
 train = "{corpora}/train"
 validation = {{ stdlib = "{corpora}/validation" }}
 tokenizer = "{corpora}/tokenizer.model"
 sequence_length = 512
-
-[parallel]
-dp_shard = 2
-tp = 1
-
 [optimizer]
 name = "muon"
 lr = 3e-3
@@ -51,22 +38,6 @@ matrix_lr = 0.02
 betas = [0.9, 0.95]
 weight_decay = 0.1
 max_grad_norm = 1.0
-
-[lr_schedule]
-name = "cosine"
-warmup_steps = 20
-min_lr_factor = 0.05
-
-[train]
-steps = 1000
-global_batch = 32
-micro_batch = 16
-seed = 0
-precision = "bf16"
-
-[checkpoint]
-every = 100
-keep = 2
 """
 PLAN = """\
 mesh  dp_replicate 1 × dp_shard 2 × tp 1
@@ -143,15 +114,15 @@ def write_reported_run(folder: Path, last_step: int = 1000) -> Path:
     (run / "config.toml").write_text(CONFIG.format(corpora=corpora))
     (run / "plan.txt").write_text(PLAN)
     records = [make_record(step, noise) for step in range(1, last_step + 1)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    write_lines(run / "metrics.jsonl", records)
     events = [
         {"time": 1_795_257_000.0, "event": "started", "detail": "on 2 processes"},
         {"time": 1_795_257_222.5, "event": "stopped", "step": 510, "detail": "SIGUSR1: saved, exit 75"},
         {"time": 1_795_257_230.1, "event": "resumed", "step": 510, "detail": "on 2 processes"},
     ]
-    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    write_lines(run / "events.jsonl", events)
     samples = [{"prompt": PROMPT, "text": SAMPLE, "step": 1000}]
-    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    write_lines(run / "samples.jsonl", samples)
     (run / "environment.json").write_text(json.dumps({"megatfm": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}))
     baselines = {"gzip -9, per document": 2.41, "xz -9, joined": 1.93}
     (run / "baselines.json").write_text(json.dumps({"stdlib": baselines}))
@@ -200,4 +171,4 @@ def report_page(run: Path) -> Page:
 
 
 def replace_metrics(run: Path, records: list[dict[str, object]]) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(run / "metrics.jsonl", records)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, OptimizerConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.interface import Batch, OptimizerGroup
+from megatfm.engines.interface import Batch, Engine, OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.optimizers import TorchOptimizer
@@ -85,7 +85,7 @@ def count_held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def low_precision_gradients(zero: int) -> dict[str, Tensor]:
+def low_precision_gradients(zero: Literal[0, 1, 2, 3]) -> dict[str, Tensor]:
     """Whole gradients after two steps in bfloat16, gathered from both ranks."""
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2, zero=zero), PLAIN_ADAMW, precision="bf16")
     for step in range(2):
@@ -136,8 +136,8 @@ def get_tensor(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 
-def load_checkpoint(engine: NativeEngine, path: Path) -> None:
-    """Load weights and optimizer state."""
+def load_checkpoint(engine: Engine, path: Path) -> None:
+    """Load weights and optimizer state, in any layout."""
     state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     engine.load_state_dict(state)
@@ -191,7 +191,7 @@ def check_stack_moves_as_matrices(name: str) -> None:
     SOAP's matrices are square here: the first covariance of others has eigenvalues of 0, whose eigenvectors may be any.
     """
     m, n = (5, 5) if name == "soap" else (6, 4)
-    close = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
+    close: dict[str, Any] | None = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
     config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE})
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)

@@ -1,6 +1,5 @@
 """A test cluster and jobs on it."""
 
-import json
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.files import read_lines
 from tests.support.forked_commands import ForkedCommand, keep_last_override
 
 TROUBLE_PLUGIN = Path(__file__).resolve().parents[1] / "e2e" / "slurm" / "plugin"
@@ -163,7 +163,7 @@ class Job:
 
 def read_metrics(run_dir: Path) -> list[dict[str, object]]:
     """Lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 # The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.

@@ -1,6 +1,6 @@
 """A small real corpus, and configs of small runs."""
 
-import sys
+import json
 from pathlib import Path
 
 import pytest
@@ -13,65 +13,31 @@ from megatfm.config.prep import PrepConfig
 PACKAGES = ("json", "email", "html", "wsgiref", "xmlrpc")
 SMALL_CONFIG = """
 name = "small"
-
-[model]
-d_model = 32
-n_layers = 2
-
-[model.attention]
-n_heads = 2
-
-[model.ffn]
-d_ff = 64
-
+model = {{ d_model = 32, n_layers = 2, attention = {{ n_heads = 2 }}, ffn = {{ d_ff = 64 }} }}
+optimizer = {{ name = "muon", lr = 3e-3 }}
+lr_schedule = {{ warmup_steps = 2 }}
+train = {{ steps = 8, global_batch = 8, micro_batch = 4, precision = "fp32" }}
+checkpoint = {{ every = 4 }}
+evaluate = {{ every = 4, max_rows = 12 }}
+log = {{ every = 1, sinks = [] }}
 [data]
 train = "{corpus}/train"
 validation = {{ held-out = "{corpus}/validation", again = "{corpus}/validation" }}
 tokenizer = "{corpus}/tokenizer.model"
 sequence_length = 64
-
-[optimizer]
-name = "muon"
-lr = 3e-3
-
-[lr_schedule]
-warmup_steps = 2
-
-[train]
-steps = 8
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[checkpoint]
-every = 4
-
-[evaluate]
-every = 4
-max_rows = 12
-
-[log]
-every = 1
-sinks = []
 """
 SMALL_PREP = """
 out = "{out}"
-
-[read]
-folder = "{texts}"
-
-[split]
-validation = 0.2
-
-[tokenizer]
-vocab_size = 512
+read = {{ folder = "{texts}" }}
+split = {{ validation = 0.2 }}
+tokenizer = {{ vocab_size = 512 }}
 """
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources of a few packages of the standard library."""
-    library = Path(sys.modules["json"].__file__).parents[1]
+    library = Path(json.__file__).parents[1]
     texts = tmp_path_factory.mktemp("source") / "my texts"
     for package in PACKAGES:
         (texts / package).mkdir(parents=True)

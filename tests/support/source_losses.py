@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatfm.config import Config
 from megatfm.engines.interface import RowSources
-from megatfm.layers.initialisation import draw
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.parallel.mesh import build_mesh
@@ -68,11 +68,7 @@ def global_batch() -> dict[str, Tensor]:
 def expected_losses(config: Config, batch: dict[str, Tensor]) -> dict[str, float]:
     """Row by row, from logits; source by source."""
     model = build(config.model).double()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            weight = getattr(module, key)
-            shape = tuple(weight.shape)
-            weight.data.copy_(draw(initial, config.train.seed, f"{path}.{key}", shape, (0,) * len(shape), shape))
+    initialise(model, config.train.seed)
     sums, counts = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0)
     for row, source in enumerate(SOURCES.tolist()):
         inputs = {name: values[row : row + 1] for name, values in batch.items() if name != "targets"}

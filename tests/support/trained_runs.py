@@ -3,6 +3,7 @@
 import inspect
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainCo
 from megatfm.models import Decoder, build
 from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
-SMALL_DECODER = ModelConfig(
-    vocab_size=400, d_model=32, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 48},
-    embedding={"tied": False},
-)  # fmt: skip
+SMALL_DECODER = ModelConfig.from_dotted({
+    "vocab_size": 400, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 48,
+    "embedding.tied": False,
+})  # fmt: skip
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Any:
     """Every parameter random, norms too, and large enough that logits differ clearly."""
     random = torch.Generator().manual_seed(1)
     model = build(config).to(dtype).eval()
@@ -45,13 +46,13 @@ def write_trained_run(folder: Path, tokenizer_model: bytes, model: Decoder, obje
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
     length = min(24, model.config.max_row_length[0] or 24)
     config = Config(
-        name="small", model=model.config, objective={"name": objective},
+        name="small", model=model.config,
         data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=length),
         optimizer=AdamWConfig(lr=1e-3), train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
-    )  # fmt: skip
+    ).with_changes({"objective": {"name": objective}})  # fmt: skip
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    state = {
+    state: dict[str, Any] = {
         "step": 30,
         "tokenizer": SentencePieceTokenizer(tokenizer_model).hash,
         "config": config.model_dump(mode="json"),
@@ -60,7 +61,7 @@ def write_trained_run(folder: Path, tokenizer_model: bytes, model: Decoder, obje
     return folder
 
 
-def write_next_checkpoint(run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None) -> None:
+def write_next_checkpoint(run: Path, state: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
     """A newer checkpoint, with some of its state and tensors changed."""
     old = run / "checkpoints" / "step-00000030"
     full = {**checkpoint.read_tensors(old), **(tensors or {})}

@@ -1,7 +1,6 @@
 """Training in a worker process, stopped or disturbed, and what it left."""
 
 import hashlib
-import json
 import math
 import shutil
 import signal
@@ -20,6 +19,7 @@ from megatfm.engines.interface import LossTotals
 from megatfm.errors import MegatfmError
 from megatfm.train.run import train
 from tests.support.documentation import PLUGINS
+from tests.support.files import read_lines
 from tests.support.rank_processes import engine_class
 
 MACHINE_DEPENDENT_KEYS = frozenset(
@@ -55,16 +55,14 @@ def train_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM
             signal.raise_signal(name)
         return stats
 
-    patched.forward_backward = asked
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", asked)
         return train(config)
-    finally:
-        patched.forward_backward = genuine
 
 
 def training_curve(folder: Path) -> list[dict[str, Any]]:
     """Metrics that don't depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines]
 
 
@@ -130,13 +128,12 @@ def train_with_faults(config: Config, faults: Mapping[str, str] = {}) -> tuple[i
             stats.sums[term] += wrong
         return stats
 
-    patched.forward_backward = faulty
-    try:
-        return train(config), read
-    except MegatfmError as error:
-        return str(error), read
-    finally:
-        patched.forward_backward = genuine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", faulty)
+        try:
+            return train(config), read
+        except MegatfmError as error:
+            return str(error), read
 
 
 def stored_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -151,8 +148,7 @@ def have_same_tensors(first: Mapping[str, torch.Tensor], second: Mapping[str, to
 
 def run_events(folder: Path, kind: str) -> list[tuple[int, str]]:
     """Step and detail of each event of a kind."""
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [(line["step"], line["detail"]) for line in lines if line["event"] == kind]
+    return [(line["step"], line["detail"]) for line in read_lines(folder / "events.jsonl") if line["event"] == kind]
 
 
 def delete_checkpoints_after(folder: Path, step: int) -> None:
@@ -185,13 +181,13 @@ def train_with_bit_flip(config: Config, fault: str, rank: int, step: int) -> str
             flip(engine.local[last_output_projection(engine)])
         return norm
 
-    patched.forward_backward, patched.step = forward_backward, optimizer_step
-    try:
-        train(config)
-    except MegatfmError as error:
-        return str(error)
-    finally:
-        patched.forward_backward, patched.step = backward, optimize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "forward_backward", forward_backward)
+        patch.setattr(patched, "step", optimizer_step)
+        try:
+            train(config)
+        except MegatfmError as error:
+            return str(error)
     return "none"
 
 

@@ -21,9 +21,8 @@ from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
 from megatfm.tracking.run_directory import RunDirectory
-from tests.support.command_line import run_command
 from tests.support.documentation import list_code_blocks
-from tests.support.forked_commands import ForkedCommand
+from tests.support.forked_commands import ForkedCommand, run_command
 from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
@@ -127,6 +126,7 @@ def test_commands_say_on_stderr_what_they_do(
             rf"{run}: step-00000002, 2 validation sets, [\d,]+ parameters, .*",
             r"held-out: 100 % of \d+ rows", r"held-out: loss [\d.]+, [\d.]+ bits per byte", r"again: loss .*",
         ],
+        ("describe", str(run)): ["small: counting parameters and FLOPs, without allocating the model"],
         ("data", "check", f"{corpus}/train"): [
             rf"{corpus}/train: \d+ samples in 1 shard", r"checked: 100 % of \d+ samples",
         ],
@@ -143,7 +143,10 @@ def test_commands_say_on_stderr_what_they_do(
 
 
 def test_results_that_can_not_be_written_are_shown(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On a full disk, or in another user's run: they may have taken hours."""
 
@@ -156,6 +159,12 @@ def test_results_that_can_not_be_written_are_shown(
     displayed = capsys.readouterr()
     assert "1.2345" in displayed.out
     assert displayed.err.endswith("error: evaluation.json: can't write it: Read-only file system\n")
+    caplog.clear()
+    assert megatfm.load(run).evaluate() == {"held-out": {"loss": 1.2345}, "again": {"loss": 1.2345}}
+    assert "evaluation.json: can't write it: Read-only file system" in caplog.messages
+    monkeypatch.setattr(evaluate, "_find_newest", refuse)
+    with pytest.raises(MegatfmError, match="Read-only"):
+        megatfm.load(run).evaluate()
 
 
 def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatfm.cli import COMMANDS, build_parser, main
+from megatfm.cli import COMMANDS, build_parser
 from megatfm.commands.completion import COMPLETION_FILES, make_completion_script
 from megatfm.config import load_config, to_toml
 from megatfm.terminal import print_table, spell_unencodable
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 ROOT = Path(__file__).parents[2]
 STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP}
@@ -206,8 +206,7 @@ def test_stop_signals_wait_for_training_alone(words: list[str], are_blocked: boo
     """Nothing else would ever handle them."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        with pytest.raises(SystemExit):
-            main([*words, "nowhere"])
+        run_command(*words, "nowhere")
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

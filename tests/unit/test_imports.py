@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import support
 from tests.support.documentation import (
     FOLDERS,
     ROOT,
@@ -214,6 +215,12 @@ def test_names_in_getattr_are_defined(trees: Mapping[str, ast.Module]) -> None:
                     looked_up[name] = f"{path}:{node.lineno}"
     assert len(looked_up) > 80
     assert not {place: name for name, place in looked_up.items() if name not in defined}
+
+
+def test_the_map_of_shared_helpers_names_each_file() -> None:
+    files = [path.stem for path in (ROOT / "tests/support").glob("[a-z]*.py")]
+    assert len(files) > 50
+    assert not [name for name in files if not re.search(rf"\b{name}\b", str(support.__doc__))]
 
 
 # -------------------------------------------------------------------------------------------- generated pages

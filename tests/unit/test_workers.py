@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.registry import import_plugins, list_plugin_names
-from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment
-from tests.support.seeding import seed_by_name
+from tests.support.process_state import assert_unchanged_process, forget_plugins, restore_environment, seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
 
 

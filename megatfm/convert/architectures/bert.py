@@ -1,17 +1,13 @@
 """BERT, RoBERTa and ALBERT with their pretraining heads, and the parts that other encoders share with them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from megatfm.config import LearnedPositionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
-from megatfm.convert.hf_values import (
-    activation_from_hf,
-    activation_to_hf,
-    read_mapped,
-    write_mapped,
-)
+from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
 from megatfm.convert.weight_mapping import WeightMapping, add_prefix, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
@@ -21,21 +17,13 @@ POSITION_IDS = r"embeddings\.position_ids$"
 """Name of a buffer in older files."""
 
 ENCODER_KEYS: dict[str, Key] = {
-    "vocab_size": used(30522),
-    "hidden_size": used(768),
-    "num_hidden_layers": used(12),
-    "num_attention_heads": used(12),
-    "intermediate_size": used(3072),
-    "hidden_act": used("gelu"),
-    "hidden_dropout_prob": used(0.1),
-    "attention_probs_dropout_prob": used(0.1),
-    "max_position_embeddings": used(512),
-    "type_vocab_size": used(2),
-    "initializer_range": used(0.02),
-    "layer_norm_eps": used(1e-12),
-    "position_embedding_type": supported_values("absolute"),
-    "tie_word_embeddings": supported_values(True),
-}
+    **used(
+        vocab_size=30522, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+        hidden_act="gelu", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, max_position_embeddings=512,
+        type_vocab_size=2, initializer_range=0.02, layer_norm_eps=1e-12,
+    ),
+    **supported_values(position_embedding_type="absolute", tie_word_embeddings=True),
+}  # fmt: skip
 """Keys of BERT's config.json with its defaults; related encoders add to them."""
 POOLER = ignored(
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
@@ -138,9 +126,7 @@ PREDICTION_HEAD = map_head(
 
 # BERT: BertForPreTraining has the sentence head, BertForMaskedLM has not
 
-BERT_KEYS = ENCODER_KEYS | POOLER | {"pad_token_id": used(0, int, None)}
-
-BERT_FINGERPRINT = {"family": "encoder", "position.name": "learned", "position.offset": 0}
+BERT_KEYS = ENCODER_KEYS | POOLER | used(pad_token_id=(0, int, None))
 
 
 def read_bert_pretraining(hf_config: Json) -> ModelConfig:
@@ -160,46 +146,29 @@ def map_bert(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[Wei
     ]
 
 
-register_architecture(
-    "BertForPreTraining",
-    Architecture(
-        "bert",
-        BERT_KEYS,
-        read_bert_pretraining,
-        write_encoder,
-        map_bert,
-        base_model_prefix="bert.",
-        ignored_tensors=(POSITION_IDS,),
-        legacy_names=OLD_NORMS,
-        fingerprint=BERT_FINGERPRINT,
-    ),
-)
 # Google's checkpoints are named BertForMaskedLM, but also hold the sentence head.
 SENTENCE_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
-register_architecture(
-    "BertForMaskedLM",
-    Architecture(
-        "bert",
-        BERT_KEYS,
-        read_encoder,
-        write_encoder,
-        map_bert,
-        base_model_prefix="bert.",
-        ignored_tensors=(POSITION_IDS, *SENTENCE_HEAD),
-        legacy_names=OLD_NORMS,
-        fingerprint=BERT_FINGERPRINT,
-    ),
-    base="BertModel",
+MASKED_BERT = Architecture(
+    "bert",
+    BERT_KEYS,
+    read_encoder,
+    write_encoder,
+    map_bert,
+    base_model_prefix="bert.",
+    ignored_tensors=(POSITION_IDS, *SENTENCE_HEAD),
+    legacy_names=OLD_NORMS,
+    fingerprint={"family": "encoder", "position.name": "learned", "position.offset": 0},
 )
+register_architecture(
+    "BertForPreTraining", replace(MASKED_BERT, config_from_hf=read_bert_pretraining, ignored_tensors=(POSITION_IDS,))
+)
+register_architecture("BertForMaskedLM", MASKED_BERT, base="BertModel")
 
 # RoBERTa, whose positions begin one after the padding token's id
 
 ROBERTA_KEYS = ENCODER_KEYS | {
-    "vocab_size": used(50265),
-    "hidden_act": supported_values("gelu"),  # the head's activation is always this one
-    "pad_token_id": used(1),
-    "bos_token_id": used(0, int, list, None),
-    "eos_token_id": used(2, int, list, None),
+    **used(vocab_size=50265, pad_token_id=1, bos_token_id=(0, int, list, None), eos_token_id=(2, int, list, None)),
+    **supported_values(hidden_act="gelu"),  # the head's activation is always this one
 }
 
 
@@ -222,9 +191,7 @@ def write_roberta(config: ModelConfig) -> Json:
     if position.offset < 1:
         raise UsageError("RoBERTa's positions begin after the padding token's id: model.position.offset is 0")
     return write_encoder(
-        config,
-        max_position_embeddings=position.max_positions + position.offset,
-        pad_token_id=position.offset - 1,
+        config, max_position_embeddings=position.max_positions + position.offset, pad_token_id=position.offset - 1
     )
 
 
@@ -266,35 +233,22 @@ ALBERT_BLOCK = [
 
 
 ALBERT_KEYS = ENCODER_KEYS | {
-    "vocab_size": used(30000),
-    "embedding_size": used(128),
-    "hidden_size": used(4096),
-    "num_attention_heads": used(64),
-    "intermediate_size": used(16384),
-    "hidden_act": used("gelu_new"),
-    "hidden_dropout_prob": used(0.0),
-    "attention_probs_dropout_prob": used(0.0),
-    "num_hidden_groups": used(1),
-    "inner_group_num": supported_values(1),
-    "pad_token_id": used(0, int, None),
-    "bos_token_id": used(2, int, list, None),
-    "eos_token_id": used(3, int, list, None),
+    **used(
+        vocab_size=30000, embedding_size=128, hidden_size=4096, num_attention_heads=64, intermediate_size=16384,
+        hidden_act="gelu_new", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_hidden_groups=1,
+        pad_token_id=(0, int, None), bos_token_id=(2, int, list, None), eos_token_id=(3, int, list, None),
+    ),
+    **supported_values(inner_group_num=1),
     **ignored("classifier_dropout_prob"),
     **ignored("net_structure_type", "num_memory_blocks", "gap_size", "down_scale_factor"),
-}
-
-ALBERT_FINGERPRINT = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
+}  # fmt: skip
 
 
 def read_albert(hf_config: Json) -> ModelConfig:
     if hf_config["embedding_size"] == hf_config["hidden_size"]:
         raise UsageError("config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not")
     return read_encoder(
-        hf_config,
-        **{
-            "embedding.dim": hf_config["embedding_size"],
-            "distinct_layers": hf_config["num_hidden_groups"],
-        },
+        hf_config, **{"embedding.dim": hf_config["embedding_size"], "distinct_layers": hf_config["num_hidden_groups"]}
     )
 
 
@@ -306,10 +260,7 @@ def write_albert(config: ModelConfig) -> Json:
     if config.distinct_layers is None:
         raise UsageError("without model.distinct_layers this is an ELECTRA generator's architecture")
     return write_encoder(
-        config,
-        embedding_size=config.embedding_width,
-        num_hidden_groups=config.distinct_layers,
-        inner_group_num=1,
+        config, embedding_size=config.embedding_width, num_hidden_groups=config.distinct_layers, inner_group_num=1
     )
 
 
@@ -318,48 +269,31 @@ def map_albert(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("sentence.pooler", "albert.pooler", bias=True),
         *rename_linear("sentence.classifier", "sop_classifier.classifier", bias=True),
     ]
-    groups = (
-        add_prefix(f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK)
-        for i in range(config.distinct_layers or config.n_layers)
-    )
+    block = add_prefix("", "albert_layers.0.", ALBERT_BLOCK)
+    n_groups, hf_groups = config.distinct_layers or config.n_layers, "albert.encoder.albert_layer_groups."
     return [
         *map_embeddings("albert.embeddings.", copies=["predictions.decoder.weight"]),
         *rename_linear("encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True),
-        *(mapping for group in groups for mapping in group),
+        *map_layers(n_groups, "encoder.layers.", hf_groups, block),
         *map_head(
-            "predictions.dense",
-            "predictions.LayerNorm",
-            "predictions.bias",
-            copies=["predictions.decoder.bias"],
+            "predictions.dense", "predictions.LayerNorm", "predictions.bias", copies=["predictions.decoder.bias"]
         ),
         *(sentence if "sentence" in config.extra_heads else []),
     ]
 
 
+MASKED_ALBERT = Architecture(
+    "albert",
+    ALBERT_KEYS,
+    read_albert,
+    write_albert,
+    map_albert,
+    base_model_prefix="albert.",
+    ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
+    fingerprint={"family": "encoder", "position.name": "learned", "distinct_layers": 1},
+)
 register_architecture(
     "AlbertForPreTraining",
-    Architecture(
-        "albert",
-        ALBERT_KEYS,
-        read_albert_pretraining,
-        write_albert,
-        map_albert,
-        base_model_prefix="albert.",
-        ignored_tensors=(POSITION_IDS,),
-        fingerprint=ALBERT_FINGERPRINT,
-    ),
+    replace(MASKED_ALBERT, config_from_hf=read_albert_pretraining, ignored_tensors=(POSITION_IDS,)),
 )
-register_architecture(
-    "AlbertForMaskedLM",
-    Architecture(
-        "albert",
-        ALBERT_KEYS,
-        read_albert,
-        write_albert,
-        map_albert,
-        base_model_prefix="albert.",
-        ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
-        fingerprint=ALBERT_FINGERPRINT,
-    ),
-    base="AlbertModel",
-)
+register_architecture("AlbertForMaskedLM", MASKED_ALBERT, base="AlbertModel")

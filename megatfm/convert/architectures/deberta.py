@@ -16,25 +16,22 @@ from megatfm.convert.architectures.bert import (
     read_encoder,
     write_encoder,
 )
-from megatfm.convert.hf_config import Json, ignored, omit_keys, supported_values, used
+from megatfm.convert.hf_config import Json, Key, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import check_implied_values
 from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, rename_linear
 from megatfm.errors import UsageError
 
 DEBERTA_KEYS = ENCODER_KEYS | {
-    "vocab_size": used(50265),
-    "type_vocab_size": used(0),
-    "layer_norm_eps": used(1e-7),
-    "relative_attention": supported_values(True, default=False),
-    "position_biased_input": supported_values(False, default=True),
-    "pos_att_type": used(None, str, list, None),
-    "max_relative_positions": used(-1),
-    "embedding_size": used(None, int),
-    "pad_token_id": used(0, int, None),
-    "talking_head": supported_values(False),
+    **used(
+        vocab_size=50265, type_vocab_size=0, layer_norm_eps=1e-7, pos_att_type=(None, str, list, None),
+        max_relative_positions=-1, embedding_size=(None, int), pad_token_id=(0, int, None),
+    ),
+    "relative_attention": Key(False, (bool,), (True,)),
+    "position_biased_input": Key(True, (bool,), (False,)),
+    **supported_values(talking_head=False),
     **ignored("legacy", kinds=[bool]),
     **ignored("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
-}
+}  # fmt: skip
 
 
 def check_pos_att_type(value: Any) -> None:
@@ -151,18 +148,15 @@ register_architecture(
 # DeBERTa v2 and v3
 
 DEBERTA_V2_KEYS = omit_keys(DEBERTA_KEYS, "talking_head") | {
-    "vocab_size": used(128100),
-    "hidden_size": used(1536),
-    "num_hidden_layers": used(24),
-    "num_attention_heads": used(24),
-    "intermediate_size": used(6144),
-    "share_att_key": supported_values(True, default=False),
-    "norm_rel_ebd": supported_values("layer_norm", default="none"),
-    "position_buckets": used(-1),
-    "attention_head_size": used(None, int),
-    "conv_kernel_size": supported_values(0),
+    **used(
+        vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24, intermediate_size=6144,
+        position_buckets=-1, attention_head_size=(None, int),
+    ),
+    "share_att_key": Key(False, (bool,), (True,)),
+    "norm_rel_ebd": Key("none", (str,), ("layer_norm",)),
+    **supported_values(conv_kernel_size=0),
     **ignored("conv_act", "conv_groups"),
-}
+}  # fmt: skip
 
 
 def read_deberta_v2(hf_config: Json) -> ModelConfig:

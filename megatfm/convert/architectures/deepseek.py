@@ -4,6 +4,7 @@ One matrix projects latents to keys and values, ordered by head. Rotary channels
 """
 
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 from math import log
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from megatfm.config import MLAAttentionConfig, ModelConfig, RopeConfig, RopeScaling, require_variant
 from megatfm.config.ffn import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
-from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import map_dense_ffn, map_llama_style
-from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.architectures.llama import LLAMA_MAPPING, map_dense_ffn, map_llama_style, register_decoder
+from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     ROPE_KEYS,
     activation_from_hf,
@@ -37,43 +37,21 @@ from megatfm.convert.weight_mapping import (
 from megatfm.errors import UsageError
 
 DEEPSEEK_V3_KEYS = ROPE_KEYS | {
-    "vocab_size": used(129280),
-    "hidden_size": used(7168),
-    "intermediate_size": used(18432),
-    "num_hidden_layers": used(61),
-    "first_k_dense_replace": used(3),
-    "num_attention_heads": used(128),
-    "num_key_value_heads": used(128, int, None),
-    "qk_nope_head_dim": used(128),
-    "qk_rope_head_dim": used(64),
-    "v_head_dim": used(128),
-    "q_lora_rank": used(1536, int, None),
-    "kv_lora_rank": used(512),
-    "head_dim": used(None, int),
-    "qk_head_dim": used(None, int),
-    "max_position_embeddings": used(4096),
-    "rms_norm_eps": supported_values(1e-6),  # the norms of latents always use this one
-    "hidden_act": used("silu"),
-    "attention_bias": supported_values(False),
-    "rope_interleave": supported_values(True),
-    "attention_dropout": used(0.0, float, None),
-    "initializer_range": used(0.02),
-    "tie_word_embeddings": used(False),
-    "sliding_window": supported_values(None),
-    "bos_token_id": used(0, int, list, None),
-    "eos_token_id": used(1, int, list, None),
-    "moe_intermediate_size": used(2048),
-    "n_routed_experts": used(256),
-    "num_local_experts": alias("n_routed_experts"),
-    "num_experts_per_tok": used(8),
-    "n_shared_experts": used(1),
-    "n_group": used(8),
-    "topk_group": used(4),
-    "norm_topk_prob": used(True),
-    "routed_scaling_factor": used(2.5),
-    "moe_layer_freq": supported_values(1),
-    "scoring_func": supported_values("sigmoid"),
-    "topk_method": supported_values("noaux_tc"),
+    **used(
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, first_k_dense_replace=3,
+        num_attention_heads=128, num_key_value_heads=(128, int, None), qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, q_lora_rank=(1536, int, None), kv_lora_rank=512, head_dim=(None, int), qk_head_dim=(None, int),
+        max_position_embeddings=4096, hidden_act="silu", attention_dropout=(0.0, float, None), initializer_range=0.02,
+        tie_word_embeddings=False, bos_token_id=(0, int, list, None), eos_token_id=(1, int, list, None),
+        moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1, n_group=8,
+        topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5,
+    ),
+    **supported_values(rms_norm_eps=1e-6),  # the norms of latents always use this one
+    **supported_values(
+        attention_bias=False, rope_interleave=True, sliding_window=None, moe_layer_freq=1, scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    ),
+    **alias(num_local_experts="n_routed_experts"),
     # Settings of training and inference, and heads for later tokens.
     **ignored(
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
@@ -111,16 +89,11 @@ def list_unused_tensors(hf_config: Mapping[str, object], names: Container[str]) 
     return [rf"^model\.layers\.{i}\." for i in indices if f"model.layers.{i}.eh_proj.weight" in names]
 
 
-DEEPSEEK_MAPPING = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "attention.n_heads",
-    "qk_nope_head_dim": "attention.qk_nope_head_dim",
-    "rms_norm_eps": "norm.eps",
-    "tie_word_embeddings": "embedding.tied",
-    "initializer_range": "init.std",
+NOT_IN_DEEPSEEK = ("num_key_value_heads", "head_dim", "intermediate_size", "attention_bias", "mlp_bias")
+DEEPSEEK_MAPPING = omit_keys(LLAMA_MAPPING, *NOT_IN_DEEPSEEK) | {
+    key: f"attention.{key}" for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "q_lora_rank")
 }
+DEEPSEEK_FEATURES = {"attention.name": "mla"}
 
 
 def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
@@ -137,9 +110,6 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
             "ffn.d_ff": hf_config["intermediate_size"],
             "ffn.activation": activation_from_hf(hf_config["hidden_act"], gated=True),
             "attention.name": "mla",
-            "attention.kv_lora_rank": hf_config["kv_lora_rank"],
-            "attention.q_lora_rank": hf_config["q_lora_rank"],
-            "attention.qk_rope_head_dim": hf_config["qk_rope_head_dim"],
             "attention.v_head_dim": hf_config["v_head_dim"],
             "attention.scale": _read_attention_scale(hf_config, rotary["position.scaling"]),
             "attention.dropout": hf_config["attention_dropout"] or 0.0,
@@ -231,10 +201,7 @@ def write_without_router(config: ModelConfig) -> Json:
         **write_mapped(config, DEEPSEEK_MAPPING),
         **_convert_experts_to_hf(config),
         "num_key_value_heads": config.attention.n_heads,
-        "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim or config.head_width,
-        "q_lora_rank": latent.q_lora_rank,
-        "kv_lora_rank": latent.kv_lora_rank,
         "intermediate_size": config.layer_config(0).ffn.d_ff,
         "hidden_act": activation_to_hf(config.ffn.activation, gated=True),
         "attention_dropout": config.attention.dropout,
@@ -295,10 +262,7 @@ def map_deepseek_v3(config: ModelConfig, *, fused: bool = False) -> list[WeightM
             ("attn.wkv_down.weight", "attn.wk_rope.weight"),
             ("self_attn.kv_a_proj_with_mqa.weight",),
             lambda tensors: [torch.cat([tensors[0], tensors[1][_order_halves_to_pairs(rope_dim)]])],
-            lambda tensors: [
-                tensors[0][:-rope_dim],
-                tensors[0][-rope_dim:][_order_pairs_to_halves(rope_dim)],
-            ],
+            lambda tensors: [tensors[0][:-rope_dim], tensors[0][-rope_dim:][_order_pairs_to_halves(rope_dim)]],
         ),
         map_name("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
         WeightMapping(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv),
@@ -333,19 +297,8 @@ def _get_attention(config: ModelConfig) -> MLAAttentionConfig:
     return require_variant(config.attention, MLAAttentionConfig, "model.attention")
 
 
-register_architecture(
-    "DeepseekV3ForCausalLM",
-    Architecture(
-        "deepseek_v3",
-        DEEPSEEK_V3_KEYS,
-        read_deepseek_v3,
-        write_deepseek_v3,
-        map_deepseek_v3,
-        map_fused_weights=lambda config: map_deepseek_v3(config, fused=True),
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        unused_tensors=list_unused_tensors,
-        fingerprint={"family": "decoder", "attention.name": "mla"},
-    ),
-    base="DeepseekV3Model",
-)
+register_decoder(
+    "DeepseekV3", "deepseek_v3", DEEPSEEK_V3_KEYS, read_deepseek_v3, write_deepseek_v3, map_deepseek_v3,
+    features=DEEPSEEK_FEATURES, map_fused_weights=partial(map_deepseek_v3, fused=True),
+    unused_tensors=list_unused_tensors,
+)  # fmt: skip

@@ -1,48 +1,31 @@
 """DeepSeek-V2 and V2-Lite (DeepseekV2ForCausalLM): a V3 with a softmax router, which ranks groups by their best
 expert."""
 
+from functools import partial
+
 from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import DeepSeekV2RouterConfig
-from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures import deepseek
-from megatfm.convert.architectures.llama import check_head_count
+from megatfm.convert.architectures.llama import check_head_count, register_decoder
 from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.weight_mapping import require_dropless
 from megatfm.errors import UsageError
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
-V3_ONLY_KEYS = (
-    "rope_interleave",
-    "scoring_func",
-    "num_local_experts",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-)
+V3_ONLY_KEYS = ("rope_interleave", "scoring_func", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
 DEEPSEEK_V2_KEYS = omit_keys(deepseek.DEEPSEEK_V3_KEYS, *V3_ONLY_KEYS) | {
-    "vocab_size": used(102400),
-    "hidden_size": used(4096),
-    "intermediate_size": used(11008),
-    "num_hidden_layers": used(32),
-    "first_k_dense_replace": used(0),
-    "num_attention_heads": used(32),
-    "num_key_value_heads": used(None, int, None),
-    "max_position_embeddings": used(2048),
-    "mlp_bias": supported_values(False),
-    "bos_token_id": used(1, int, list, None),
-    "eos_token_id": used(2, int, list, None),
-    "moe_intermediate_size": used(1407),
-    "n_routed_experts": used(64),
-    "num_experts": alias("n_routed_experts"),
-    "num_experts_per_tok": used(None, int),
-    "n_shared_experts": used(2),
-    "n_group": used(None, int, None),
-    "topk_group": used(None, int, None),
-    "routed_scaling_factor": used(1.0),
-    "topk_method": supported_values(GREEDY, LIMITED),
-    "scoring_func": supported_values("softmax"),
+    **used(
+        vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, first_k_dense_replace=0,
+        num_attention_heads=32, num_key_value_heads=(None, int, None), max_position_embeddings=2048,
+        bos_token_id=(1, int, list, None), eos_token_id=(2, int, list, None), moe_intermediate_size=1407,
+        n_routed_experts=64, num_experts_per_tok=(None, int), n_shared_experts=2, n_group=(None, int, None),
+        topk_group=(None, int, None), routed_scaling_factor=1.0,
+    ),
+    **supported_values(mlp_bias=False, topk_method=(GREEDY, LIMITED), scoring_func="softmax"),
+    **alias(num_experts="n_routed_experts"),
     **ignored("norm_topk_prob", kinds=[bool, None]),  # transformers never normalises
     **ignored("router_aux_loss_coef"),
-}
+}  # fmt: skip
 
 
 def read_deepseek_v2(hf_config: Json) -> ModelConfig:
@@ -76,18 +59,7 @@ def write_deepseek_v2(config: ModelConfig) -> Json:
     return hf_config
 
 
-register_architecture(
-    "DeepseekV2ForCausalLM",
-    Architecture(
-        "deepseek_v2",
-        DEEPSEEK_V2_KEYS,
-        read_deepseek_v2,
-        write_deepseek_v2,
-        deepseek.map_deepseek_v3,
-        map_fused_weights=lambda config: deepseek.map_deepseek_v3(config, fused=True),
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint={"family": "decoder", "attention.name": "mla"},
-    ),
-    base="DeepseekV2Model",
-)
+register_decoder(
+    "DeepseekV2", "deepseek_v2", DEEPSEEK_V2_KEYS, read_deepseek_v2, write_deepseek_v2, deepseek.map_deepseek_v3,
+    features=deepseek.DEEPSEEK_FEATURES, map_fused_weights=partial(deepseek.map_deepseek_v3, fused=True),
+)  # fmt: skip

@@ -15,18 +15,14 @@ from megatfm.convert.architectures.bert import (
 from megatfm.convert.hf_config import SUMMARY_KEYS, Json, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_linear
 
-ELECTRA_KEYS = (
-    ENCODER_KEYS
-    | SUMMARY_KEYS
-    | {
-        "embedding_size": used(128),
-        "hidden_size": used(256),
-        "num_attention_heads": used(4),
-        "intermediate_size": used(1024),
-        "pad_token_id": used(0, int, None),
-    }
-)
-ELECTRA_GENERATOR_KEYS = ELECTRA_KEYS | {"hidden_act": supported_values("gelu")}
+ELECTRA_KEYS = {
+    **ENCODER_KEYS,
+    **SUMMARY_KEYS,
+    **used(
+        embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024, pad_token_id=(0, int, None)
+    ),
+}
+ELECTRA_GENERATOR_KEYS = ELECTRA_KEYS | supported_values(hidden_act="gelu")
 """The head always has this activation."""
 
 

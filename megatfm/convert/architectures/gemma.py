@@ -5,15 +5,15 @@ caps; Gemma 3 normalises queries and keys, and has rotary bases by layer type.
 """
 
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
-from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
-    LLAMA_FINGERPRINT,
+    LLAMA_MAPPING,
     map_attention,
     map_decoder,
     map_dense_ffn,
     map_qk_norms,
+    register_decoder,
 )
-from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, supported_values, used
+from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
     LOCAL,
@@ -36,44 +36,29 @@ from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
 GEMMA2_KEYS = ROPE_KEYS | {
-    "vocab_size": used(256000),
-    "hidden_size": used(2304),
-    "intermediate_size": used(9216),
-    "num_hidden_layers": used(26),
-    "num_attention_heads": used(8),
-    "num_key_value_heads": used(4),
-    "head_dim": used(256),
-    "hidden_activation": used("gelu_pytorch_tanh"),
-    "max_position_embeddings": used(8192),
-    "rms_norm_eps": used(1e-6),
-    "tie_word_embeddings": used(True),
-    "attention_bias": used(False),
-    "attention_dropout": used(0.0, float, None),
-    "query_pre_attn_scalar": used(256),
-    "sliding_window": used(4096, int),
-    "layer_types": used(None, list, None),
-    "final_logit_softcapping": used(30.0, float, None),
-    "attn_logit_softcapping": used(50.0, float, None),
-    "use_bidirectional_attention": supported_values(None, False),
-    "initializer_range": used(0.02),
-    "pad_token_id": used(0, int, None),
-    "eos_token_id": used(1, int, list, None),
-    "bos_token_id": used(2, int, list, None),
+    **used(
+        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192,
+        rms_norm_eps=1e-6, tie_word_embeddings=True, attention_bias=False, attention_dropout=(0.0, float, None),
+        query_pre_attn_scalar=256, sliding_window=(4096, int), layer_types=(None, list, None),
+        final_logit_softcapping=(30.0, float, None), attn_logit_softcapping=(50.0, float, None), initializer_range=0.02,
+        pad_token_id=(0, int, None), eos_token_id=(1, int, list, None), bos_token_id=(2, int, list, None),
+    ),
+    **supported_values(use_bidirectional_attention=(None, False)),
     **ignored("hidden_act"),
     **ignored("cache_implementation", kinds=OPTIONAL_STR),
-}
+}  # fmt: skip
 GEMMA3_KEYS = GEMMA2_KEYS | {
-    "vocab_size": used(262_208),
-    "max_position_embeddings": used(131_072),
-    "final_logit_softcapping": used(None, float, None),
-    "attn_logit_softcapping": supported_values(None),  # transformers reads it, but does not apply it
-    "use_bidirectional_attention": supported_values(False, None),
-    "original_max_position_embeddings": supported_values(None),
-    "partial_rotary_factor": supported_values(None),
-    "rope_local_base_freq": used(None, float),
-    "sliding_window_pattern": used(None, int),
+    **used(
+        vocab_size=262_208, max_position_embeddings=131_072, final_logit_softcapping=(None, float, None),
+        rope_local_base_freq=(None, float), sliding_window_pattern=(None, int),
+    ),
+    **supported_values(attn_logit_softcapping=None),  # transformers reads it, but does not apply it
+    **supported_values(
+        use_bidirectional_attention=(False, None), original_max_position_embeddings=None, partial_rotary_factor=None,
+    ),
     **ignored("_sliding_window_pattern", kinds=[int]),
-}
+}  # fmt: skip
 GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
 """Defaults of Gemma 3 in transformers: one in so many blocks has full attention; bases of rotary positions."""
 
@@ -99,20 +84,7 @@ def read_gemma3(hf_config: Json) -> ModelConfig:
     return _read_gemma(hf_config, {"attention.qk_norm": True, **kinds})
 
 
-GEMMA_MAPPING = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "attention.n_heads",
-    "num_key_value_heads": "attention.n_kv_heads",
-    "head_dim": "attention.head_dim",
-    "attention_bias": "attention.bias",
-    "intermediate_size": "ffn.d_ff",
-    "rms_norm_eps": "norm.eps",
-    "tie_word_embeddings": "embedding.tied",
-    "final_logit_softcapping": "lm_head.softcap",
-    "initializer_range": "init.std",
-}
+GEMMA_MAPPING = omit_keys(LLAMA_MAPPING, "mlp_bias") | {"final_logit_softcapping": "lm_head.softcap"}
 
 
 def _read_gemma(hf_config: Json, extra: Json) -> ModelConfig:
@@ -182,32 +154,9 @@ def map_gemma(config: ModelConfig) -> list[WeightMapping]:
     return map_decoder(config, block)
 
 
-GEMMA_FINGERPRINT = LLAMA_FINGERPRINT | {"norm.placement": "sandwich", "norm.zero_centered": True}
-register_architecture(
-    "Gemma2ForCausalLM",
-    Architecture(
-        "gemma2",
-        GEMMA2_KEYS,
-        read_gemma2,
-        write_gemma2,
-        map_gemma,
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint=GEMMA_FINGERPRINT,
-    ),
-    base="Gemma2Model",
-)
-register_architecture(
-    "Gemma3ForCausalLM",
-    Architecture(
-        "gemma3_text",
-        GEMMA3_KEYS,
-        read_gemma3,
-        write_gemma3,
-        map_gemma,
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint=GEMMA_FINGERPRINT | {"attention.qk_norm": True},
-    ),
-    base="Gemma3TextModel",
-)
+GEMMA_FEATURES = {"norm.placement": "sandwich", "norm.zero_centered": True}
+register_decoder("Gemma2", "gemma2", GEMMA2_KEYS, read_gemma2, write_gemma2, map_gemma, features=GEMMA_FEATURES)
+register_decoder(
+    "Gemma3", "gemma3_text", GEMMA3_KEYS, read_gemma3, write_gemma3, map_gemma,
+    features=GEMMA_FEATURES | {"attention.qk_norm": True}, base="Gemma3TextModel",
+)  # fmt: skip

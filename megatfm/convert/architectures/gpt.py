@@ -5,57 +5,33 @@ from collections.abc import Sequence
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import SUMMARY_KEYS, Json, alias, ignored, supported_values, used
-from megatfm.convert.hf_values import (
-    activation_from_hf,
-    activation_to_hf,
-    read_mapped,
-    write_mapped,
-)
-from megatfm.convert.weight_mapping import (
-    WeightMapping,
-    concat,
-    map_layers,
-    map_name,
-    rename_linear,
-    transpose,
-)
+from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
+from megatfm.convert.weight_mapping import WeightMapping, concat, map_layers, map_name, rename_linear, transpose
 from megatfm.errors import UsageError
 
 GPT_KEYS = SUMMARY_KEYS | {
-    "n_embd": used(768),
-    "n_layer": used(12),
-    "n_head": used(12),
-    "layer_norm_epsilon": used(1e-5),
-    "resid_pdrop": used(0.1),
-    "attn_pdrop": used(0.1),
-    "initializer_range": used(0.02),
-    "tie_word_embeddings": used(True),
-    "hidden_size": alias("n_embd"),
-    "max_position_embeddings": alias("n_positions"),
-    "num_attention_heads": alias("n_head"),
-    "num_hidden_layers": alias("n_layer"),
-}
+    **used(
+        n_embd=768, n_layer=12, n_head=12, layer_norm_epsilon=1e-5, resid_pdrop=0.1, attn_pdrop=0.1,
+        initializer_range=0.02, tie_word_embeddings=True,
+    ),
+    **alias(
+        hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    ),
+}  # fmt: skip
 """Keys of config.json that GPT-1 and GPT-2 share."""
 GPT2_KEYS = GPT_KEYS | {
-    "vocab_size": used(50257),
-    "n_positions": used(1024),
-    "n_inner": used(None, int, None),
-    "activation_function": used("gelu_new"),
-    "scale_attn_weights": supported_values(True),
-    "scale_attn_by_inverse_layer_idx": supported_values(False),
-    "bos_token_id": used(50256, int, list, None),
-    "eos_token_id": used(50256, int, list, None),
+    **used(
+        vocab_size=50257, n_positions=1024, n_inner=(None, int, None), activation_function="gelu_new",
+        bos_token_id=(50256, int, list, None), eos_token_id=(50256, int, list, None),
+    ),
+    **supported_values(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     **ignored("reorder_and_upcast_attn", kinds=[bool]),
     **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
-}
+}  # fmt: skip
 
 
-GPT_IMPLIED = {
-    "norm.name": "layer_norm",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "position.name": "learned",
-}
+GPT_IMPLIED = {"norm.name": "layer_norm", "attention.bias": True, "ffn.bias": True, "position.name": "learned"}
 """Megatfm's keys that config.json implies."""
 GPT_MAPPING = {
     "vocab_size": "vocab_size",
@@ -150,9 +126,7 @@ register_architecture(
 GPT1_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
 """Activations of GPT-1 in transformers, whose "gelu" is the tanh form → in megatfm."""
 GPT1_KEYS = GPT_KEYS | {
-    "vocab_size": used(40478),
-    "n_positions": used(512),
-    "afn": used("gelu"),
+    **used(vocab_size=40478, n_positions=512, afn="gelu"),
     **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
 }
 
@@ -177,11 +151,7 @@ def write_gpt1(config: ModelConfig) -> Json:
     afn = next((hf_name for hf_name, name in GPT1_ACTIVATIONS.items() if name == config.ffn.activation), None)
     if afn is None:
         raise UsageError(f"model.ffn.activation = {config.ffn.activation!r} is not one that transformers has here")
-    return {
-        **write_mapped(config, GPT_MAPPING),
-        "afn": afn,
-        "embd_pdrop": config.dropout,
-    }
+    return {**write_mapped(config, GPT_MAPPING), "afn": afn, "embd_pdrop": config.dropout}
 
 
 def map_gpt1(config: ModelConfig) -> list[WeightMapping]:

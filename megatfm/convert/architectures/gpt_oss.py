@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
-from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
-    LLAMA_FINGERPRINT,
     LLAMA_KEYS,
+    LLAMA_MAPPING,
     map_attention,
     map_llama_style,
+    register_decoder,
     write_llama,
 )
 from megatfm.convert.hf_config import COMMON_KEYS, Json, alias, ignored, omit_keys, supported_values, used
@@ -20,6 +20,7 @@ from megatfm.convert.hf_values import (
     make_layer_type_blocks,
     make_window_section,
     read_layer_types,
+    read_mapped,
     rope_from_hf,
     set_default_theta,
     write_layer_types,
@@ -42,32 +43,21 @@ DEFAULT_YARN = {
 }  # fmt: skip
 """Default of transformers for a config.json without rope_parameters."""
 GPT_OSS_KEYS = LLAMA_KEYS | {
-    "num_hidden_layers": used(36),
-    "num_local_experts": used(128),
-    "num_experts": alias("num_local_experts"),
-    "num_experts_per_tok": used(4),
-    "vocab_size": used(201088),
-    "hidden_size": used(2880),
-    "intermediate_size": used(2880),
-    "head_dim": used(64),
-    "num_attention_heads": used(64),
-    "num_key_value_heads": used(8),
-    "sliding_window": used(128, int),
-    "layer_types": used(None, list, None),
-    "max_position_embeddings": used(131072),
-    "rms_norm_eps": used(1e-5),
-    "attention_dropout": used(0.0),
-    "attention_bias": used(True),
-    "mlp_bias": supported_values(False),
-    "swiglu_alpha": supported_values(SIGMOID_FACTOR),
-    "swiglu_limit": supported_values(CLAMP),
+    **used(
+        num_hidden_layers=36, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088, hidden_size=2880,
+        intermediate_size=2880, head_dim=64, num_attention_heads=64, num_key_value_heads=8, sliding_window=(128, int),
+        layer_types=(None, list, None), max_position_embeddings=131072, rms_norm_eps=1e-5, attention_dropout=0.0,
+        attention_bias=True,
+    ),
+    **alias(num_experts="num_local_experts"),
+    **supported_values(mlp_bias=False, swiglu_alpha=SIGMOID_FACTOR, swiglu_limit=CLAMP),
     "bos_token_id": COMMON_KEYS["bos_token_id"],
     "eos_token_id": COMMON_KEYS["eos_token_id"],
     **ignored("hidden_act"),  # experts always have the clamped SwiGLU
     **ignored("output_router_logits", kinds=[bool]),
     **ignored("router_aux_loss_coef", kinds=[float]),
     **ignored("experts_per_token", "initial_context_length"),
-}
+}  # fmt: skip
 
 
 def read_gpt_oss(hf_config: Json) -> ModelConfig:
@@ -88,20 +78,11 @@ def read_gpt_oss(hf_config: Json) -> ModelConfig:
     window = make_window_section(hf_config["sliding_window"])
     return ModelConfig.from_dotted(
         {
-            "vocab_size": hf_config["vocab_size"],
-            "d_model": hf_config["hidden_size"],
-            "n_layers": hf_config["num_hidden_layers"],
-            "attention.n_heads": hf_config["num_attention_heads"],
-            "attention.n_kv_heads": hf_config["num_key_value_heads"],
-            "attention.head_dim": hf_config["head_dim"],
-            "attention.bias": hf_config["attention_bias"],
+            **read_mapped(hf_config, omit_keys(LLAMA_MAPPING, "intermediate_size", "mlp_bias")),
             "attention.sinks": True,
             "attention.dropout": hf_config["attention_dropout"],
-            "norm.eps": hf_config["rms_norm_eps"],
             "ffn": experts,
-            "embedding.tied": hf_config["tie_word_embeddings"],
             "init.name": "normal",
-            "init.std": hf_config["initializer_range"],
             **make_layer_type_blocks(read_layer_types(hf_config, 2), window, {}),
             **rope_from_hf(hf_config),
         }
@@ -160,17 +141,7 @@ def swap_dims(weight: Tensor) -> Tensor:
     return weight.transpose(1, 2)
 
 
-register_architecture(
-    "GptOssForCausalLM",
-    Architecture(
-        "gpt_oss",
-        GPT_OSS_KEYS,
-        read_gpt_oss,
-        write_gpt_oss,
-        map_gpt_oss,
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_FINGERPRINT | {"ffn.name": "moe", "attention.sinks": True},
-    ),
-    base="GptOssModel",
-)
+register_decoder(
+    "GptOss", "gpt_oss", GPT_OSS_KEYS, read_gpt_oss, write_gpt_oss, map_gpt_oss,
+    features={"ffn.name": "moe", "attention.sinks": True},
+)  # fmt: skip

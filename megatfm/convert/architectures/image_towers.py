@@ -30,18 +30,14 @@ TOWER_BLOCK = [
     *rename_linear("ffn_residual.norm", "layer_norm2", bias=True),
     *MLP,
 ]
-TOWER_KEYS = VISION_KEYS | {"intermediate_size": used(3072), "attention_dropout": used(0.0)}
+TOWER_KEYS = VISION_KEYS | used(intermediate_size=3072, attention_dropout=0.0)
 TOWER_MAPPING = {"intermediate_size": "ffn.d_ff", "attention_dropout": "attention.dropout"}
 SIGLIP_KEYS = TOWER_KEYS | {
-    "layer_norm_eps": used(1e-6),
-    "hidden_act": used("gelu_pytorch_tanh"),
+    **used(layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh"),
     **ignored("vision_use_head"),
 }
 CLIP_KEYS = TOWER_KEYS | {
-    "layer_norm_eps": used(1e-5),
-    "hidden_act": used("quick_gelu"),
-    "patch_size": used(32, int, list),
-    "initializer_range": used(0.02),
+    **used(layer_norm_eps=1e-5, hidden_act="quick_gelu", patch_size=(32, int, list), initializer_range=0.02),
     **ignored("initializer_factor", "projection_dim"),
 }
 TOWER = VisionNames(

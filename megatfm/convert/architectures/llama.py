@@ -3,10 +3,12 @@
 Rotary channels are halves on both sides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, WindowPatternConfig, require_variant
-from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architecture import Architecture, MapWeights, register_architecture
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     LOCAL,
@@ -19,38 +21,21 @@ from megatfm.convert.hf_values import (
     rope_to_hf,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, map_name, rename_linear, rename_modules
 from megatfm.errors import UsageError
 
 LLAMA_KEYS: dict[str, Key] = ROPE_KEYS | {
-    "vocab_size": used(32000),
-    "hidden_size": used(4096),
-    "intermediate_size": used(11008),
-    "num_hidden_layers": used(32),
-    "num_attention_heads": used(32),
-    "num_key_value_heads": used(None, int, None),
-    "head_dim": used(None, int, None),
-    "max_position_embeddings": used(2048),
-    "rms_norm_eps": used(1e-6),
-    "hidden_act": used("silu"),
-    "attention_bias": used(False),
-    "mlp_bias": used(False),
-    "attention_dropout": used(0.0, float, None),
-    "initializer_range": used(0.02),
-    "tie_word_embeddings": used(False),
-    "sliding_window": supported_values(None),
-    "bos_token_id": used(1, int, list, None),
-    "eos_token_id": used(2, int, list, None),
+    **used(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=(None, int, None), head_dim=(None, int, None), max_position_embeddings=2048,
+        rms_norm_eps=1e-6, hidden_act="silu", attention_bias=False, mlp_bias=False,
+        attention_dropout=(0.0, float, None), initializer_range=0.02, tie_word_embeddings=False,
+        bos_token_id=(1, int, list, None), eos_token_id=(2, int, list, None),
+    ),
+    **supported_values(sliding_window=None),
     **ignored("max_sequence_length"),
-}
-LLAMA_FINGERPRINT = {
-    "family": "decoder",
-    "position.name": "rope",
-    "attention.name": "gqa",
-    "ffn.name": "dense",
-}
-
-
+}  # fmt: skip
+LLAMA_FINGERPRINT = {"family": "decoder", "position.name": "rope", "attention.name": "gqa", "ffn.name": "dense"}
 LLAMA_MAPPING = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -106,17 +91,15 @@ def map_llama(config: ModelConfig) -> list[WeightMapping]:
 
 def map_attention(*, bias: bool = False, output_bias: bool | None = None) -> list[WeightMapping]:
     """Map the projections of queries, keys, values and output. output_bias: None: as `bias`."""
-    biases = dict.fromkeys("qkv", bias) | {"o": bias if output_bias is None else output_bias}
     return [
-        mapping
-        for part, has_bias in biases.items()
-        for mapping in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=has_bias)
+        *rename_modules({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkv"}, bias=bias),
+        *rename_linear("attn.wo", "self_attn.o_proj", bias=bias if output_bias is None else output_bias),
     ]
 
 
 def map_qk_norms() -> list[WeightMapping]:
     """Map the norms of queries and keys, head by head."""
-    return [mapping for part in "qk" for mapping in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")]
+    return rename_modules({f"attn.{part}_norm": f"self_attn.{part}_norm" for part in "qk"})
 
 
 def map_llama_style(
@@ -153,44 +136,49 @@ def map_decoder(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[W
 
 def map_dense_ffn(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
     """Map a gated feed-forward network."""
-    projections = ("gate", "up", "down")
-    return [
-        mapping
-        for part in projections
-        for mapping in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
-    ]
+    names = {f"{prefix}.w_{part}": f"{hf_prefix}.{part}_proj" for part in ("gate", "up", "down")}
+    return rename_modules(names, bias=bias)
+
+
+def register_decoder(
+    name: str,
+    model_type: str,
+    keys: Mapping[str, Key],
+    read: Callable[[Json], ModelConfig],
+    write: Callable[[ModelConfig], Json],
+    map_weights: MapWeights,
+    *,
+    features: Mapping[str, Any] = MappingProxyType({}),
+    base: str = "",
+    **options: Any,
+) -> None:
+    """Register a decoder whose tensors have Llama's prefix, and its bare model.
+
+    name: of the classes, without ForCausalLM and Model. features: values of our config, by which its models are known
+    among decoders. base: name of the bare class, if it is another one. options: further fields of `Architecture`.
+    """
+    prefix, length = "model.", "max_position_embeddings"
+    architecture = Architecture(
+        model_type, keys, read, write, map_weights, base_model_prefix=prefix, max_length_key=length,
+        fingerprint={**LLAMA_FINGERPRINT, **features}, **options,
+    )  # fmt: skip
+    register_architecture(f"{name}ForCausalLM", architecture, base=base or f"{name}Model")
 
 
 ROTARY_BUFFERS = (r"rotary_emb\.inv_freq$",)
 """Buffers of older files, which are computed."""
 
-register_architecture(
-    "LlamaForCausalLM",
-    Architecture(
-        "llama",
-        LLAMA_KEYS,
-        read_llama,
-        write_llama,
-        map_llama,
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_FINGERPRINT,
-    ),
-    base="LlamaModel",
-)
+register_decoder("Llama", "llama", LLAMA_KEYS, read_llama, write_llama, map_llama, ignored_tensors=ROTARY_BUFFERS)
 
 # Mistral: a Llama with a sliding window (Jiang et al. 2023)
 
 MISTRAL_KEYS = LLAMA_KEYS | {
-    "intermediate_size": used(14336),
-    "num_key_value_heads": used(8, int, None),
-    "max_position_embeddings": used(131_072),
-    "sliding_window": used(4096, int, None),
-    "attention_dropout": used(0.0),
-    "attention_bias": supported_values(False),
-    "mlp_bias": supported_values(False),
-}
+    **used(
+        intermediate_size=14336, num_key_value_heads=(8, int, None), max_position_embeddings=131_072,
+        sliding_window=(4096, int, None), attention_dropout=0.0,
+    ),
+    **supported_values(attention_bias=False, mlp_bias=False),
+}  # fmt: skip
 
 
 def read_mistral(hf_config: Json) -> ModelConfig:
@@ -207,37 +195,22 @@ def write_mistral(config: ModelConfig) -> Json:
     return window | omit_keys(write_llama(config), "attention_bias", "mlp_bias")
 
 
-register_architecture(
-    "MistralForCausalLM",
-    Architecture(
-        "mistral",
-        MISTRAL_KEYS,
-        read_mistral,
-        write_mistral,
-        map_llama,
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_FINGERPRINT,
-    ),
-    base="MistralModel",
+register_decoder(
+    "Mistral", "mistral", MISTRAL_KEYS, read_mistral, write_mistral, map_llama, ignored_tensors=ROTARY_BUFFERS
 )
 
 # Qwen2 and Qwen2.5: a Llama with biases at queries, keys and values (Qwen Team 2024)
 
 QWEN2_KEYS = omit_keys(LLAMA_KEYS, "attention_bias") | {
-    "vocab_size": used(151_936),
-    "intermediate_size": used(22_016),
-    "num_key_value_heads": used(32, int, None),
-    "max_position_embeddings": used(32_768),
-    "attention_dropout": used(0.0),
-    "mlp_bias": supported_values(False),
-    "use_sliding_window": supported_values(False),
-    "layer_types": used(None, list, None),
+    **used(
+        vocab_size=151_936, intermediate_size=22_016, num_key_value_heads=(32, int, None),
+        max_position_embeddings=32_768, attention_dropout=0.0, layer_types=(None, list, None),
+    ),
+    **supported_values(mlp_bias=False, use_sliding_window=False),
     "bos_token_id": COMMON_KEYS["bos_token_id"],
     "eos_token_id": COMMON_KEYS["eos_token_id"],
     **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
-}
+}  # fmt: skip
 QWEN2_BIASES = {"attention.bias": True, "attention.output_bias": False}
 
 
@@ -259,24 +232,11 @@ def map_qwen2(config: ModelConfig) -> list[WeightMapping]:
     return map_llama_style(config, map_attention(bias=True, output_bias=False))
 
 
-register_architecture(
-    "Qwen2ForCausalLM",
-    Architecture(
-        "qwen2",
-        QWEN2_KEYS,
-        read_qwen2,
-        write_qwen2,
-        map_qwen2,
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint={**LLAMA_FINGERPRINT, **QWEN2_BIASES},
-    ),
-    base="Qwen2Model",
-)
+register_decoder("Qwen2", "qwen2", QWEN2_KEYS, read_qwen2, write_qwen2, map_qwen2, features=QWEN2_BIASES)
 
 # Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025)
 
-QWEN3_KEYS = QWEN2_KEYS | {"head_dim": used(128), "attention_bias": LLAMA_KEYS["attention_bias"]}
+QWEN3_KEYS = QWEN2_KEYS | {**used(head_dim=128), "attention_bias": LLAMA_KEYS["attention_bias"]}
 
 
 def read_qwen3(hf_config: Json) -> ModelConfig:
@@ -293,17 +253,4 @@ def map_qwen3(config: ModelConfig) -> list[WeightMapping]:
     return map_llama_style(config, [*map_attention(bias=bias), *map_qk_norms()])
 
 
-register_architecture(
-    "Qwen3ForCausalLM",
-    Architecture(
-        "qwen3",
-        QWEN3_KEYS,
-        read_qwen3,
-        write_qwen3,
-        map_qwen3,
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint={**LLAMA_FINGERPRINT, "attention.qk_norm": True},
-    ),
-    base="Qwen3Model",
-)
+register_decoder("Qwen3", "qwen3", QWEN3_KEYS, read_qwen3, write_qwen3, map_qwen3, features={"attention.qk_norm": True})

@@ -26,19 +26,14 @@ from megatfm.convert.weight_mapping import WeightMapping, add_prefix, rename_lin
 from megatfm.errors import UsageError
 
 LLAVA_KEYS: dict[str, Key] = {
-    "vision_config": used({}, dict, None),
-    "text_config": used({}, dict, None),
-    "image_mean": used(None, list, None),
-    "image_std": used(None, list, None),
-    "image_token_index": used(32000),
-    "image_seq_length": used(576, int, None),
-    "projector_hidden_act": supported_values("gelu"),
-    "multimodal_projector_bias": used(True),
-    "vision_feature_layer": used(-2, int, list),
-    "vision_feature_select_strategy": supported_values("default", "full"),
-    "tie_word_embeddings": used(False),
+    **used(
+        vision_config=({}, dict, None), text_config=({}, dict, None), image_mean=(None, list, None),
+        image_std=(None, list, None), image_token_index=32000, image_seq_length=(576, int, None),
+        multimodal_projector_bias=True, vision_feature_layer=(-2, int, list), tie_word_embeddings=False,
+    ),
+    **supported_values(projector_hidden_act="gelu", vision_feature_select_strategy=("default", "full")),
     **ignored("ignore_index", "vocab_size", kinds=[int]),
-}
+}  # fmt: skip
 CLIP_SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -69,12 +64,7 @@ class ImageEncoder:
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 ENCODERS = {
     CLIP: ImageEncoder(
-        CLIP_KEYS | ignored("vocab_size", kinds=[int]),
-        read_clip,
-        write_clip,
-        map_clip,
-        "default",
-        CLIP_SIZES,
+        CLIP_KEYS | ignored("vocab_size", kinds=[int]), read_clip, write_clip, map_clip, "default", CLIP_SIZES
     ),
     SIGLIP: ImageEncoder(SIGLIP_KEYS, read_siglip, write_siglip, partial(map_vision, TOWER), "full"),
 }
@@ -99,7 +89,7 @@ def count_used_layers(vision: Json, layer: Any) -> int:
 
 def read_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str, **sizes: Any) -> Json:
     """Return a section of config.json with defaults filled in. Raises UsageError for an unsupported key or type."""
-    declared = {**COMMON_KEYS, "model_type": supported_values(model_type), **keys}
+    declared = {**COMMON_KEYS, **supported_values(model_type=model_type), **keys}
     return resolve_hf_config({**sizes, **(hf_config[name] or {})}, declared, f"LLaVA's {name}")
 
 

@@ -29,49 +29,24 @@ from megatfm.convert.weight_mapping import WeightMapping, concat, map_layers, ma
 from megatfm.errors import UsageError
 
 MODERNBERT_KEYS = {
-    "vocab_size": used(50368),
-    "hidden_size": used(768),
-    "intermediate_size": used(1152),
-    "num_hidden_layers": used(22),
-    "num_attention_heads": used(12),
-    "hidden_activation": used("gelu"),
-    "classifier_activation": used("gelu"),
-    "max_position_embeddings": used(8192),
-    "norm_eps": used(1e-5),
-    "norm_bias": used(False),
-    "attention_bias": used(False),
-    "mlp_bias": used(False),
-    "classifier_bias": used(False),
-    "decoder_bias": used(True),
-    "tie_word_embeddings": supported_values(True),
-    "attention_dropout": used(0.0),
-    "embedding_dropout": used(0.0),
-    "mlp_dropout": used(0.0),
-    "layer_types": used(None, list, None),
-    "global_attn_every_n_layers": used(None, int),
-    "local_attention": used(128),
-    "initializer_range": used(0.02),
-    "rope_parameters": ROPE_KEYS["rope_parameters"],
-    "rope_scaling": supported_values(None),
-    "global_rope_theta": used(None, float),
-    "local_rope_theta": used(None, float),
-    "rope_theta": supported_values(None),
-    "partial_rotary_factor": supported_values(None),
-    "original_max_position_embeddings": supported_values(None),
-    "sparse_prediction": supported_values(False),
-    "sliding_window": supported_values(None),
-    "pad_token_id": used(50283, int, None),
-    "eos_token_id": used(50282, int, list, None),
-    "bos_token_id": used(50281, int, list, None),
-    **ignored(
-        "initializer_cutoff_factor",
-        "sparse_pred_ignore_index",
-        "classifier_pooling",
-        "position_embedding_type",
+    **used(
+        vocab_size=50368, hidden_size=768, intermediate_size=1152, num_hidden_layers=22, num_attention_heads=12,
+        hidden_activation="gelu", classifier_activation="gelu", max_position_embeddings=8192, norm_eps=1e-5,
+        norm_bias=False, attention_bias=False, mlp_bias=False, classifier_bias=False, decoder_bias=True,
+        attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0, layer_types=(None, list, None),
+        global_attn_every_n_layers=(None, int), local_attention=128, initializer_range=0.02,
+        global_rope_theta=(None, float), local_rope_theta=(None, float), pad_token_id=(50283, int, None),
+        eos_token_id=(50282, int, list, None), bos_token_id=(50281, int, list, None),
     ),
+    **supported_values(
+        tie_word_embeddings=True, rope_scaling=None, rope_theta=None, partial_rotary_factor=None,
+        original_max_position_embeddings=None, sparse_prediction=False, sliding_window=None,
+    ),
+    "rope_parameters": ROPE_KEYS["rope_parameters"],
+    **ignored("initializer_cutoff_factor", "sparse_pred_ignore_index", "classifier_pooling", "position_embedding_type"),
     **ignored("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "gradient_checkpointing"),
     **ignored("layer_norm_eps"),
-}
+}  # fmt: skip
 DEFAULT_PAD_ID = 50283
 """Default padding id in transformers, which needs an embedding."""
 GLOBAL_EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
@@ -173,9 +148,7 @@ def map_modernbert(config: ModelConfig) -> list[WeightMapping]:
     blocks = [block, *[block_with_norm] * (config.n_layers - 1)]
     return [
         map_name(
-            "encoder.embedding.tokens.weight",
-            "model.embeddings.tok_embeddings.weight",
-            copies=["decoder.weight"],
+            "encoder.embedding.tokens.weight", "model.embeddings.tok_embeddings.weight", copies=["decoder.weight"]
         ),
         *norm("encoder.embedding.norm", "model.embeddings.norm"),
         *map_layers(config.n_layers, "encoder.layers.", "model.layers.", *blocks),

@@ -55,14 +55,11 @@ def register_simmim(name: str, classifier: str, stride: int) -> None:
         return {**backbone.config_to_hf(extract_backbone(config)), "encoder_stride": encoder_stride}
 
     def map_weights(config: ModelConfig) -> list[WeightMapping]:
-        return [
-            *backbone.map_weights(extract_backbone(config)),
-            *map_pixel_head(backbone.base_model_prefix),
-        ]
+        return [*backbone.map_weights(extract_backbone(config)), *map_pixel_head(backbone.base_model_prefix)]
 
     architecture = replace(
         backbone,
-        keys={**backbone.keys, "encoder_stride": used(stride)},
+        keys={**backbone.keys, **used(encoder_stride=stride)},
         config_from_hf=read,
         config_to_hf=write,
         map_weights=map_weights,

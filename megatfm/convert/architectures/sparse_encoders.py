@@ -5,6 +5,8 @@ Longformer's global tokens are an input in transformers, but part of the model h
 megatfm's key; without it, the first token is global, as in transformers' sequence classifiers.
 """
 
+from dataclasses import replace
+
 from megatfm.config import BigBirdPatternConfig, LongformerPatternConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.bert import (
@@ -13,6 +15,7 @@ from megatfm.convert.architectures.bert import (
     POSITION_IDS,
     ROBERTA_KEYS,
     SELF_ATTENTION,
+    SENTENCE_HEAD,
     map_bert,
     map_embeddings,
     map_head,
@@ -21,24 +24,17 @@ from megatfm.convert.architectures.bert import (
     write_encoder,
     write_roberta,
 )
-from megatfm.convert.hf_config import Json, ignored, supported_values, used
-from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_linear
+from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
+from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_modules
 from megatfm.errors import UsageError
 
 BIG_BIRD_KEYS = ENCODER_KEYS | {
-    "vocab_size": used(50358),
-    "hidden_act": used("gelu_new"),
-    "max_position_embeddings": used(4096),
-    "attention_type": supported_values("block_sparse"),
-    "block_size": used(64),
-    "num_random_blocks": used(3),
-    "use_bias": supported_values(True),
-    "rescale_embeddings": supported_values(False),
-    "pad_token_id": used(0, int, None),
-    "bos_token_id": used(1, int, list, None),
-    "eos_token_id": used(2, int, list, None),
-}
-BIG_BIRD_FINGERPRINT = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
+    **used(
+        vocab_size=50358, hidden_act="gelu_new", max_position_embeddings=4096, block_size=64, num_random_blocks=3,
+        pad_token_id=(0, int, None), bos_token_id=(1, int, list, None), eos_token_id=(2, int, list, None),
+    ),
+    **supported_values(attention_type="block_sparse", use_bias=True, rescale_embeddings=False),
+}  # fmt: skip
 
 
 def read_big_bird(hf_config: Json, **overrides: object) -> ModelConfig:
@@ -62,10 +58,7 @@ def read_big_bird_pretraining(hf_config: Json) -> ModelConfig:
 def write_big_bird(config: ModelConfig) -> Json:
     pattern = require_variant(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     return write_encoder(
-        config,
-        attention_type="block_sparse",
-        block_size=pattern.block_size,
-        num_random_blocks=pattern.n_random_blocks,
+        config, attention_type="block_sparse", block_size=pattern.block_size, num_random_blocks=pattern.n_random_blocks
     )
 
 
@@ -81,46 +74,32 @@ def map_big_bird(config: ModelConfig) -> list[WeightMapping]:
     return map_bert(config, pooler="bert.pooler")
 
 
+MASKED_BIG_BIRD = Architecture(
+    "big_bird",
+    BIG_BIRD_KEYS,
+    read_big_bird,
+    write_big_bird,
+    map_big_bird,
+    base_model_prefix="bert.",
+    ignored_tensors=(POSITION_IDS, *SENTENCE_HEAD),
+    fingerprint={"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"},
+    notes=big_bird_notes,
+)
 register_architecture(
     "BigBirdForPreTraining",
-    Architecture(
-        "big_bird",
-        BIG_BIRD_KEYS,
-        read_big_bird_pretraining,
-        write_big_bird,
-        map_big_bird,
-        base_model_prefix="bert.",
-        ignored_tensors=(POSITION_IDS,),
-        fingerprint=BIG_BIRD_FINGERPRINT,
-        notes=big_bird_notes,
-    ),
+    replace(MASKED_BIG_BIRD, config_from_hf=read_big_bird_pretraining, ignored_tensors=(POSITION_IDS,)),
 )
-register_architecture(
-    "BigBirdForMaskedLM",
-    Architecture(
-        "big_bird",
-        BIG_BIRD_KEYS,
-        read_big_bird,
-        write_big_bird,
-        map_big_bird,
-        base_model_prefix="bert.",
-        ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
-        fingerprint=BIG_BIRD_FINGERPRINT,
-        notes=big_bird_notes,
-    ),
-    base="BigBirdModel",
-)
+register_architecture("BigBirdForMaskedLM", MASKED_BIG_BIRD, base="BigBirdModel")
 
 GLOBAL_TOKENS_KEY = "megatfm_global_tokens"
 LONGFORMER_KEYS = ROBERTA_KEYS | {
-    "vocab_size": used(30522),
-    "pad_token_id": used(1),
-    "bos_token_id": used(0, int, list, None),
-    "eos_token_id": used(2, int, list, None),
-    "attention_window": used(512, int, list),
-    GLOBAL_TOKENS_KEY: used([0], list),
+    **used(
+        vocab_size=30522, pad_token_id=1, bos_token_id=(0, int, list, None), eos_token_id=(2, int, list, None),
+        attention_window=(512, int, list),
+    ),
+    GLOBAL_TOKENS_KEY: Key([0], (list,)),
     **ignored("attention_mode", "ignore_attention_mask", "onnx_export"),
-}
+}  # fmt: skip
 
 
 def read_longformer(hf_config: Json) -> ModelConfig:
@@ -145,18 +124,14 @@ def write_longformer(config: ModelConfig) -> Json:
             f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
             f"{pattern.width - 1}"
         )
-    return write_roberta(config) | {
-        "attention_window": pattern.width,
-        GLOBAL_TOKENS_KEY: list(pattern.global_tokens),
-    }
+    return write_roberta(config) | {"attention_window": pattern.width, GLOBAL_TOKENS_KEY: list(pattern.global_tokens)}
 
 
 def map_longformer(config: ModelConfig) -> list[WeightMapping]:
-    global_projections = [
-        mapping
-        for megatfm_name, hf_name in (("wq", "query"), ("wk", "key"), ("wv", "value"))
-        for mapping in rename_linear(f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True)
-    ]
+    names = {"wq": "query", "wk": "key", "wv": "value"}
+    global_projections = rename_modules(
+        {f"attn.{name}_global": f"attention.self.{hf_name}_global" for name, hf_name in names.items()}, bias=True
+    )
     block = [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION]
     return [
         *map_embeddings("longformer.embeddings.", copies=["lm_head.decoder.weight"]),

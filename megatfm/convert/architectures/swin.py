@@ -42,28 +42,17 @@ FIXED_NORM_EPS = 1e-5
 """ε of the norms of embedding and merging in transformers, which config.json doesn't change."""
 SWIN_KEYS: dict[str, Key] = {
     **TRAINED_KEYS,
-    "image_size": used(224, int, list),
-    "patch_size": used(4, int, list),
-    "num_channels": used(3),
-    "embed_dim": used(96),
-    "depths": used([2, 2, 6, 2], list),
-    "num_heads": used([3, 6, 12, 24], list),
-    "window_size": used(7),
-    "mlp_ratio": used(4.0, int, float),
-    "qkv_bias": supported_values(True),
-    "drop_path_rate": used(0.1, int, float),
-    "hidden_act": used("gelu"),
-    "use_absolute_embeddings": supported_values(False),
-    "layer_norm_eps": supported_values(FIXED_NORM_EPS),
-    "hidden_size": used(None, int, None),
-    "num_layers": used(None, int, None),
-    "image_mean": used(None, list, None),
-    "image_std": used(None, list, None),
-    "id2label": used(None, dict, None),
-    "num_labels": used(None, int, None),
+    **used(
+        image_size=(224, int, list), patch_size=(4, int, list), num_channels=3, embed_dim=96,
+        depths=([2, 2, 6, 2], list), num_heads=([3, 6, 12, 24], list), window_size=7, mlp_ratio=(4.0, int, float),
+        drop_path_rate=(0.1, int, float), hidden_act="gelu", hidden_size=(None, int, None),
+        num_layers=(None, int, None), image_mean=(None, list, None), image_std=(None, list, None),
+        id2label=(None, dict, None), num_labels=(None, int, None),
+    ),
+    **supported_values(qkv_bias=True, use_absolute_embeddings=False, layer_norm_eps=FIXED_NORM_EPS),
     **ignored("label2id", "encoder_stride", "out_features", "out_indices", "stage_names", "path_norm"),
-}
-SWIN_V2_KEYS = {**SWIN_KEYS, "pretrained_window_sizes": used([0, 0, 0, 0], list)}
+}  # fmt: skip
+SWIN_V2_KEYS = {**SWIN_KEYS, **used(pretrained_window_sizes=([0, 0, 0, 0], list))}
 SWIN_MAPPING = {
     "embed_dim": "d_model",
     "drop_path_rate": "drop_path",

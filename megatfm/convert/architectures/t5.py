@@ -4,10 +4,7 @@ from collections.abc import Callable, Container
 
 from megatfm.config import ModelConfig, T5PositionConfig, require_variant
 from megatfm.config.ffn import MoEConfig, SwitchRouterConfig
-from megatfm.convert.architecture import (
-    Architecture,
-    register_architecture,
-)
+from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     activation_from_hf,
@@ -18,11 +15,12 @@ from megatfm.convert.hf_values import (
 )
 from megatfm.convert.weight_mapping import (
     WeightMapping,
+    add_prefix,
+    map_expert_stacks,
     map_layers,
     map_name,
     rename_linear,
-    stack_experts,
-    unbind_experts,
+    rename_modules,
 )
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
@@ -31,32 +29,18 @@ GATED_GELU = "gated-gelu"
 """A feed_forward_proj that means the tanh form of GELU."""
 
 T5_KEYS = {
-    "vocab_size": used(32128),
-    "d_model": used(512),
-    "d_kv": used(64),
-    "d_ff": used(2048),
-    "num_layers": used(6),
-    "num_decoder_layers": used(None, int, None),
-    "num_heads": used(8),
-    "relative_attention_num_buckets": used(32),
-    "relative_attention_max_distance": used(128),
-    "dropout_rate": used(0.1),
-    "layer_norm_epsilon": used(1e-6),
-    "feed_forward_proj": used("relu"),
-    "dense_act_fn": used(None, str),
-    "is_gated_act": used(None, bool),
-    "tie_word_embeddings": used(None, bool, None),
-    "scale_decoder_outputs": used(None, bool),
-    "is_encoder_decoder": supported_values(True),
-    "pad_token_id": used(0, int, None),
-    "eos_token_id": used(1, int, list, None),
-    "hidden_size": alias("d_model"),
-    "num_attention_heads": alias("num_heads"),
-    "num_hidden_layers": alias("num_layers"),
-    "head_dim": alias("d_kv"),
+    **used(
+        vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_decoder_layers=(None, int, None),
+        num_heads=8, relative_attention_num_buckets=32, relative_attention_max_distance=128, dropout_rate=0.1,
+        layer_norm_epsilon=1e-6, feed_forward_proj="relu", dense_act_fn=(None, str), is_gated_act=(None, bool),
+        tie_word_embeddings=(None, bool, None), scale_decoder_outputs=(None, bool), pad_token_id=(0, int, None),
+        eos_token_id=(1, int, list, None),
+    ),
+    **supported_values(is_encoder_decoder=True),
+    **alias(hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"),
     **ignored("initializer_factor", kinds=[float]),
     **ignored("n_positions"),
-}
+}  # fmt: skip
 
 
 T5_MAPPING = {
@@ -121,17 +105,13 @@ def write_t5(config: ModelConfig) -> Json:
 def map_t5(config: ModelConfig) -> list[WeightMapping]:
     is_gated = ACTIVATIONS.get(config.ffn.activation).gated
     up_projections = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if is_gated else {"ffn.w_up": "wi"}
+    projections = up_projections | {"ffn.w_down": "wo"}
 
     def ffn(depth: int, sublayer: int) -> list[WeightMapping]:
         hf_prefix = f"layer.{sublayer}.DenseReluDense"
         return [
             *rename_linear("ffn_residual.norm", f"layer.{sublayer}.layer_norm"),
-            *(
-                mapping
-                for megatfm_name, hf_name in up_projections.items()
-                for mapping in rename_linear(megatfm_name, f"{hf_prefix}.{hf_name}")
-            ),
-            *rename_linear("ffn.w_down", f"{hf_prefix}.wo"),
+            *rename_modules({name: f"{hf_prefix}.{hf_name}" for name, hf_name in projections.items()}),
         ]
 
     return map_t5_style(config, ffn)
@@ -141,7 +121,7 @@ def map_t5_style(config: ModelConfig, ffn: Callable[[int, int], list[WeightMappi
     """Map an encoder-decoder with T5's names. ffn: (block, sublayer) → mappings of the feed-forward network."""
 
     def attention(prefix: str, hf_prefix: str) -> list[WeightMapping]:
-        return [mapping for part in "qkvo" for mapping in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
+        return rename_modules({f"{prefix}.w{part}": f"{hf_prefix}.{part}" for part in "qkvo"})
 
     def stack(side: str, n_layers: int, attentions: list[WeightMapping], ffn_sublayer: int) -> list[WeightMapping]:
         blocks = ([*attentions, *ffn(depth, ffn_sublayer)] for depth in range(n_layers))
@@ -155,26 +135,15 @@ def map_t5_style(config: ModelConfig, ffn: Callable[[int, int], list[WeightMappi
         *rename_linear("cross_residual.norm", "layer.1.layer_norm"),
         *attention("cross", "layer.1.EncDecAttention"),
     ]
-    copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    ends = rename_modules(
+        {"position": "block.0.layer.0.SelfAttention.relative_attention_bias", "norm": "final_layer_norm"}
+    )
+    copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *["lm_head.weight"] * config.embedding.tied]
     return [
-        map_name(
-            "encoder.embedding.tokens.weight",
-            "shared.weight",
-            copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
-        ),
+        map_name("encoder.embedding.tokens.weight", "shared.weight", copies=copies),
         *stack("encoder", config.encoder_layers, self_attention, 1),
         *stack("decoder", config.n_layers, [*self_attention, *cross_attention], 2),
-        *(
-            mapping
-            for side in ("encoder", "decoder")
-            for mapping in (
-                map_name(
-                    f"{side}.position.weight",
-                    f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-                ),
-                *rename_linear(f"{side}.norm", f"{side}.final_layer_norm"),
-            )
-        ),
+        *(mapping for side in ("encoder", "decoder") for mapping in add_prefix(f"{side}.", f"{side}.", ends)),
         *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
@@ -212,35 +181,22 @@ register_architecture(
 
 KEYS_NOT_IN_SWITCH = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
 SWITCH_KEYS = omit_keys(T5_KEYS, *KEYS_NOT_IN_SWITCH) | {
-    "d_model": used(768),
-    "num_layers": used(12),
-    "num_decoder_layers": used(12, int, None),
-    "num_heads": used(12),
-    "expert_capacity": used(64),
-    "num_experts": used(8),
-    "num_sparse_encoder_layers": used(3),
-    "num_sparse_decoder_layers": used(3),
-    "encoder_sparse_step": used(None, int),
-    "decoder_sparse_step": used(None, int),
-    "router_bias": supported_values(False),
-    "router_dtype": supported_values("float32"),
-    "dense_act_fn": used("relu"),
-    "tie_word_embeddings": used(True),
-    "hidden_size": alias("d_model"),
+    **used(
+        d_model=768, num_layers=12, num_decoder_layers=(12, int, None), num_heads=12, expert_capacity=64, num_experts=8,
+        num_sparse_encoder_layers=3, num_sparse_decoder_layers=3, encoder_sparse_step=(None, int),
+        decoder_sparse_step=(None, int), dense_act_fn="relu", tie_word_embeddings=True,
+    ),
+    **supported_values(router_bias=False, router_dtype="float32"),
+    **alias(hidden_size="d_model"),
     **ignored("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
     **ignored("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
     **ignored("batch_prioritized_routing", "num_selected_experts"),
     **ignored("feed_forward_proj", "is_gated_act", "n_positions"),
-}
+}  # fmt: skip
 
 
 def read_switch(hf_config: Json) -> ModelConfig:
-    t5_keys = {
-        "feed_forward_proj": "relu",
-        "is_gated_act": None,
-        "dense_act_fn": None,
-        "scale_decoder_outputs": None,
-    }
+    t5_keys = {"feed_forward_proj": "relu", "is_gated_act": None, "dense_act_fn": None, "scale_decoder_outputs": None}
     dense = read_t5(hf_config | t5_keys)
     head_scale = dense.d_model**-0.5 if hf_config["tie_word_embeddings"] else 1.0
     activation = activation_from_hf(hf_config["dense_act_fn"])
@@ -314,35 +270,16 @@ def write_switch(config: ModelConfig) -> Json:
 
 
 def map_switch(config: ModelConfig) -> list[WeightMapping]:
-    projections = (("up", "wi"), ("down", "wo"))
-
-    def experts(n_experts: int, sublayer: int) -> list[WeightMapping]:
-        hf_prefix = f"layer.{sublayer}.mlp"
-        return [
-            map_name("ffn.router.weight", f"{hf_prefix}.router.classifier.weight"),
-            *(
-                WeightMapping(
-                    (f"ffn.experts.w_{megatfm_name}",),
-                    tuple(f"{hf_prefix}.experts.expert_{e}.{hf_name}.weight" for e in range(n_experts)),
-                    unbind_experts,
-                    stack_experts,
-                )
-                for megatfm_name, hf_name in projections
-            ),
-        ]
+    projections = {"up": "wi", "down": "wo"}
 
     def ffn(depth: int, sublayer: int) -> list[WeightMapping]:
-        section = config.layer_config(depth).ffn
-        norm = map_name("ffn_residual.norm.weight", f"layer.{sublayer}.layer_norm.weight")
-        if isinstance(section, MoEConfig):
-            return [norm, *experts(section.n_experts, sublayer)]
-        return [
-            norm,
-            *(
-                map_name(f"ffn.w_{megatfm_name}.weight", f"layer.{sublayer}.mlp.{hf_name}.weight")
-                for megatfm_name, hf_name in projections
-            ),
-        ]
+        section, hf_prefix = config.layer_config(depth).ffn, f"layer.{sublayer}.mlp."
+        norm = rename_linear("ffn_residual.norm", f"layer.{sublayer}.layer_norm")
+        if not isinstance(section, MoEConfig):
+            return norm + rename_modules({f"ffn.w_{part}": hf_prefix + name for part, name in projections.items()})
+        hf_experts = [f"{hf_prefix}experts.expert_{i}." for i in range(section.n_experts)]
+        router = rename_linear("ffn.router", f"{hf_prefix}router.classifier")
+        return [*norm, *router, *map_expert_stacks(hf_experts, projections)]
 
     return map_t5_style(config, ffn)
 

@@ -8,6 +8,7 @@ sequence classifiers have a separate pooler; ModernBERT's pooler is a dense laye
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
@@ -32,12 +33,8 @@ TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "
 """Ends of the classes' names."""
 POOLED_TASKS = ("SequenceClassification", "MultipleChoice")
 UnusedTensors = Callable[[Mapping[str, Any], Container[str]], Sequence[str]]
-LABELS: dict[str, Key] = {
-    "id2label": used(None, dict, None),
-    "num_labels": used(None, int, None),
-    "problem_type": used(None, str, None),
-}
-DROPOUT: dict[str, Key] = {"classifier_dropout": used(None, float, int, None)}
+LABELS: dict[str, Key] = used(id2label=(None, dict, None), num_labels=(None, int, None), problem_type=(None, str, None))
+DROPOUT: dict[str, Key] = used(classifier_dropout=(None, float, int, None))
 
 
 @dataclass(frozen=True)
@@ -117,17 +114,14 @@ def register_task_class(
     open as the bare model. body_prefix: prefix of the body's tensors in place of the base's; empty: the base's.
     """
     architecture, module = ARCHITECTURES.get(base), head_format.module
+    fused = architecture.map_fused_weights
 
     def read(hf_config: Json) -> ModelConfig:
         config = architecture.config_from_hf({key: value for key, value in hf_config.items() if key not in keys})
         is_bare = unused_tensors is not None and bool(unused_tensors(hf_config, ()))
         heads = {} if is_bare else {module: head_format.read(hf_config, config)}
         return config.with_changes(
-            {
-                "lm_head": {"name": "none", "bias": False},
-                "embedding": {"tied": True},
-                "extra_heads": heads,
-            }
+            {"lm_head": {"name": "none", "bias": False}, "embedding": {"tied": True}, "extra_heads": heads}
         )
 
     def write(config: ModelConfig) -> Json:
@@ -135,14 +129,11 @@ def register_task_class(
             raise UsageError(f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}")
         return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
-    def with_head(map_weights: MapWeights) -> MapWeights:
-        def map_body_and_head(config: ModelConfig) -> Sequence[WeightMapping]:
-            body = drop_head_mappings(map_weights(config))
-            if body_prefix:
-                body = [_with_body_prefix(mapping, architecture.base_model_prefix, body_prefix) for mapping in body]
-            return [*body, *(tensors.map(module, config) if config.extra_heads else [])]
-
-        return map_body_and_head
+    def map_body_and_head(map_weights: MapWeights, config: ModelConfig) -> Sequence[WeightMapping]:
+        body, old, new = drop_head_mappings(map_weights(config)), architecture.base_model_prefix, body_prefix
+        if new:
+            body = [replace(m, hf=tuple(new + name.removeprefix(old) for name in m.hf)) for m in body]
+        return [*body, *(tensors.map(module, config) if config.extra_heads else [])]
 
     ignored_tensors = tuple(p for p in architecture.ignored_tensors if not tensors.matches(p))
     adapted = replace(
@@ -150,18 +141,13 @@ def register_task_class(
         keys={**architecture.keys, **keys},
         config_from_hf=read,
         config_to_hf=write,
-        map_weights=with_head(architecture.map_weights),
-        map_fused_weights=architecture.map_fused_weights and with_head(architecture.map_fused_weights),
+        map_weights=partial(map_body_and_head, architecture.map_weights),
+        map_fused_weights=fused and partial(map_body_and_head, fused),
         ignored_tensors=ignored_tensors,
         base_model_prefix=body_prefix or architecture.base_model_prefix,
         fingerprint={**architecture.fingerprint, "lm_head.name": "none"},
     )
     register_architecture(name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted)
-
-
-def _with_body_prefix(mapping: WeightMapping, old: str, new: str) -> WeightMapping:
-    """Return a mapping whose tensors of transformers begin with another prefix."""
-    return replace(mapping, hf=tuple(new + name.removeprefix(old) for name in mapping.hf))
 
 
 def _read_labels(hf_config: Json) -> Json:
@@ -222,26 +208,20 @@ WORDS, ANSWERS = HeadTensors("classifier"), HeadTensors("qa_outputs")
 ROBERTA_CLASSIFIER = HeadTensors("classifier.out_proj", "classifier.dense")
 CONTEXT_POOLER = HeadTensors("classifier", "pooler.dense")
 TRANSFORMED = HeadTensors("classifier", "head.dense", "head.norm")
-CONTEXT_DROPOUT: Mapping[str, Key] = {"cls_dropout": used(None, float, int, None)}
+CONTEXT_DROPOUT: Mapping[str, Key] = used(cls_dropout=(None, float, int, None))
 CONTEXT_KEYS: Mapping[str, Key] = {
-    "pooler_hidden_act": supported_values("gelu"),
+    **supported_values(pooler_hidden_act="gelu"),
     **ignored("pooler_dropout", "pooler_hidden_size"),
 }
-FIRST_SUMMARY_KEYS: Mapping[str, Key] = {
-    "summary_type": supported_values("first"),
-    "summary_use_proj": supported_values(True),
-    "summary_activation": supported_values("gelu"),
-}
-TRANSFORMED_DROPOUT: Mapping[str, Key] = {"classifier_dropout": used(0.0, float, int)}
+FIRST_SUMMARY_KEYS: Mapping[str, Key] = supported_values(
+    summary_type="first", summary_use_proj=True, summary_activation="gelu"
+)
+TRANSFORMED_DROPOUT: Mapping[str, Key] = used(classifier_dropout=(0.0, float, int))
 
 
 def _collect_tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapping[str, HeadTensors]:
     """Return the tensors of a family's classes. choices: None: there is no such class."""
-    by_task = {
-        "SequenceClassification": sequences,
-        "TokenClassification": WORDS,
-        "QuestionAnswering": ANSWERS,
-    }
+    by_task = {"SequenceClassification": sequences, "TokenClassification": WORDS, "QuestionAnswering": ANSWERS}
     return by_task | ({"MultipleChoice": choices} if choices else {})
 
 
@@ -256,11 +236,7 @@ FAMILIES = {
     "Longformer": FamilyHeads("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
     "BigBird": FamilyHeads("activation", {"SequenceClassification": ROBERTA_CLASSIFIER, "TokenClassification": WORDS}),
     "Deberta": FamilyHeads(
-        "gelu",
-        _collect_tensors(CONTEXT_POOLER),
-        CONTEXT_DROPOUT,
-        dropout="cls_dropout",
-        pooled_keys=CONTEXT_KEYS,
+        "gelu", _collect_tensors(CONTEXT_POOLER), CONTEXT_DROPOUT, dropout="cls_dropout", pooled_keys=CONTEXT_KEYS
     ),
     "DebertaV2": FamilyHeads(
         "gelu",
@@ -280,7 +256,7 @@ FAMILIES = {
         TRANSFORMED_DROPOUT,
         token_pooler="transform",
         pooler_bias="classifier_bias",
-        pooled_keys={"classifier_pooling": supported_values("cls", "mean")},
+        pooled_keys=supported_values(classifier_pooling=("cls", "mean")),
     ),
 }
 
@@ -315,10 +291,8 @@ for family_name, family in FAMILIES.items():
 # XLNet reads the last token, <cls>. Its QuestionAnswering searches beams with a head that we lack: that opens bare.
 SUMMARY = HeadTensors("logits_proj", "sequence_summary.summary")
 LAST_SUMMARY_KEYS: dict[str, Key] = {
-    "summary_type": supported_values("last"),
-    "summary_use_proj": supported_values(True),
-    "summary_activation": supported_values("tanh"),
-    "summary_last_dropout": used(0.1, float, int),
+    **supported_values(summary_type="last", summary_use_proj=True, summary_activation="tanh"),
+    **used(summary_last_dropout=(0.1, float, int)),
 }
 LAST_TOKEN: Json = {"pooler": "tanh", "token": "last"}
 for task, head_format, head_tensors, keys in (
@@ -336,7 +310,7 @@ for task, head_format, head_tensors, keys in (
 SCORE = HeadFormat("text_classifier", {"pooler": "none", "token": "last", "bias": False}, dropout="", module="score")
 TAGS = HeadFormat("text_classifier", {"pooler": "none", "token": "all"}, module="score")
 DECODER_ANSWERS = HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span")
-TAGS_DROPOUT: dict[str, Key] = {"classifier_dropout": used(0.1, float, int)}
+TAGS_DROPOUT: dict[str, Key] = used(classifier_dropout=(0.1, float, int))
 DECODERS = {
     "OpenAIGPT": ("OpenAIGPTLMHeadModel", TASKS[:1]),
     "GPT2": ("GPT2LMHeadModel", TASKS[:3]),

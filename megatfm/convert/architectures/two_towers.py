@@ -42,33 +42,29 @@ TEXT_MAPPING = {
 SHARED_KEYS = ("hidden_act", "layer_norm_eps", "attention_dropout")
 """Keys that both towers have, but megatfm only once."""
 CLIP_TEXT_KEYS: dict[str, Key] = {
-    "vocab_size": used(49_408),
-    "hidden_size": used(512),
-    "num_hidden_layers": used(12),
-    "num_attention_heads": used(8),
-    "intermediate_size": used(2048),
-    "max_position_embeddings": used(77),
+    **used(
+        vocab_size=49_408, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, intermediate_size=2048,
+        max_position_embeddings=77,
+    ),
     **{key: CLIP_KEYS[key] for key in SHARED_KEYS},
-    "dropout": supported_values(0.0),
+    **supported_values(dropout=0.0),
     **ignored("initializer_factor", "initializer_range", "projection_dim"),
-}
+}  # fmt: skip
 SIGLIP_TEXT_KEYS: dict[str, Key] = {
     **CLIP_TEXT_KEYS,
-    "vocab_size": used(32_000),
-    "hidden_size": used(768),
-    "num_attention_heads": used(12),
-    "intermediate_size": used(3072),
-    "max_position_embeddings": used(64),
+    **used(
+        vocab_size=32_000, hidden_size=768, num_attention_heads=12, intermediate_size=3072, max_position_embeddings=64,
+        projection_size=(None, int, None),
+    ),
     **{key: SIGLIP_KEYS[key] for key in SHARED_KEYS},
-    "projection_size": used(None, int, None),
-}
+}  # fmt: skip
 PAIR_KEYS: dict[str, Key] = {
-    "text_config": used({}, dict, None),
-    "vision_config": used({}, dict, None),
-    "image_mean": used(None, list, None),
-    "image_std": used(None, list, None),
+    **used(
+        text_config=({}, dict, None), vision_config=({}, dict, None), image_mean=(None, list, None),
+        image_std=(None, list, None),
+    ),
     **ignored("initializer_factor", "text_config_dict", "vision_config_dict"),
-}
+}  # fmt: skip
 
 
 def read_towers(
@@ -85,7 +81,7 @@ def read_towers(
     for name, tower_keys in zip(("vision", "text"), keys, strict=True):
         declared = {
             **COMMON_KEYS,
-            "model_type": supported_values(f"{model_type}_{name}_model", model_type),
+            **supported_values(model_type=(f"{model_type}_{name}_model", model_type)),
             **tower_keys,
         }
         section = hf_config[f"{name}_config"] or {}
@@ -235,7 +231,7 @@ register_architecture(
     "CLIPModel",
     Architecture(
         "clip",
-        {**PAIR_KEYS, "projection_dim": used(512), "logit_scale_init_value": used(2.6592)},
+        PAIR_KEYS | used(projection_dim=512, logit_scale_init_value=2.6592),
         read_clip_model,
         write_clip_model,
         map_clip_model,

@@ -30,26 +30,15 @@ DEFAULT_IMAGE_SIZE = 224
 """image_size that is written if positions fit any size."""
 
 VISION_KEYS: dict[str, Key] = {
-    "hidden_size": used(768),
-    "num_hidden_layers": used(12),
-    "num_attention_heads": used(12),
-    "hidden_act": used("gelu"),
-    "layer_norm_eps": used(1e-12),
-    "image_size": used(224, int, list),
-    "patch_size": used(16, int, list),
-    "num_channels": used(3),
-    "image_mean": used(None, list, None),
-    "image_std": used(None, list, None),
-    "id2label": used(None, dict, None),
-    "num_labels": used(None, int, None),
+    **used(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, hidden_act="gelu", layer_norm_eps=1e-12,
+        image_size=(224, int, list), patch_size=(16, int, list), num_channels=3, image_mean=(None, list, None),
+        image_std=(None, list, None), id2label=(None, dict, None), num_labels=(None, int, None),
+    ),
     **ignored("label2id"),
-}
+}  # fmt: skip
 """Keys of all vision transformers; image_mean and image_std are read from preprocessor_config.json."""
-TRAINED_KEYS = {
-    "initializer_range": used(0.02),
-    "hidden_dropout_prob": used(0.0),
-    "attention_probs_dropout_prob": used(0.0),
-}
+TRAINED_KEYS = used(initializer_range=0.02, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 VISION_MAPPING = {
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",

@@ -54,15 +54,13 @@ MLP_IN_MEMORY_NAMES = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\
 
 # ViT and DeiT, whose second special token is for distillation; the classifier reads the first
 
-VIT_KEYS = (
-    VISION_KEYS
-    | TRAINED_KEYS
-    | {
-        "intermediate_size": used(3072),
-        "qkv_bias": supported_values(True),
-        **ignored("encoder_stride", "pooler_output_size", "pooler_act"),
-    }
-)
+VIT_KEYS = {
+    **VISION_KEYS,
+    **TRAINED_KEYS,
+    **used(intermediate_size=3072),
+    **supported_values(qkv_bias=True),
+    **ignored("encoder_stride", "pooler_output_size", "pooler_act"),
+}
 VIT_MAPPING = {**TRAINED_MAPPING, "intermediate_size": "ffn.d_ff"}
 
 
@@ -71,11 +69,7 @@ def register_vit(
 ) -> None:
     """Register a ViT with a classifier, and its backbone. special: names of its special tokens."""
     names = VisionNames(
-        f"{kind}.",
-        "encoder.layer.",
-        VIT_BLOCK,
-        [(f"embeddings.{token}", 1) for token in special],
-        head=CLASSIFIER,
+        f"{kind}.", "encoder.layer.", VIT_BLOCK, [(f"embeddings.{token}", 1) for token in special], head=CLASSIFIER
     )
 
     def read(hf_config: Json) -> ModelConfig:
@@ -105,12 +99,7 @@ def register_vit(
 
 register_vit("ViTForImageClassification", "ViTModel", "vit", ["cls_token"], HALF, HALF)
 register_vit(
-    "DeiTForImageClassification",
-    "DeiTModel",
-    "deit",
-    ["cls_token", "distillation_token"],
-    IMAGENET_MEAN,
-    IMAGENET_STD,
+    "DeiTForImageClassification", "DeiTModel", "deit", ["cls_token", "distillation_token"], IMAGENET_MEAN, IMAGENET_STD
 )
 
 # DINOv2: layer scale; the classifier reads the class token and the mean of patches
@@ -123,21 +112,16 @@ DINOV2_BLOCK = [
     *MLP,
     map_name("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
 ]
-DINOV2_KEYS = (
-    VISION_KEYS
-    | TRAINED_KEYS
-    | {
-        "patch_size": used(14, int, list),
-        "layer_norm_eps": used(1e-6),
-        "mlp_ratio": used(4, int, float),
-        "layerscale_value": used(1.0),
-        "drop_path_rate": used(0.0),
-        "qkv_bias": supported_values(True),
-        "use_swiglu_ffn": supported_values(False),
-        "apply_layernorm": supported_values(True),
-        **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states", "use_mask_token"),
-    }
-)
+DINOV2_KEYS = {
+    **VISION_KEYS,
+    **TRAINED_KEYS,
+    **used(
+        patch_size=(14, int, list), layer_norm_eps=1e-6, mlp_ratio=(4, int, float), layerscale_value=1.0,
+        drop_path_rate=0.0,
+    ),
+    **supported_values(qkv_bias=True, use_swiglu_ffn=False, apply_layernorm=True),
+    **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states", "use_mask_token"),
+}  # fmt: skip
 
 
 def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None:
@@ -175,7 +159,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             **(write_labels(config) if config.extra_heads else {}),
         }
 
-    register_keys = {"num_register_tokens": used(4), "patch_size": used(16, int, list)}
+    register_keys = used(num_register_tokens=4, patch_size=(16, int, list))
     keys = DINOV2_KEYS | (register_keys if registers else {})
     register_architecture(
         name,
@@ -196,10 +180,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
 
 register_dinov2("Dinov2ForImageClassification", "Dinov2Model", "dinov2", registers=False)
 register_dinov2(
-    "Dinov2WithRegistersForImageClassification",
-    "Dinov2WithRegistersModel",
-    "dinov2_with_registers",
-    registers=True,
+    "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel", "dinov2_with_registers", registers=True
 )
 
 
@@ -207,26 +188,15 @@ register_dinov2(
 
 DINOV3_KEYS = {
     **omit_keys(VISION_KEYS, "id2label", "num_labels", "label2id", "image_size"),
-    "initializer_range": used(0.02),
-    "attention_dropout": used(0.0),
-    "hidden_size": used(384),
-    "intermediate_size": used(1536),
-    "num_attention_heads": used(6),
-    "layer_norm_eps": used(1e-5),
-    "rope_theta": used(100.0),
-    "query_bias": supported_values(True),
-    "key_bias": used(default=False),
-    "value_bias": supported_values(True),
-    "proj_bias": supported_values(True),
-    "mlp_bias": supported_values(True),
-    "layerscale_value": used(1.0),
-    "drop_path_rate": used(0.0),
-    "use_gated_mlp": used(default=False),
-    "num_register_tokens": used(0),
-    "apply_layernorm": supported_values(True),
+    **used(
+        initializer_range=0.02, attention_dropout=0.0, hidden_size=384, intermediate_size=1536, num_attention_heads=6,
+        layer_norm_eps=1e-5, rope_theta=100.0, key_bias=False, layerscale_value=1.0, drop_path_rate=0.0,
+        use_gated_mlp=False, num_register_tokens=0,
+    ),
+    **supported_values(query_bias=True, value_bias=True, proj_bias=True, mlp_bias=True, apply_layernorm=True),
     **ignored("image_size", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"),
     **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states"),
-}
+}  # fmt: skip
 """image_size is ignored, since rotary positions fit any size; so are their random shifts in training."""
 DINOV3_MAPPING = {
     "initializer_range": "init.std",

@@ -24,33 +24,19 @@ from megatfm.convert.weight_mapping import (
 from megatfm.errors import UsageError
 
 XLNET_KEYS = SUMMARY_KEYS | {
-    "vocab_size": used(32000),
-    "d_model": used(1024),
-    "n_layer": used(24),
-    "n_head": used(16),
-    "d_inner": used(4096),
-    "d_head": used(None, int),
-    "ff_activation": used("gelu"),
-    "layer_norm_eps": used(1e-12),
-    "attn_type": supported_values("bi"),
-    "bi_data": supported_values(False),
-    "clamp_len": supported_values(-1),
-    "same_length": supported_values(False),
-    "untie_r": supported_values(True),
-    "tie_word_embeddings": supported_values(True),
-    "dropout": used(0.1),
-    "initializer_range": used(0.02),
-    "pad_token_id": used(5, int, None),
-    "bos_token_id": used(1, int, list, None),
-    "eos_token_id": used(2, int, list, None),
-    "n_token": alias("vocab_size"),
-    "hidden_size": alias("d_model"),
-    "num_attention_heads": alias("n_head"),
-    "num_hidden_layers": alias("n_layer"),
+    **used(
+        vocab_size=32000, d_model=1024, n_layer=24, n_head=16, d_inner=4096, d_head=(None, int), ff_activation="gelu",
+        layer_norm_eps=1e-12, dropout=0.1, initializer_range=0.02, pad_token_id=(5, int, None),
+        bos_token_id=(1, int, list, None), eos_token_id=(2, int, list, None),
+    ),
+    **supported_values(
+        attn_type="bi", bi_data=False, clamp_len=-1, same_length=False, untie_r=True, tie_word_embeddings=True,
+    ),
+    **alias(n_token="vocab_size", hidden_size="d_model", num_attention_heads="n_head", num_hidden_layers="n_layer"),
     # About memory of earlier segments, which is not used.
     **ignored("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
     **ignored("start_n_top", "end_n_top"),
-}
+}  # fmt: skip
 
 
 XLNET_MAPPING = {

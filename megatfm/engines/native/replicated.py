@@ -1,7 +1,8 @@
 """ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step, in buckets.
 
 Gradients accumulate in `.grad`. In the last backward pass of a step, a bucket is reduced as soon as it is complete,
-overlapping the rest of the pass. In a pipeline, buckets are reduced after all passes, whatever the schedule.
+overlapping the rest of the pass. Stage 1 sums its shard over replicas when the next bucket has started. In a pipeline,
+buckets are reduced after all passes, whatever the schedule.
 
 After a step, stage 1 all-gathers the updated weights of all buckets at once. A block waits for the buckets of its own
 weights when it next runs, so the others overlap.
@@ -229,11 +230,11 @@ class Replicated:
             return
         while len(self._pending_gradients) < len(self._buckets):
             self._start_next_reduction()
+        if self._buckets:
+            self._start_replica_reduction(0)
         for index, (row, work) in self._pending_gradients.items():
             work.wait()
             bucket, data_axes = self._buckets[index], self._bucket_axes[index]
-            if bucket.ranks > 1:
-                self._mesh.all_reduce_(row, data_axes.replicate_axes)
             row = row.to(self._precision.param_dtype)
             self._gradients |= align_all(bucket.unpack_shard(row, self._shard_index(bucket, data_axes)))
         for name in self._unreached:
@@ -324,6 +325,19 @@ class Replicated:
             row = buffer[0]
             group = self._mesh.flat_group(data_axes.all)
             self._pending_gradients[index] = row, dist.all_reduce(row, group=group, async_op=True)
+        if index + 1 < len(self._buckets):
+            self._start_replica_reduction(index + 1)
+
+    def _start_replica_reduction(self, index: int) -> None:
+        """Wait for a bucket's reduce-scatter, and start the sum of its shard over replicas. Called when the
+        reduce-scatter of the next bucket has started, as a wait for the newest one would hold up the backward pass."""
+        bucket, data_axes = self._buckets[index], self._bucket_axes[index]
+        for axis in data_axes.replicate_axes if bucket.ranks > 1 else ():
+            if self._mesh.size(axis) > 1:
+                row, work = self._pending_gradients[index]
+                work.wait()
+                work = dist.all_reduce(row, group=self._mesh.group(axis), async_op=True)
+                self._pending_gradients[index] = row, work
 
     def gradients(self) -> dict[str, Tensor]:
         return dict(self._gradients)

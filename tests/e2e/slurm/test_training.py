@@ -179,11 +179,7 @@ def test_a_node_that_fails_twice_is_excluded(project):
     assert cluster.hostnames(record["ExcNodeList"]) == ["n2", "n4", "n5", "n6", "n7", "n8"]
     assert job.nodes == ["n1", "n3"]
     attempts = json.loads((job.run_dir / "restarts.json").read_text())
-    assert [(attempt["code"], attempt["failed_host"]) for attempt in attempts] == [
-        (1, "n2"),
-        (1, "n2"),
-        (0, None),
-    ]
+    assert [(attempt["code"], attempt["failed_host"]) for attempt in attempts] == [(1, "n2"), (1, "n2"), (0, None)]
 
 
 @pytest.mark.slow  # tests/unit/launchers/test_prolog_epilog.py has what srun writes

@@ -1,7 +1,6 @@
 """Which checkpoint is the newest, which may go, and what is swept up; also where a shared disk shows files late."""
 
 import errno
-import json
 import logging
 import os
 import random
@@ -30,6 +29,7 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import list_checkpoints, purge_old_checkpoints
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.checkpoint_schemas import edit_metadata, read_metadata, write_metadata
 from tests.support.workers import Workers
 
 
@@ -207,18 +207,9 @@ def test_a_damaged_checkpoint_is_removed_once_a_later_one_is_verified(
     assert steps(tmp_path) == [4, 5, 6]
 
 
-def write_metadata(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint's metadata with their hash."""
-    body = json.dumps(content).encode()
-    folder.mkdir(exist_ok=True)
-    (folder / metadata.METADATA_FILENAME).write_bytes(metadata._make_metadata_head(body) + body + b"}\n")
-
-
 def rewrite_as_newer(path: Path) -> None:
     """Rewrite a checkpoint as a later version would."""
-    content = metadata.read_metadata(path).model_dump()
-    content["schema_version"], content["state"]["megatfm"] = 3, "9.1.0"
-    write_metadata(path, content)
+    edit_metadata(path, lambda body: body.update(schema_version=3, state=body["state"] | {"megatfm": "9.1.0"}))
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
@@ -233,11 +224,12 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_quotes_of_damaged_metadata_are_short(tmp_path: Path) -> None:
-    path = save_step(tmp_path, 3)
+    path, other = save_step(tmp_path, 3), tmp_path / "other"
+    other.mkdir()
     for key, value in (("x" * 10**6, 1), ("step", "y" * 10**6), ("schema_version", "z" * 10**6)):
-        write_metadata(tmp_path / "other", metadata.read_metadata(path).model_dump() | {key: value})
+        write_metadata(other, read_metadata(path) | {key: value})
         with pytest.raises(MegatfmError) as caught:
-            metadata.read_metadata(tmp_path / "other")
+            metadata.read_metadata(other)
         assert len(str(caught.value)) < 1000
 
 

@@ -18,11 +18,18 @@ import torch.distributed as dist
 
 from megatfm.checkpoint import Saver, ShardedTensor, file_format, file_io, remove_leftovers, save
 from megatfm.errors import MegatfmError
-from tests.support.power_loss import CHOICES, Disk, Operation, find_newest_intact_step, record_operations, write_tree
+from tests.support.power_loss import (
+    CHOICES,
+    Disk,
+    Operation,
+    find_newest_intact_step,
+    record_operations,
+    replace_operations,
+    write_tree,
+)
 from tests.support.workers import WorkerFailure, Workers
 
 HOST = socket.gethostname()
-OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 
 Hook = Callable[[str, tuple[Any, ...]], None]
 
@@ -30,22 +37,16 @@ Hook = Callable[[str, tuple[Any, ...]], None]
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
     """Call `hook(operation, arguments)` before each operation of this process on the disk."""
-    real = {name: getattr(os, name) for name in OPERATIONS}
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
             hook(name, args)
-            return real[name](*args, **kwargs)
+            return genuine(*args, **kwargs)
 
         return operation
 
-    for name in OPERATIONS:
-        setattr(os, name, wrap(name))
-    try:
+    with replace_operations(wrap):
         yield
-    finally:
-        for name in OPERATIONS:
-            setattr(os, name, real[name])
 
 
 def save_step(folder: Path, step: int, keep: int | None = 1) -> Path:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import list_presets, load_config
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.trained_runs import tokenizer_model
 
@@ -205,7 +206,8 @@ GPT2 = ("estimate", "gpt2-124m")
 
 def test_estimate_prints_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(*GPT2, "--gpus", "8") == 0
-    text = capsys.readouterr().out
+    text, said = capsys.readouterr()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d gpt2-124m: estimating a step on 8 × NVIDIA H100.*\n", said)
     assert "124,439,808 parameters, on 8 × NVIDIA H100" in text
     assert "fits:" in text
     assert "matrix products" in text

@@ -11,7 +11,7 @@ from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.contact_sheet import CaptionedImage, draw_contact_sheet
 from megatfm.train import corpora
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 
 class RowsWithoutImages:

@@ -14,7 +14,7 @@ from megatfm.config.marked_strings import FromFile
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config, list_presets
 from megatfm.errors import UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 
 def write(path: Path, text: str) -> Path:

@@ -355,11 +355,12 @@ def test_stored_keys_are_translated_and_a_user_s_refused(tmp_path: Path, monkeyp
     assert find_renamed_keys({"optimizer": {"max_grad_norm": 1}}) == []
 
 
-def test_prep_json_is_translated_by_its_own_table() -> None:
+def test_prep_json_is_translated_by_its_own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = (("steps[near].words", "steps.shingle"), ("split.by", "split.key"))
+    monkeypatch.setattr(key_migrations, "RENAMED_PREP_KEYS", renamed)
     steps = [{"name": "near", "words": 5}, {"name": "c4", "words": 1}]
     stored = {"version": 3, "split": {"by": "source"}, "steps": steps}
-    assert migrate_prep(stored, renamed) == {
+    assert migrate_prep(stored) == {
         "version": 3, "split": {"key": "source"}, "steps": [{"name": "near", "shingle": 5}, {"name": "c4", "words": 1}],
     }  # fmt: skip
 

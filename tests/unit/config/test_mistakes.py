@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.foreign_keys import FOREIGN_KEYS
+from megatfm.config.foreign_keys import FOREIGN_KEYS, FOREIGN_NAMES
 from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
@@ -118,6 +118,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("model.ffn.activation=swigluu", "model.ffn.activation = 'swigluu': unknown (did you mean 'swiglu'?); there are: "),
     ("model.norm.placement=preln", "model.norm.placement = 'preln': unknown (did you mean 'pre'?); there are: pre, po"),
     ("log.sinks=[wandb, wandbb]", "log.sinks = 'wandbb': unknown (did you mean 'wandb'?); there are: tensorboard, "),
+    ("log.sinks=[[wandb]", "log.sinks = '[[wandb]': unknown (did you mean 'wandb'?); there are: tensorboard, wandb"),
     ("log.sinks=wandb,wandb", "log: sinks = ['wandb', 'wandb'] names 'wandb' twice: name it once"),
     ("objective.name=causall", "objective.name = 'causall': unknown (did you mean 'causal'?); there are: causal, "),
     ("parallel.engine=ntive", "parallel.engine = 'ntive': unknown (did you mean 'native'?); there are: native, deep"),
@@ -126,6 +127,12 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
      "model.ffn.router.name = 'topk': unknown (did you mean 'top_k'?); there are: "),
     ('data.images={transforms=["horizontal_flp"]}',
      "data.images.transforms[0].name = 'horizontal_flp': unknown (did you mean 'horizontal_flip'?); there are: "),
+    ('data.images={transforms=[{name="random_resized_crop", scale=[1.0, 0.5]}]}',
+     "data.images.transforms[0].scale: from 1 to 0.5: give the smaller number first"),
+    ('data.images={transforms=[{name="random_erasing", ratio=[3, 0.3]}]}',
+     "data.images.transforms[0].ratio: from 3 to 0.3: give the smaller number first"),
+    ('data.images={transforms=[{name="random_resized_crop", scale=[0.5, 2.0]}]}',
+     "data.images.transforms[0].scale = [0.5, 2.0]: input should be less than or equal to 1; the default is"),
     ("model.extra_heads={clasifier={n_classes=2}}",
      "model.extra_heads.clasifier.name = 'clasifier': unknown (did you mean 'classifier'?); there are: sentence, "),
     ('model={layer_types=["local"], layer_type={local={attention={pattern={name="windw"}}}}, d_model=8, n_layers=1, '
@@ -325,6 +332,7 @@ def test_a_model_by_the_name_it_has_elsewhere(word: str, meant: str) -> None:
 
 
 def test_every_key_by_another_name_is_a_key() -> None:
+    assert len(FOREIGN_KEYS) == len(" ".join(FOREIGN_NAMES.values()).split())  # no name stands for two
     for key in FOREIGN_KEYS.values():
         sections: list[Any] = [Config]
         for part in key.split("."):

@@ -69,6 +69,8 @@ def test_unknown_and_missing_options_of_a_part_are_refused(options: dict[str, An
     ({"family": "encoder", "n_mtp_heads": 1}, "leave it out, or choose family = 'decoder'"),
     ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
     ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or choose family = 'electra'"),
+    ({"family": "electra", "generator": {"d_model": 8, "n_heads": 3, "d_ff": 8}},
+     "generator.n_heads = 3 does not divide generator.d_model = 8: choose n_heads = 2"),
     ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
     ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
     ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),

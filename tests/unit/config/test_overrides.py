@@ -13,7 +13,7 @@ from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config
 from megatfm.errors import UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 
 
 def quickstart(*overrides: str) -> Config:
@@ -96,6 +96,15 @@ def test_a_dotted_change_leaves_its_neighbours() -> None:
     scaled = load_config("gpt-oss-20b").model.with_changes({"position.scaling": {"name": "ntk", "factor": 2.0}})
     assert scaled.position.scaling.name == "ntk"  # type: ignore[union-attr]
     assert scaled.with_changes({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
+
+
+def test_a_key_that_is_not_set_is_removed_from_no_new_section() -> None:
+    for override in ("model.lora.rank=", "~task.metric", "~model.mup.base_width", "~train.freeze"):
+        assert quickstart(override) == quickstart(), override
+    with pytest.raises(UsageError, match=r"nothing sets model.d_modl, an unknown key.*: leave it out$"):
+        quickstart("~model.d_modl")
+    with pytest.raises(UsageError, match=r"unknown key \(did you mean optimizer.lr\?\): leave it out$"):
+        quickstart("lr=")
 
 
 def test_text_that_looks_like_a_number_stays_text() -> None:

@@ -22,6 +22,7 @@ from megatfm.corpus.shard_format import decode_packed_documents, decode_sample
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
+from tests.support.files import flip_bit
 from tests.support.packed_corpora import (
     INDEX,
     SHARD,
@@ -152,9 +153,7 @@ def test_metadata_that_can_not_be_are_named(meta: Json, changes: Json | bytes, r
 def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
     path, index = corpus.folder / SHARD, corpus.indexes[1]
     frame, offset = 2, int(index.offsets[2])
-    data = bytearray(path.read_bytes())
-    data[offset + 100] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, offset + 100)
     bad = corpus.shard_blocks(1)[frame]
     samples = f"samples {corpus.blocks[bad]} to {corpus.blocks[bad + 1] - 1}"
     for read in (

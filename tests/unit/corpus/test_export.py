@@ -245,12 +245,7 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
           ((1, 4), (10, 4), (25, 4), (50, 5), (75, 17), (90, 17), (99, 17))),
         "all 17",
     ]  # fmt: skip
-    assert by_length[1:] == [
-        "1 1 0 0.0 %",
-        "4 1 4 15.4 %",
-        "8 1 5 19.2 %",
-        "32 1 17 65.4 %",
-    ]
+    assert by_length[1:] == ["1 1 0 0.0 %", "4 1 4 15.4 %", "8 1 5 19.2 %", "32 1 17 65.4 %"]
     assert by_source[1:] == ["books.txt 1 17 10", "web 2 9 90", "(no name) 1 0 0"]
     assert {table[0].split()[0]: table[1:] for table in by_field} == {
         "domain": ["a.example 2 9 90"],

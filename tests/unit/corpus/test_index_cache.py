@@ -21,6 +21,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.index_cache import Indexes, SharedIndexes
 from megatfm.corpus.storage import ShardCacheConfig, make_room
 from tests.support.documentation import load_script
+from tests.support.files import flip_bit
 
 Write = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
@@ -129,9 +130,7 @@ def truncate(path: Path, other_content: bytes) -> None:
 
 
 def flip(path: Path, other_content: bytes) -> None:
-    data = bytearray(path.read_bytes())
-    data[5000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 5000)
 
 
 def empty(path: Path, other_content: bytes) -> None:

@@ -19,7 +19,6 @@ from urllib.parse import unquote
 import fsspec
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
 
 from megatfm.corpus import remote
 from megatfm.corpus.corpus import Corpus
@@ -28,7 +27,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, use_s3
+from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, serve_s3, use_s3
 from tests.support.workers import start_fork_server
 
 
@@ -69,17 +68,14 @@ def test_reads_a_corpus_over_http(folder: Path, cache: ShardCacheConfig) -> None
 @pytest.fixture
 def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The corpus in a bucket of a server that speaks S3, and its URL."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    use_s3(f"http://{host}:{port}", monkeypatch)
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    fs.mkdir("bucket")
-    for path in folder.iterdir():
-        fs.pipe(f"bucket/corpus/{path.name}", path.read_bytes())
-    yield "s3://bucket/corpus"
-    fs.clear_instance_cache()
-    server.stop()
+    with serve_s3() as endpoint:
+        use_s3(endpoint, monkeypatch)
+        fs = fsspec.filesystem("s3", skip_instance_cache=True)
+        fs.mkdir("bucket")
+        for path in folder.iterdir():
+            fs.pipe(f"bucket/corpus/{path.name}", path.read_bytes())
+        yield "s3://bucket/corpus"
+        fs.clear_instance_cache()
 
 
 def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:

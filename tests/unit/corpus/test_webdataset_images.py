@@ -20,8 +20,9 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.data.dataset import PackedDataset
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
+from tests.support.files import flip_bit
 from tests.support.images import encode_noise
-from tests.support.packed_rows import read_global_batches
+from tests.support.packed_corpora import read_global_batches
 from tests.support.webdatasets import make_member, make_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
@@ -251,9 +252,7 @@ def test_a_bit_that_flips_later_is_named(tmp_path: Path) -> None:
     timm(tmp_path / "theirs")
     index_images(tmp_path / "theirs", LabelRule())
     path = tmp_path / "theirs" / "imagenet1k-train-0001.tar"
-    data = bytearray(path.read_bytes())
-    data[3000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 3000)
     corpus = Corpus.open(tmp_path / "theirs")
     corpus.read_sample(0)
     with pytest.raises(MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"):

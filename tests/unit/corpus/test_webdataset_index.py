@@ -24,6 +24,7 @@ from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.files import flip_bit
 from tests.support.packed_corpora import assert_refused, edit_manifest
 from tests.support.webdatasets import (
     GOOD,
@@ -123,9 +124,7 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_pa
     index_folder(folder, HASH)
     corpus = Corpus.open(folder)
     path = folder / "some-1.tar"
-    data = bytearray(path.read_bytes())
-    data[int(corpus.indexes[1].offsets[1]) + 1000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, int(corpus.indexes[1].offsets[1]) + 1000)
     bad = corpus.shard_blocks(1)[1]
     for read in (lambda: corpus.read_block(bad), lambda: check_corpus(folder)):
         assert_refused(read, "some-1.tar", "in frame 1 at byte", "damaged", "its hash is not the index's")

@@ -19,7 +19,7 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, chunk_keys, random_uint64
-from tests.support.packed_rows import assert_same_fields, read_epoch, read_row
+from tests.support.packed_corpora import assert_same_fields, read_epoch, read_row
 
 PAD = 0
 

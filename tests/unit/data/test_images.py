@@ -22,7 +22,7 @@ from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
 from tests.support.images import encode_noise
-from tests.support.packed_rows import assert_same_fields, read_global_batches, read_row
+from tests.support.packed_corpora import assert_same_fields, read_global_batches, read_row
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [

@@ -26,7 +26,7 @@ from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
 from tests.support.images import encode_image, encode_noise
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
-from tests.support.packed_rows import assert_same_fields, read_global_batches, read_row
+from tests.support.packed_corpora import assert_same_fields, read_global_batches, read_row
 from tests.support.prep_files import write_file
 from tests.support.tower_models import TOWERS
 from tests.support.webdatasets import pack_tar

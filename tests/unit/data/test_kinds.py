@@ -18,7 +18,7 @@ from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
 from tests.support.layouts import extend
-from tests.support.packed_rows import assert_same_fields
+from tests.support.packed_corpora import assert_same_fields
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 

@@ -17,7 +17,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.order import BatchSchedule, BatchStage
 from megatfm.errors import UsageError
-from tests.support.packed_rows import assert_same_fields, read_row
+from tests.support.packed_corpora import assert_same_fields, read_row
 
 Batch = dict[str, np.ndarray]
 

@@ -10,7 +10,7 @@ import pytest
 from megatfm.config.data import MixtureSource
 from megatfm.data.dataset import PackedDataset, join_rows
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, compute_quotas, make_source_seed
+from megatfm.data.mixture import EpochCounter, Mixture, Phase, compute_quotas, make_source_seed
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -207,3 +207,22 @@ def test_blocks_of_a_mixture_stay_within_64_bits() -> None:
     assert sum(mixture.find_source(int(position) + 12_345)[0] == "a" for position in turns) == block * 3 // 4
     with pytest.raises(UsageError, match=r"data\.mixture_block_rows = 8193: .* choose at most 8192"):
         Mixture(sources, streams=2**18, block=block + 1, **options)
+
+
+@pytest.mark.parametrize("first", [0, 57])
+@pytest.mark.parametrize("batch", [1, 12])
+def test_each_source_begins_its_epochs_when_its_rows_are_read_again(make_mixture: Any, first: int, batch: int) -> None:
+    """Also one whose weight becomes 0, and beyond the change of weights; and a single corpus."""
+    mixture = make_mixture()
+    lengths = {name: len(source) for name, source in mixture.sources.items()}
+    counter, single = EpochCounter(mixture, first), EpochCounter(mixture.sources["a"], first)
+    read = Counter(mixture.find_source(position)[0] for position in range(first))
+    for position in range(first, 600, batch):
+        before = {name: max(0, read[name] - 1) // lengths[name] for name in lengths}
+        read.update(mixture.find_source(at)[0] for at in range(position, position + batch))
+        after = {name: max(0, read[name] - 1) // lengths[name] for name in lengths}
+        assert counter.advance(position + batch) == {
+            name: number + 1 for name, number in after.items() if number > before[name]
+        }
+        numbers = {at // lengths["a"] + 1 for at in range(max(0, position - 1), position + batch)}
+        assert single.advance(position + batch) == ({"": max(numbers)} if len(numbers) > 1 else {})

@@ -17,7 +17,7 @@ from megatfm.data.order import RowAddress, make_row_order
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, permutation
-from tests.support.packed_rows import assert_same_fields, read_epoch, read_row
+from tests.support.packed_corpora import assert_same_fields, read_epoch, read_row
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}

@@ -23,6 +23,7 @@ from megatfm.data.sequences import PAD_DOCUMENT_ID, PackingConfig
 from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Example, SpecialTokens
+from tests.support.files import flip_bit
 from tests.support.packed_corpora import assert_refused
 
 
@@ -258,9 +259,7 @@ def test_damage_is_reported_when_it_is_read(folder: Path) -> None:
     before = next(k for k in range(100) if samples.order.find_row(k).block == damaged)
     shard, frame = corpus._locate_block(damaged)
     path = folder / corpus.manifest.shards[shard].file
-    data = bytearray(path.read_bytes())
-    data[int(corpus.indexes[shard].offsets[frame + 1]) - 1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, int(corpus.indexes[shard].offsets[frame + 1]) - 1)
     inputs: list[int] = []
     with pytest.raises(MegatfmError, match=rf"{path.name}: samples .* in frame {frame} .* checksum"):
         inputs.extend(number for number, _ in samples)
@@ -324,9 +323,7 @@ def test_damage_of_a_plain_tar_is_reported_when_it_is_read(plain: Corpus) -> Non
     samples, path = ShuffledDocuments(corpus, seed=3, streams=7), plain.folder / "a.tar"
     damaged = samples.order.find_row(3).block  # unpacked together with those of the first three
     before = next(k for k in range(100) if samples.order.find_row(k).block == damaged)
-    data = bytearray(path.read_bytes())
-    data[int(corpus.indexes[0].offsets[damaged + 1]) - 1100] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, int(corpus.indexes[0].offsets[damaged + 1]) - 1100)
     samples = ShuffledDocuments(corpus, seed=3, streams=7)
     inputs: list[int] = []
     with pytest.raises(MegatfmError, match=f"in frame {damaged} .* its hash is not the index's"):

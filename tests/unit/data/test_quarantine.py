@@ -11,6 +11,7 @@ from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.files import flip_bit
 from tests.support.packed_corpora import SHARD
 
 
@@ -115,9 +116,7 @@ def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any
 
 def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
     path = corpus.folder / SHARD
-    data = bytearray(path.read_bytes())
-    data[int(corpus.indexes[1].offsets[2]) + 100] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, int(corpus.indexes[1].offsets[2]) + 100)
     bad = corpus.shard_blocks(1)[2]
     first, last = int(corpus.blocks[bad]), int(corpus.blocks[bad + 1]) - 1
 

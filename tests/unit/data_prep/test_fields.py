@@ -23,7 +23,7 @@ from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.record import Record
 from megatfm.errors import UsageError
-from tests.support.prep_files import write_file
+from tests.support.prep_files import make_prep_config, write_file
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -40,15 +40,9 @@ RECORDS: list[dict[str, Any]] = [
 
 def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
     write_file(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
-    values = {
-        "out": str(tmp_path / "out"),
-        "read": {"folder": str(tmp_path / "in"), "metadata_keys": keep},
-        "split": {"validation": 0.2},
-        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False},
-    }
-    for name, value in more.items():
-        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    return PrepConfig.model_validate(values)
+    tokenizer = {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False}
+    settings = {"read": {"metadata_keys": keep}, "split": {"validation": 0.2}, "tokenizer": tokenizer}
+    return make_prep_config(tmp_path, tmp_path / "in", **(settings | more))
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
@@ -92,7 +86,7 @@ def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Pa
     assert actual["a.jsonl#1"] == {"scores.quality": 0.0, "licence": "mit"}
     assert actual["a.jsonl#3"] == {"scores.quality": 0.05}
     assert "metadata_keys" in summary.result["config"]["read"]
-    plain = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "plain")))
+    plain = data_prep.run(of_file(tmp_path, (), out="plain"))
     assert "metadata_keys" not in plain.result["config"]["read"]
     assert "partition_by" not in plain.result["config"]["split"]
     assert not any(fields_of(tmp_path / "plain" / "train").values())
@@ -122,9 +116,9 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
         Corpus.open(train)
     selected = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
-    data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "some"), split=selected))
+    data_prep.run(of_file(tmp_path, (), out="some", split=selected))
     assert {path.name for path in (tmp_path / "some" / "train").iterdir()} == {"site1.org", "other"}
-    alone = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "alone")))
+    alone = data_prep.run(of_file(tmp_path, (), out="alone"))
     together = [tmp_path / "some" / "train" / name for name in ("site1.org", "other")]
     assert sum(Corpus.open(item).n_samples for item in together) == alone.result["train"]["documents"]
 

@@ -21,13 +21,13 @@ from megatfm import data_prep
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus
+from megatfm.data_prep.import_images import write_digits
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.command_line import run_command
+from tests.support.forked_commands import run_command
 from tests.support.images import encode_noise
-from tests.support.killed_preps import KILLED, count_moments, run_killed_at
 from tests.support.prep_files import file_hashes, write_file
-from tests.support.prep_tasks import hold_first_task, run_task, stop_before_commit
+from tests.support.prep_tasks import KILLED, count_moments, hold_first_task, run_killed_at, run_task, stop_before_commit
 from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 
@@ -291,3 +291,9 @@ def test_too_few_to_split(tmp_path: Path) -> None:
     as_folder(tmp_path / "in", samples(1))
     with pytest.raises(UsageError, match="no document for"):
         data_prep.run(config(tmp_path))
+
+
+def test_digits_that_can_not_be_written_name_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MegatfmError, match=r"can't write .*file/digits: Not a directory: make room or choose"):
+        write_digits(tmp_path / "file" / "digits")

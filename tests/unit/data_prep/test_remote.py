@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig, ReadConfig
@@ -21,19 +20,15 @@ from megatfm.corpus.remote import RemoteFolder
 from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.packed_corpora import use_s3
+from tests.support.packed_corpora import serve_s3, use_s3
 from tests.support.prep_files import write_file
 from tests.support.prep_tasks import StoppedError, run_tasks, stop_before_commit
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """A server that speaks S3."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with serve_s3() as address:
+        yield address
 
 
 @pytest.fixture

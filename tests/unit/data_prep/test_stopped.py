@@ -18,10 +18,17 @@ from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
 from tests.support.forked_commands import ForkedCommand
-from tests.support.killed_preps import KILLED, count_moments, run_killed_at
 from tests.support.layouts import EXTENDED, SLOW
 from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes, write_file
-from tests.support.prep_tasks import hold_first_task, run_task, run_tasks, stop_before_commit
+from tests.support.prep_tasks import (
+    KILLED,
+    count_moments,
+    hold_first_task,
+    run_killed_at,
+    run_task,
+    run_tasks,
+    stop_before_commit,
+)
 
 Make = Callable[..., PrepConfig]
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}

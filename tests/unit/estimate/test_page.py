@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatfm.cli import main
 from megatfm.config import load_config
 from megatfm.errors import UsageError
 from megatfm.estimate import calibrate, trial_configs, trials
@@ -37,6 +36,7 @@ from megatfm.estimate.roofline import (
 )
 from megatfm.estimate.traced import Traced
 from megatfm.estimate.write import render_layout_config, write_layout
+from tests.support.forked_commands import run_command
 
 
 class Reader(HTMLParser):
@@ -74,8 +74,7 @@ def test_a_trace_names_the_blocks_that_it_compiles(
         "megatfm.estimate.traced.run_trace", lambda _, words, *__: overrides.extend(words) or make_traced(compiled)
     )
     words = ["estimate", "gpt2-124m", "--gpus", "8", "--traced", "model.n_layers=3"]
-    with pytest.raises(SystemExit):
-        main([*words, f"train.compile={str(compiled).lower()}"])
+    run_command(*words, f"train.compile={str(compiled).lower()}")
     shown = capsys.readouterr().out
     assert [word for word in overrides if word.startswith("train.compile")] == [
         f"train.compile={str(compiled).lower()}"
@@ -93,8 +92,7 @@ def test_json_is_alone_on_stdout(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatfm.estimate.traced.run_trace", lambda *_: make_traced(False))
     words = ["estimate", "gpt2-124m", "--json", "--traced", "--write", "job.toml", "--html", "page.html"]
-    with pytest.raises(SystemExit):
-        main([*words, "model.n_layers=3", "train.compile=false"])
+    run_command(*words, "model.n_layers=3", "train.compile=false")
     output = capsys.readouterr()
     assert "sent" in json.loads(output.out)
     for text in ("written: page.html", "saved by blocks", "written: job.toml"):
@@ -220,16 +218,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_configs, "list_trials", lambda config, kind, precision: [trial.with_changes(settings)])
 
 
-def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["estimate", *words])
-    return int(stop.value.code or 0)
-
-
 @pytest.mark.usefixtures("few")
 def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, words = tmp_path / "here.toml", ("gpt2-124m", "train.micro_batch=1", "train.global_batch=1")
-    assert run(*words, "--calibrate", str(path), "train.precision=fp32") == 0
+    path, words = tmp_path / "here.toml", ("estimate", "gpt2-124m", "train.micro_batch=1", "train.global_batch=1")
+    assert run_command(*words, "--calibrate", str(path), "train.precision=fp32") == 0
     assert "on 1 × " in capsys.readouterr().out
     cluster = load_cluster("here", 1, hardware=path)
     assert {"fp32", "fp32 nn", "fp32 tn"} <= set(cluster.device.products)
@@ -239,13 +231,13 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert cluster.device.update_seconds is not None
     assert not cluster.device.compiles
     assert cluster.device.moves[1][0] == 2**21
-    assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
+    assert run_command(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
     assert "or measure it so: --calibrate FILE train.precision=bf16" in capsys.readouterr().err
-    assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64") == 2
+    assert run_command(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=fp64") == 2
     assert "measure it so" not in capsys.readouterr().err, "it measures in bf16 and fp32 alone"
-    assert run(*words, "--calibrate", str(path)) == 2
+    assert run_command(*words, "--calibrate", str(path)) == 2
     assert "the file exists" in capsys.readouterr().err
-    assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
+    assert run_command(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
     assert "measures in bf16 or fp32" in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ from megatfm.estimate.roofline import name_matmuls
 from megatfm.estimate.trial_configs import list_trials
 from megatfm.estimate.trials import measure_trials
 from megatfm.parallel.mesh import compute_axis_sizes
+from megatfm.train import build
 from tests.support.layouts import extend
 
 ONE_RANK = {
@@ -180,8 +181,26 @@ def test_another_model_is_measured_in_its_place(
     assert "FLOPs; operators are measured in trials of llama3-8b\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("precision", "is_fast", "measured", "warns"), [
+    ("auto", True, "bf16", False), ("auto", False, "fp32", False),
+    ("bf16", True, "bf16", False), ("bf16", False, "bf16", True),
+])  # fmt: skip
+def test_a_machine_is_measured_in_the_precision_that_it_trains_in(
+    precision: str, is_fast: bool, measured: str, warns: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    precisions: list[str] = []
+    monkeypatch.setattr(build, "is_bf16_faster", lambda device: is_fast)
+    monkeypatch.setattr(calibrate, "measure_device", lambda clock, name, configs: ({}, precisions.append(name)))
+    monkeypatch.setattr(calibrate, "write_table", lambda table, path: None)
+    config = load_config("gpt2-124m", [f"train.precision={precision}"])
+    _calibrate(Namespace(hardware=None, json=False, calibrate=Path("here.toml"), config="gpt2-124m"), config)
+    assert precisions == [measured]
+    assert ("warning: this device multiplies in bfloat16 no faster" in capsys.readouterr().out) == warns
+
+
 UNMEASURED = {
-    "slice_backward": "a profile's predicted tokens are the first of each row; a step takes them by their indices",
+    "slice_backward": "a profile's predicted tokens are the first of each row; a step takes them by their indices"
 }
 
 

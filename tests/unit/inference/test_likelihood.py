@@ -1,7 +1,6 @@
 """Likelihoods of continuations and tasks without training: the same on any ranks and in any batches."""
 
 import gzip
-import json
 import lzma
 import math
 import random
@@ -31,6 +30,7 @@ from megatfm.inference.text import generate_text, open_text_model
 from megatfm.models import build
 from megatfm.tasks.question_scores import Likelihood
 from megatfm.tasks.questions import open_evaluation_task
+from tests.support.files import write_lines
 from tests.support.hf_folders import build_hf_gpt2, build_hf_llama
 from tests.support.layouts import extend
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
@@ -230,7 +230,7 @@ def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model
 def write_task(folder: Path, kind: str, answers: list[str], more: str = "", prompts: Sequence[str] = PROMPTS) -> Path:
     pairs = enumerate(zip(prompts, answers, strict=True))
     rows = [{"ask": prompt or "z", "answer": answer, "key": number % 3} for number, (prompt, answer) in pairs]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     path = folder / "task.toml"
     path.write_text(f'kind = "{kind}"\ndata = "rows.jsonl"\nprompt = "{{{{ ask }}}}"\n{more}')
     return path

@@ -12,7 +12,6 @@ import torch
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.cli import main
 from megatfm.config import ModelConfig
 from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
@@ -26,6 +25,7 @@ from megatfm.inference.text import TextModel, generate_text, generate_text_beam,
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
 from megatfm.registry import import_plugins
+from tests.support.forked_commands import run_command
 from tests.support.hf_folders import edit_config, edit_tensors, write_gpt2
 from tests.support.trained_runs import (
     SMALL_DECODER,
@@ -74,9 +74,7 @@ def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer
         assert {parameter.dtype for parameter in megatfm.load(path).parameters()} == {torch.float32}
         with pytest.raises(UsageError, match="dtype = 'int8': choose one of auto, float32"):
             megatfm.load(path, dtype="int8")
-        with pytest.raises(SystemExit) as ended:
-            main(["generate", str(path), "--max-tokens=3"])
-        assert ended.value.code == 0
+        assert run_command("generate", str(path), "--max-tokens=3") == 0
 
 
 def test_nothing_to_open(tmp_path: Path) -> None:
@@ -192,9 +190,7 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     ["verify", "run", "parallel.tp=2"],
 ], ids=" ".join)  # fmt: skip
 def test_a_stranger_s_run_runs_no_code(stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
+    assert run_command(*words) == 2
     assert "names plugins, whose code would run: strangers_code: " in (output := capsys.readouterr().err)
     assert "--trust-plugins" in output
     assert not Path("victim").exists()
@@ -209,9 +205,7 @@ def test_plugins_that_the_user_trusts_or_names_are_imported(stranger: Path, way:
     if way == "imported":
         import_plugins(["strangers_code"])
     if way == "named":
-        with pytest.raises(SystemExit) as ended:
-            main(["describe", str(stranger), "plugins=strangers_code", "model.vocab_size=400"])
-        assert ended.value.code in (0, None)
+        assert run_command("describe", str(stranger), "plugins=strangers_code", "model.vocab_size=400") == 0
     else:
         megatfm.load(stranger, trust_plugins=way == "trusted")
     assert Path("victim").exists()

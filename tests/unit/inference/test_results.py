@@ -17,7 +17,7 @@ from megatfm.inference import evaluate, harness, samples, task_evaluation
 from megatfm.inference.evaluation_tasks import PREDICTIONS, EvaluatedTask, write_results
 from megatfm.inference.harness import run_harness
 from megatfm.inference.image_evaluation import make_image_evaluation
-from megatfm.inference.task_evaluation import EvaluatedFile, evaluate_task, predict_file
+from megatfm.inference.task_evaluation import EvaluatedFile, TaskResults, evaluate_task, predict_file
 from megatfm.inference.text import TextModel
 from megatfm.tasks.question_scores import Likelihood, average_metrics, score_cloze
 from megatfm.tasks.questions import Question
@@ -104,6 +104,17 @@ def test_a_finetuned_model_that_diverged_has_results(
     print_results(results)
     print_spread([results, results])
     assert f"{loss:.4f} ± {0.0 if math.isfinite(loss) else math.nan:.4f}" in capsys.readouterr().out
+
+
+def test_results_of_finetuning_that_can_not_be_written_are_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_with_task(monkeypatch, run, {"form": "chat", "train": "a.jsonl", "validation": "b.jsonl"})
+    evaluated = run / "checkpoints/step-00000030", {"validation": EvaluatedFile(loss=2.0, n_examples=3)}
+    monkeypatch.setattr(task_evaluation, "_evaluate_files", lambda *_, **__: evaluated)
+    (run / "task.json").mkdir()
+    shown: list[TaskResults] = []
+    with pytest.raises(MegatfmError, match=r"task\.json"):
+        evaluate_task(run, show=shown.append)
+    assert [results.sets["validation"]["loss"] for results in shown] == [2.0]
 
 
 def test_a_cloze_beyond_floats_has_infinite_perplexity(tmp_path: Path) -> None:

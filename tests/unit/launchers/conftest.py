@@ -11,8 +11,8 @@ import pytest
 
 from megatfm.config import load_config, to_toml
 from megatfm.launchers import snapshot
-from tests.support.launch_jobs import COMMANDS, STAND_IN, FakeSlurm, MakeRun
-from tests.support.slurm_attempts import RUNNING
+from tests.support.files import write_lines
+from tests.support.launch_jobs import COMMANDS, RUNNING, STAND_IN, FakeSlurm, MakeRun
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
             {"step": n, "loss": 5 - n / 50, "tokens_per_second": 1000.0 + (n == 2) * 9e9, "step_seconds": 2.0}
             for n in range(1, steps + 1)
         ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / "metrics.jsonl", lines)
         if note:
             (folder / "launch.json").write_text(json.dumps(note))
         return folder

@@ -14,8 +14,7 @@ from megatfm.launchers.attempts import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Att
 from megatfm.launchers.prolog_epilog import find_failure_cause
 from megatfm.launchers.record import EVENTS, tail_jsonl
 from megatfm.tracking.metrics import log_event
-from tests.support.launch_jobs import FakeSlurm
-from tests.support.slurm_attempts import finish_run, run_epilog, run_prolog, write_chain, write_event, write_log
+from tests.support.launch_jobs import FakeSlurm, finish_run, run_epilog, run_prolog, write_chain, write_event, write_log
 
 Commit = Callable[[int], None]
 

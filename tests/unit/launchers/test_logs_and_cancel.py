@@ -83,6 +83,22 @@ def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> No
     assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
 
 
+@pytest.mark.parametrize(("event", "lines"), [
+    (None, ["runs/mine: no logs yet"]),
+    ("finished", ["==> runs/mine/logs/rank-0.log <==", "the last word"]),
+])  # fmt: skip
+def test_following_a_run_that_nobody_launched_ends(
+    make: MakeRun, capsys: pytest.CaptureFixture[str], event: str | None, lines: list[str]
+) -> None:
+    """Never started, or by `megatfm train` itself."""
+    run = make()
+    if event:
+        (run / "logs" / "rank-0.log").write_text("the last word\n")
+        (run / "events.jsonl").write_text(json.dumps({"event": event, "step": 100}) + "\n")
+    code, output = run_megatfm("logs", "-f", "runs/mine", capsys=capsys)
+    assert (code, output.replace(str(run), "runs/mine").splitlines()) == (0, lines)
+
+
 def test_log_lines_are_searched_for_errors_once(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     log, scanner, read = make() / "logs" / "rank-1.log", ErrorScanner(), []
     search = ERROR_PATTERN.search

@@ -10,10 +10,11 @@ import pytest
 from megatfm.launchers import prolog_epilog
 from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
 from megatfm.launchers.prolog_epilog import main
-from tests.support.launch_jobs import FakeSlurm
-from tests.support.slurm_attempts import (
+from tests.support.launch_jobs import (
     RUNNING,
+    FakeSlurm,
     finish_run,
+    full_disk,
     run_epilog,
     run_prolog,
     write_chain,
@@ -293,6 +294,9 @@ def test_a_task_that_is_stopped_without_progress_is_given_up(
     assert main(["requeue", "--run", str(run)]) == 76
     assert "task 2 was stopped 11 times in a row, and no task finished a part" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
+    with full_disk():
+        assert main(["requeue", "--run", str(run)]) == 75
+    assert fake_slurm.calls[-1] == "scontrol requeue 9", "on a full disk, too"
     monkeypatch.setattr(prolog_epilog, "RETRY_SECONDS", (0.0,))
     fake_slurm.fail("squeue", "slurm_load_jobs error: Socket timed out\n")
     assert main(["requeue", "--run", str(run)]) == 1, "it may have been cancelled, and may not"
@@ -300,4 +304,4 @@ def test_a_task_that_is_stopped_without_progress_is_given_up(
     (fake_slurm.folder / "squeue.fails").unlink()
     fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
     assert main(["requeue", "--run", str(run)]) == 75, "another submission counts anew"
-    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, "one that was cancelled stays so"
+    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 31, "one that was cancelled stays so"

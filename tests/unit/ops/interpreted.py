@@ -11,7 +11,13 @@ from torch import Tensor
 
 from megatfm.ops import cross_entropy as module
 from megatfm.ops import cross_entropy_triton
-from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
+from megatfm.ops.cross_entropy import (
+    IGNORE,
+    LogitOptions,
+    VocabularyShard,
+    cross_entropy,
+    cross_entropy_reference,
+)
 
 M, D, V = 13, 6, 45
 VARIANTS = LogitOptions(), LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)
@@ -32,11 +38,11 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
     gradients are rounded to it."""
     strides = []
 
-    def in_place(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+    def choose(logits: Tensor) -> Any:
         strides.append(logits.stride())
-        return cross_entropy_triton.to_gradients(logits, *args, **options)
+        return cross_entropy_triton
 
-    module._choose_kernel = lambda logits: in_place
+    module._choose_kernels = choose
     trained, targets = inputs(dtype)
     exact = [x.detach().double().requires_grad_() for x in trained]
     actual = cross_entropy(trained[0], trained[1], targets, trained[2], variant, chunk=5)
@@ -48,10 +54,54 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
     assert strides == [(module.ROW_ALIGNMENT, 1)] * 3
 
 
+BOUNDS = 0, 20, V
+"""First rows of two shards of the vocabulary, and its end."""
+
+
+def check_shards(dtype: torch.dtype, variant: LogitOptions, hidden_shard: int | None) -> None:
+    """Two shards give the loss, and together the gradients, of the full vocabulary. Each runs twice: the first time,
+    it leaves its statistics for the other. hidden_shard: one whose tokens a bias of −∞ hides."""
+    module._choose_kernels = lambda logits: cross_entropy_triton
+    trained, targets = inputs(dtype)
+    if hidden_shard is not None:
+        with torch.no_grad():
+            trained[2][slice(*BOUNDS[hidden_shard : hidden_shard + 2])] = -torch.inf
+        targets = targets.where(targets == IGNORE, BOUNDS[1 - hidden_shard])
+    exact = [x.detach().double().requires_grad_() for x in trained]
+    expected = cross_entropy_reference(exact[0], exact[1], targets, exact[2], variant)
+    expected_gradients = torch.autograd.grad(expected * 0.5, exact)
+    statistics: list[list[Tensor]] = [[], []]
+    actual = []
+    for is_exchanged in (False, True):
+        for rank in range(2):
+            rows = slice(*BOUNDS[rank : rank + 2])
+            chunks = iter(range(3))
+
+            def all_gather(values: Tensor, rank: int = rank, chunks: Any = chunks) -> Tensor:
+                if not is_exchanged:  # noqa: B023
+                    statistics[rank].append(values)
+                    return torch.stack([values, values])
+                at = next(chunks)
+                return torch.stack([by_chunk[at] for by_chunk in statistics])
+
+            local = [trained[0], *(x[rows].detach().requires_grad_() for x in trained[1:])]
+            shard = VocabularyShard(BOUNDS[rank], V, all_gather)
+            loss = cross_entropy(local[0], local[1], targets, local[2], variant, chunk=5, shard=shard)
+            if is_exchanged:
+                actual.append((loss, torch.autograd.grad(loss * 0.5, local)))
+    (loss, gradients), (same_loss, other_gradients) = actual
+    assert torch.equal(loss, same_loss)
+    assert abs(loss.item() / expected.item() - 1) < CLOSE[dtype], (dtype, variant, loss, expected)
+    joined = [gradients[0] + other_gradients[0], *map(torch.cat, zip(gradients[1:], other_gradients[1:], strict=True))]
+    for a, b in zip(joined, expected_gradients, strict=True):
+        assert (a.double() - b).norm() < CLOSE[dtype] * b.norm(), (dtype, variant)
+    assert statistics[0][0].shape == (3 + (variant.smoothing > 0), 5, 1)
+
+
 def check_no_number() -> None:
     """The loss of a target beyond the vocabulary is NaN."""
     logits, targets = torch.zeros(3, V), torch.tensor([V, -1, IGNORE])
-    losses = cross_entropy_triton.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+    losses = cross_entropy_triton.to_gradients(logits, targets, LogitOptions())
     assert losses[:2].isnan().all()
     assert losses[2] == 0
     assert torch.equal(logits[2], torch.zeros(V))
@@ -65,7 +115,7 @@ def check_hidden_tokens() -> None:
     exact = logits.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), exact)
-    losses = cross_entropy_triton.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+    losses = cross_entropy_triton.to_gradients(logits, targets, LogitOptions())
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits.double(), gradient, rtol=1e-6, atol=1e-6)
 
@@ -74,6 +124,13 @@ if __name__ == "__main__":
     cross_entropy_triton.BLOCK = 16  # several blocks a row
     for dtype, variant in itertools.product(CLOSE, VARIANTS):
         check(dtype, variant)
+    for dtype, variant, hidden_shard in (
+        (torch.float32, VARIANTS[0], 0),
+        (torch.float32, VARIANTS[0], 1),
+        (torch.float32, VARIANTS[-1], None),
+        (torch.bfloat16, VARIANTS[0], None),
+    ):
+        check_shards(dtype, variant, hidden_shard)
     check_no_number()
     check_hidden_tokens()
     print("all alike")

@@ -12,7 +12,8 @@ from megatfm.errors import UsageError
 from megatfm.report import write_report
 from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
-from tests.support.command_line import run_command
+from tests.support.files import read_lines, write_lines
+from tests.support.forked_commands import run_command
 from tests.support.reported_runs import CHROMIUM, Page, replace_metrics, write_reported_run
 
 
@@ -39,12 +40,12 @@ def test_compare_prints_differences(runs: list[Path], tmp_path: Path, capsys: py
 def test_metrics_of_tasks_are_compared(runs: list[Path], tmp_path: Path) -> None:
     baseline, slower = runs
     path = baseline / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     for line in lines:
         for result in line.get("evaluation", {}).values():
             result.pop("bits_per_byte", None)
             result["metrics"] = {"accuracy": 0.75, "f1_macro": 0.5}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     config = baseline / "config.toml"
     config.write_text(config.read_text() + '\n[objective]\nname = "text_classification"\n')
     (slower / "metrics.jsonl").write_text("")
@@ -66,7 +67,7 @@ def test_settings_that_differ_in_late_digits_are_shown(runs: list[Path]) -> None
     baseline.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
     changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace("betas = [0.9, 0.95]", "betas = [0.9, 0.950001]")
     changed = changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"')
-    slower.write_text(changed.replace("[parallel]", "[parallel]\npp = 1"))
+    slower.write_text(changed.replace("dp_shard = 2", "dp_shard = 2, pp = 1"))
     assert RunComparison.read(runs).list_differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
         ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
@@ -93,7 +94,7 @@ def test_mfu_relative_to_different_peaks_is_left_out(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in runs:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(run / "metrics.jsonl")
         (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines))
     place = RunComparison.read(runs).collect_results().columns.index("MFU")
 
@@ -161,7 +162,7 @@ def test_points_ticks_and_reference_lines_share_their_axes(run: Path, tmp_path: 
         {"step": 100, "loss": 1.0, "grad_norm": 100.0, "lr": 0.0, "tokens_per_second": 1.0, "memory_bytes": 1},
     ]  # fmt: skip
     lines[2]["evaluation"] = {"stdlib": {"bits_per_byte": 1.5}}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / "metrics.jsonl", lines)
     (run / "baselines.json").write_text(json.dumps({"stdlib": {"a": 1.0, "b": 2.00, "c": 2.01}}))
     dom = draw(write_report(run), tmp_path)
     titles = re.findall(r'aria-label="([^",]+), ', dom)

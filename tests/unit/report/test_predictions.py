@@ -14,6 +14,7 @@ from PIL import Image
 from megatfm.report import write_report
 from megatfm.report.predictions import compute_class_results, read_galleries, summarize
 from megatfm.report.run import Run
+from tests.support.files import write_lines
 from tests.support.images import encode_image
 from tests.support.reported_runs import report_page
 
@@ -142,11 +143,11 @@ def test_pictures_that_cannot_be_shown_are_counted(run: Path, tmp_path: Path) ->
 def write_task(run: Path, rows: list[dict[str, Any]], predictions: list[dict[str, Any]]) -> Path:
     """Make a fine-tuning run of the run, with its file of examples beside it."""
     file = run / "reviews.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     with (run / "config.toml").open("a") as config:
         config.write(f'[task]\nform = "classification"\ntrain = "{file}"\nvalidation = "{file}"\n')
     (run / "predictions").mkdir()
-    (run / "predictions" / "validation.jsonl").write_text("".join(json.dumps(p) + "\n" for p in predictions))
+    write_lines(run / "predictions" / "validation.jsonl", predictions)
     results = {"confusion": [[1, 2], [1, 0]], "metrics": {}}
     result = {"step": 3, "labels": ["false", "true"], "sets": {"validation": results}}
     (run / "task.json").write_text(json.dumps(result))

@@ -14,7 +14,8 @@ from megatfm.report import write_report
 from megatfm.report.page import format_subtitle, make_resume_command
 from megatfm.report.run import Run
 from megatfm.terminal import format_counted
-from tests.support.command_line import run_command
+from tests.support.files import write_lines
+from tests.support.forked_commands import run_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
@@ -128,7 +129,7 @@ def test_samples_of_evaluations_and_of_generate_are_merged(run: Path) -> None:
     texts[20].append("torn")  # type: ignore[arg-type]
     replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
     samples = [{"prompt": "b", "text": " of 15", "step": 15}, {"prompt": "a", "text": " of 15", "step": 15}]
-    (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_lines(run / "samples.jsonl", samples)
     report_page(run)
     html = (run / "report.html").read_text()
     texts_in_order = ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;", "<b>b</b> of 15", "<b>b</b><")
@@ -154,7 +155,7 @@ def test_a_metric_without_a_finite_value_is_named(run: Path) -> None:
 
 def test_a_long_history_is_cut(run: Path) -> None:
     events = [{"event": "skipped", "step": step, "detail": ""} for step in range(1000, 1300)]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(run / "events.jsonl", events)
     text = " ".join(report_page(run).text.split())
     assert "100 earlier events are in events.jsonl skipped at step 1,100 skipped" in text
     assert text.count("skipped at step") == 200

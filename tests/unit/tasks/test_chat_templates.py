@@ -12,7 +12,7 @@ from megatfm import tokenizers
 from megatfm.errors import UsageError
 from megatfm.tasks.chat import check_messages, load_chat_template
 from megatfm.tokenizers import HuggingFaceTokenizer
-from tests.support.chat_models import MARKS, save_tokenizer
+from tests.support.finetuning_tasks import MARKS, save_chat_tokenizer
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
 TEMPLATES = {
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def open_tokenizers(folder: Path, template: str, **roles: str) -> tuple[HuggingFaceTokenizer, Any]:
-    save_tokenizer(folder, template, **roles)
+    save_chat_tokenizer(folder, template, **roles)
     tokenizer = tokenizers.load(folder)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     return tokenizer, transformers.AutoTokenizer.from_pretrained(folder)

@@ -14,7 +14,7 @@ from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.labelled_texts import LabelledTextEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
-from tests.support.hf_folders import WORDS_OF_QUESTIONS, save_bert
+from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, save_bert
 
 ROW = {"text": "the old lamp", "ask": "where was", "choices": ["Bern", "the red Rome"], "label": 1}
 

@@ -1,6 +1,5 @@
 """Rows of a task become prompts with answers, and their metrics against arithmetic by hand."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatfm.tasks.question_scores import (
     summarise_results,
 )
 from megatfm.tasks.questions import EvaluationTask, Question, open_evaluation_task, parse_task_files
+from tests.support.files import write_lines
 
 ROWS = [
     {"ask": f"Größe {number}?", "a": "ja", "b": "東京", "key": "AB"[number % 2], "all": ["x", "y z"]}
@@ -32,7 +32,7 @@ LABELS = 'labels = ["A", "B"]\n'
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]] = ROWS, name: str = "rows") -> None:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / f"{name}.jsonl", rows)
 
 
 def write_task(folder: Path, text: str) -> Path:

@@ -20,7 +20,8 @@ from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, sh
 from megatfm.tasks.spans import SpanEncoder, find_answer
 from megatfm.tasks.text_metrics import find_best_threshold
 from megatfm.tokenizers import load
-from tests.support.hf_folders import WORDS_OF_QUESTIONS, make_questions, save_bert, write_lines
+from tests.support.files import write_lines
+from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, make_questions, save_bert
 
 
 @pytest.fixture(scope="module")

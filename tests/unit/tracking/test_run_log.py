@@ -162,3 +162,24 @@ def test_the_commit_is_read_from_the_checkout_or_the_copied_code(tmp_path: Path)
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     assert re.fullmatch("[0-9a-f]{40}", describe_commit(tmp_path)["commit"])
+
+
+ENABLED = """
+import faulthandler, os, sys
+from pathlib import Path
+from megatfm.tracking.console import RunLog
+from megatfm.tracking.run_directory import RunDirectory
+with RunDirectory(Path(sys.argv[1]), 1) as run, RunLog(run, steps=1):
+    pass
+assert faulthandler.is_enabled() == (sys.argv[2] == "1")
+faulthandler.enable() if sys.argv[2] == "0" else None
+os.abort()
+"""
+
+
+@pytest.mark.parametrize("is_enabled", ["0", "1"])
+def test_crashes_after_a_run_are_reported_where_they_were_before(tmp_path: Path, is_enabled: str) -> None:
+    words = [*(["-X", "faulthandler"] if is_enabled == "1" else []), "-c", ENABLED, str(tmp_path / "run"), is_enabled]
+    completed = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert "Fatal Python error: Aborted" in completed.stderr
+    assert "Aborted" not in (tmp_path / "run" / "logs" / "rank-1.log").read_text()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatfm import cli, tokenizers
 from megatfm.config import Config, load_config
@@ -23,12 +24,11 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.inference import evaluate as inference
 from megatfm.inference.evaluate import _make_absolute
-from megatfm.layers.initialisation import draw
-from megatfm.models import Decoder, build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
 from megatfm.train.evaluation import compute_loss_by_position, evaluate, format_result
+from tests.support.evaluated_tasks import build_initial_model, small_config
 from tests.support.images import encode_noise
 from tests.support.webdatasets import pack_tar
 from tests.support.workers import Workers
@@ -61,18 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, **parallel: Any) -> Config:
     corpus = str(folder / "validation")
-    return Config.model_validate(
-        {
-            "name": "a",
-            "model": {"d_model": 16, "n_layers": 1, "attention": {"n_heads": 2}, "ffn": {"d_ff": 16},
-                      "init": {"std": 0.5}},
-            "data": {"train": corpus, "validation": {"all": corpus}, "tokenizer": str(folder / "tokenizer.model"),
-                     "sequence_length": LENGTH},
-            "parallel": parallel,
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seed": 5, "precision": "fp64"},
-        },
-    )  # fmt: skip
+    data = {"data.train": corpus, "data.validation": {"all": corpus}, "data.sequence_length": LENGTH}
+    return small_config(folder, model__n_layers=1, parallel=parallel).with_changes(data)
 
 
 def open_engine(settings: Config) -> tuple[Any, Any, Any]:
@@ -90,14 +80,9 @@ def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows
 
 
 @cache
-def model_of(folder: Path) -> Decoder:
+def model_of(folder: Path) -> nn.Module:
     settings, _ = open_tokenizer(config(folder))
-    model = build(settings.model).double()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            weight = getattr(module, key)
-            weight.data = draw(initial, 5, f"{path}.{key}", weight.shape, (0,) * weight.dim(), weight.shape).double()
-    return model
+    return build_initial_model(settings)
 
 
 def by_hand(folder: Path, by_place: dict[int, list[float]] | None = None) -> tuple[float, int]:

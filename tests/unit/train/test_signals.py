@@ -24,7 +24,7 @@ from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress, fit_la
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.expert_models import EXPERT_MODELS
+from tests.support.expert_parity import EXPERT_MODELS
 from tests.support.forked_commands import ForkedCommand
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine

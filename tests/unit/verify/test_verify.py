@@ -148,7 +148,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     code, comparison = run("parallel.tp=2", "model.embedding.tied=false", "--all")
     assert code == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert "small: a small copy of the model takes one step under this layout, and one on one process\n" in said
     assert "model.n_layers 6 → 2" in printed
     assert all(gradient.name in printed for gradient in comparison.gradients)
     assert len(comparison.gradients) == 21

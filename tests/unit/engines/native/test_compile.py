@@ -1,7 +1,7 @@
 """Compiled blocks: who compiles them unasked, and how; models of images have the gradients of eager blocks."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,13 @@ from tests.support.batches import PassThroughObjective, family_case
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.layouts import EXTENDED, extend
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
+from tests.support.parity import (
+    build_engine,
+    compile_blocks_by,
+    microbatches,
+    model_gradient_errors,
+    one_device_reference,
+)
 from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 from tests.support.workers import Workers
 
@@ -168,26 +174,16 @@ def image_case(name: str) -> tuple[ModelConfig, dict[str, Tensor], type[PassThro
     return *family_case(name, deep=False), PassThroughObjective
 
 
-def compare_compiled_images(name: str, backend_name: str) -> int:
+def compare_compiled_images(name: str, backend: str) -> int:
     """Compare loss and gradients with one device's, in float64; return how many graphs were made."""
     config, batch, objective_class = image_case(name)
     model, objective, loss = one_device_reference(config, batch, objective_class)
-    backend: Callable[..., Any] = torch._dynamo.lookup_backend(backend_name)
-    real, graphs = nn.Module.compile, []
-
-    def make_graph(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return backend(graph, inputs)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", lambda self, **options: real(self, **options, backend=make_graph))
+    with compile_blocks_by(backend) as compilation:
         engine = build_engine(config, ParallelConfig(), ADAMW, compile_blocks=True)
         stats = engine.forward_backward(microbatches(engine, batch), objective)
-    torch._dynamo.reset()
     assert stats.loss == pytest.approx(loss, rel=1e-12)
     assert model_gradient_errors(engine, model) == {}
-    return len(graphs)
+    return len(compilation.graphs)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])

@@ -1,7 +1,7 @@
 """Communication beside computation: buckets reduced in the backward pass, weights that arrive or are fetched ahead."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,52 +23,66 @@ from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-LAYOUTS = [
-    ParallelConfig(dp_shard=2, zero=0),
-    ParallelConfig(dp_shard=2, zero=1),
-    ParallelConfig(dp_shard=1, dp_replicate=2, zero=1),
-]
+LAYOUTS = {
+    2: [
+        ParallelConfig(dp_shard=2, zero=0),
+        ParallelConfig(dp_shard=2, zero=1),
+        ParallelConfig(dp_shard=1, dp_replicate=2, zero=1),
+    ],
+    4: [ParallelConfig(dp_shard=2, dp_replicate=2, zero=1)],
+}
+"""Ranks → layouts."""
 
 
-def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[CollectiveTraffic], int]:
-    """Gradients, traffic, and how many buckets were on their way when the last backward pass was over."""
+def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[CollectiveTraffic], list[int]]:
+    """Gradients, traffic, and how many buckets were on their way, and how many sums over replicas had begun, when the
+    last backward pass was over."""
     engine = build_engine(TIED_MODEL, parallel, ADAMW)
     data = engine.data
     assert isinstance(data, Replicated)
-    sent, reduce = [0], data.reduce
+    sent, sums, reduce = [0, 0], [0], data.reduce
+    replicas, all_reduce = engine.mesh.group("dp_replicate"), torch.distributed.all_reduce
 
     def note() -> None:
-        sent[0] = len(data._pending_gradients)
+        sent[:] = len(data._pending_gradients), sums[0]
         reduce()
 
+    def count(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        sums[0] += group is replicas and bool(kwargs.get("async_op"))
+        return all_reduce(*args, group=group, **kwargs)
+
     data.reduce = note  # type: ignore[method-assign]
-    with TrafficCounter({}) as traffic:
+    with pytest.MonkeyPatch.context() as patch, TrafficCounter({}) as traffic:
+        patch.setattr(torch.distributed, "all_reduce", count)
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
-    return engine.gradients(), traffic.list_traffic(), sent[0]
+    return engine.gradients(), traffic.list_traffic(), sent
 
 
-def compare_overlapped() -> None:
+def compare_overlapped(layouts: Sequence[ParallelConfig]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
-        for parallel in LAYOUTS:
-            early, flows, sent = one_step(parallel)
+        for parallel in layouts:
+            early, flows, (sent, sums) = one_step(parallel)
             assert sent >= 3, "of the layers, while that of the embedding is not there yet"
+            if parallel.dp_shard * parallel.dp_replicate == 4:
+                assert sums == sent - 1, "of all buckets whose successor is on its way"
             with pytest.MonkeyPatch.context() as late:
                 late.setattr(
                     Replicated, "start_microbatch", lambda self, is_last: self.start_pipeline_step(keep_unsharded=False)
                 )
                 afterwards, same_flows, none = one_step(parallel)
-            assert (none, flows) == (0, same_flows)
+            assert (none, flows) == ([0, 0], same_flows)
             for name, gradient in early.items():
                 assert torch.equal(gradient, afterwards[name]), (parallel, name)
 
 
-def test_overlapping_leaves_gradients_equal_to_the_bit(workers: Workers) -> None:
-    workers.run(compare_overlapped, 2)
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_overlapping_leaves_gradients_equal_to_the_bit(workers: Workers, ranks: int) -> None:
+    workers.run(compare_overlapped, ranks, LAYOUTS[ranks])
 
 
 def two_backward_passes() -> None:
-    engine = build_engine(TIED_MODEL, LAYOUTS[0], ADAMW)
+    engine = build_engine(TIED_MODEL, LAYOUTS[2][0], ADAMW)
     parameter = engine.model.get_parameter("decoder.norm.weight")
     engine.data.start_microbatch(is_last=True)
     for other in engine.model.parameters():

@@ -26,7 +26,7 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import compute_block_input_bytes
 from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.expert_models import MOE_OPTIONS, SPARSE
+from tests.support.expert_parity import MOE_OPTIONS, SPARSE
 from tests.support.models import ADAMW, LENGTH, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.sharded_engines import count_held_bytes, low_precision_gradients
