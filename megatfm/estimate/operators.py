@@ -192,14 +192,7 @@ class OperatorRecorder(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             collective, sent = _describe_collective(func, name, args, kwargs)
             return Operator(
-                name,
-                "collective",
-                0,
-                reads,
-                writes,
-                itemsize=itemsize,
-                collective=collective,
-                sent_bytes=sent,
+                name, "collective", 0, reads, writes, itemsize=itemsize, collective=collective, sent_bytes=sent
             )
         if name in MATMULS:
             dims = _get_matmul_dims(name, [x for x in args if isinstance(x, Tensor)], outputs)

@@ -31,12 +31,7 @@ from megatfm.estimate.part_profile import (
     list_expert_moments,
     list_weight_gradients,
 )
-from megatfm.estimate.stand_ins import (
-    HostValues,
-    StandInLoss,
-    forward_predicted_tokens,
-    record_shared_tables,
-)
+from megatfm.estimate.stand_ins import HostValues, StandInLoss, forward_predicted_tokens, record_shared_tables
 from megatfm.estimate.weights import list_expert_names
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import LMHead
@@ -92,6 +87,7 @@ class LocalModel:
 
     def _build(self, mesh: Mesh) -> None:
         config, parallel = self.config, self.config.parallel
+        predicted_share = target_fraction(config.objective) or 1.0
         with self._mode, default_dtype(self._dtype):
             self.model = build_model(config).train()
             if not hasattr(self.model, "split_points"):
@@ -100,7 +96,7 @@ class LocalModel:
                 )
             for module in self.model.modules():
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
-                    replace_forward(module, partial(forward_predicted_tokens, module, self._fraction))
+                    replace_forward(module, partial(forward_predicted_tokens, module, predicted_share))
             self._expert_names = list_expert_names(self.model)
             self._kernels = ProfiledKernels(config, self.model, self._device_kind)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
@@ -118,10 +114,6 @@ class LocalModel:
     def _leave_eager(self, *_: Any) -> None:
         self._eager_ranges.append(range(self._eager_start, len(self._kernels.recorder.recording.operators)))
         self._is_in_eager = False
-
-    @property
-    def _fraction(self) -> float:
-        return target_fraction(self.config.objective) or 1.0
 
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
         """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""
