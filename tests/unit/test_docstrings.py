@@ -108,18 +108,20 @@ class House:
         return set[str]().union(*map(documented, lineage[1:]), *torchs, *fulfilled)
 
     def told_of_functions(self, module: str) -> set[str]:
-        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, or in `register_x(name, Entry(…))`, and those
-        of a command."""
+        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, in `register_x(name, …)` or `Architecture(…)`,
+        and those of a command."""
         names = [name for name, (place, _) in COMMANDS.items() if place == module]
         functions = {function for name in names for function in (f"add_{name}_arguments", f"{name}_command")}
         expressions = [node.value for node in self.trees[module].body if isinstance(node, ast.Expr | ast.Assign)]
         for node in itertools.chain.from_iterable(map(ast.walk, expressions)):
             match node:
-                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) | ast.Call(
-                    ast.Name("register_architecture"), [_, ast.Call(kind) as entry]
-                ) if any(ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])):
+                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) if any(
+                    ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])
+                ):
                     values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
                     functions |= {value.id for value in values if isinstance(value, ast.Name)}
+                case ast.Call(ast.Name(kind)) as entry if kind == "Architecture" or kind.startswith("register_"):
+                    functions |= {value.id for value in ast.walk(entry) if isinstance(value, ast.Name)}
         return functions
 
     def faults(self) -> Iterator[str]:
