@@ -114,7 +114,10 @@ def run_resources(args: argparse.Namespace) -> None:
         table="| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
     )
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-        variants = ("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})
+        variants: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("", {}),
+            (", soft cap, smoothed", {"capped": True, "smoothed": True}),
+        )
         for (title, (name, passes)), (how, options) in itertools.product(PASSES.items(), variants):
             use = compile_cross_entropy(element, name=name, **options)
             moved = passes * TOKENS * VOCABULARY * size

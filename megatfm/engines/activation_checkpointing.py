@@ -40,7 +40,9 @@ SAVED_OPS = {
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_to_all_single.default,
 }
-SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention", "megatfm_imaginary::attention"}
+SAVED_OP_NAMES = {
+    "torch_attn::_varlen_attn", "flex_attention", "megatfm::grouped_gemm", "megatfm_imaginary::attention",
+}  # fmt: skip
 """Names of saved operators that exist only after their module is imported; the last one stands for all fused attention
 on an imaginary GPU."""
 

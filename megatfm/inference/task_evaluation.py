@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -199,7 +200,7 @@ def _read_threshold(run_dir: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(
             f"{path}: can't be read ({error}), and the run's threshold for no answer is in it: evaluate the run again, "
-            f"`megatfm finetune {run_dir}`"
+            f"`megatfm finetune {shlex.quote(str(run_dir))}`"
         ) from None
 
 
