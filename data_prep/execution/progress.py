@@ -34,10 +34,6 @@ class Reporter:
         text = f"{time.strftime('%H:%M:%S')} {self._prefix}{line}"
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def skip(self, name: str) -> None:
-        """Report that an earlier run committed a stage."""
-        self.log(f"{name} | skipped: committed by an earlier run")
-
     @contextmanager
     def stage(self, name: str, total: int, unit: str = "bytes") -> Iterator[UpdateProgress]:
         """Show a running stage. Yields the function to call with progress, in the unit of `total`."""

@@ -114,7 +114,7 @@ class StageRunner:
         """
         basis = dict(basis)
         if (result := self.load_result(name, basis, in_out)) is not None:
-            self.reporter.skip(name)
+            self.reporter.log(f"{name} | skipped: committed by an earlier run")
             return result
 
         def read_part_result(part: int) -> StageResult | None:
