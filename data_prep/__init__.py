@@ -18,9 +18,7 @@ __all__ = ["PrepSummary", "cli", "run"]
 
 
 def run(
-    config: PrepConfig,
-    reporter: "Reporter | None" = None,
-    make_executor: "Callable[[Path], Executor] | None" = None,
+    config: PrepConfig, reporter: "Reporter | None" = None, make_executor: "Callable[[Path], Executor] | None" = None
 ) -> PrepSummary:
     """Prepare a corpus as `config` says; see `megatfm.data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.

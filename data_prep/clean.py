@@ -22,6 +22,7 @@ from megatfm.data_prep.documents import (
     read_documents,
 )
 from megatfm.data_prep.execution.executors import StageResult
+from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.filters.base import CountingFilter, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
@@ -51,37 +52,36 @@ class CleanStage:
         counts = [count for counts in read_result["documents"] for count in counts]
         exact_dedup = _ExactDedup(self._stages, self._folder, chunks)
         duplicates = exact_dedup.find(counts, basis)
-        with exact_dedup.filter_parts(counts, duplicates, read_result["bytes"]) as filter_part:
+        filter_part = exact_dedup.make_part_filter(counts, duplicates)
 
-            def work(part: int) -> StageResult:
-                counts = StepStats(ExactDedup.title)
-                part_documents = read_documents(exact_dedup.get_chunk_path(part))
-                remaining = filter_part(part, part_documents, counts)
-                hashed_documents = self._hash_documents(remaining, self._get_hashes_path(part))
-                return {
-                    **write_part(self._folder, "exact_dedup", part, hashed_documents),
-                    "step": counts.as_json(),
-                }
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            counts = StepStats(ExactDedup.title)
+            part_documents = read_documents(exact_dedup.get_chunk_path(part))
+            remaining = filter_part(part, part_documents, counts, advance)
+            hashed_documents = self._hash_documents(remaining, self._get_hashes_path(part))
+            return {**write_part(self._folder, "exact_dedup", part, hashed_documents), "step": counts.as_json()}
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                step = StepStats.merge([part["step"] for part in parts])
-                _name_first_copies(step, duplicates["examples"], exact_dedup, counts)
-                return {
-                    "bytes": step.bytes_out,
-                    "parts": len(chunks),
-                    "blake3": _hash_files(map(self._get_hashes_path, range(len(chunks)))),
-                    "steps": [*read_result["steps"], step.as_json()],
-                    "notes": [*read_result["notes"], *_warn_of_copies(step)],
-                    "skipped_files": read_result["skipped_files"],
-                }
+        def join(parts: Iterable[StageResult]) -> StageResult:
+            step = StepStats.merge([part["step"] for part in parts])
+            _name_first_copies(step, duplicates["examples"], exact_dedup, counts)
+            return {
+                "bytes": step.bytes_out,
+                "parts": len(chunks),
+                "blake3": _hash_files(map(self._get_hashes_path, range(len(chunks)))),
+                "steps": [*read_result["steps"], step.as_json()],
+                "notes": [*read_result["notes"], *_warn_of_copies(step)],
+                "skipped_files": read_result["skipped_files"],
+            }
 
-            def tidy() -> None:
-                for index in range(len(chunks)):
-                    exact_dedup.get_chunk_path(index).unlink(missing_ok=True)
-                    self._get_hashes_path(index).unlink(missing_ok=True)
-                exact_dedup.remove_marks(duplicates)
+        def tidy() -> None:
+            for index in range(len(chunks)):
+                exact_dedup.get_chunk_path(index).unlink(missing_ok=True)
+                self._get_hashes_path(index).unlink(missing_ok=True)
+            exact_dedup.remove_marks(duplicates)
 
-            return self._stages.run_parts("exact_dedup", basis, len(chunks), work, join, tidy=tidy)
+        return self._stages.run_parts(
+            "exact_dedup", basis, len(chunks), work, join, total=read_result["bytes"], tidy=tidy
+        )
 
     def _read(self, basis: StageResult) -> StageResult:
         """Write the documents that pass the steps, in chunks of about `task_bytes`, and the hashes of their texts."""
@@ -92,39 +92,38 @@ class CleanStage:
         ranges = chunk_by_bytes([file.size for file in inputs.files], self._config.task_bytes)
         known_bad = list(inputs.bad)
         total = sum(file.size for file in inputs.files)
-        with self._stages.reporter.stage("clean", total) as advance:
 
-            def work(part: int) -> StageResult:
-                first, end = ranges[part]
-                n_bad_before = len(inputs.bad)
-                reader = DocumentReader(inputs, limit, inputs.files[first:end], known_bad if part == 0 else ())
-                steps = self._reset_counts()
-                documents = self._write_chunks(part, pass_through(steps, reader.iter_documents(advance)))
-                counts = [reader.counts, *(step.counts for step in steps)]
-                return {
-                    "documents": documents,
-                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in inputs.bad[n_bad_before:]],
-                    "steps": [step_counts.as_json() for step_counts in counts],
-                }
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            first, end = ranges[part]
+            n_bad_before = len(inputs.bad)
+            reader = DocumentReader(inputs, limit, inputs.files[first:end], known_bad if part == 0 else ())
+            steps = self._reset_counts()
+            documents = self._write_chunks(part, pass_through(steps, reader.iter_documents(advance)))
+            counts = [reader.counts, *(step.counts for step in steps)]
+            return {
+                "documents": documents,
+                "skipped_files": [f"{bad.where}: {bad.reason}" for bad in inputs.bad[n_bad_before:]],
+                "steps": [step_counts.as_json() for step_counts in counts],
+            }
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                skipped = [f"{bad.where}: {bad.reason}" for bad in known_bad]
-                skipped += [line for part in parts for line in part["skipped_files"]]
-                counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
-                if not counts[-1].documents_out:
-                    raise UsageError(
-                        f"{inputs.root}: no document is left: {format_drop_reasons(counts)}: "
-                        "loosen the steps that drop them, or mend what is read"
-                    )
-                return {
-                    "bytes": counts[-1].bytes_out,
-                    "documents": [part["documents"] for part in parts],
-                    "steps": [step_counts.as_json() for step_counts in counts],
-                    "notes": notes,
-                    "skipped_files": skipped,
-                }
+        def join(parts: Iterable[StageResult]) -> StageResult:
+            skipped = [f"{bad.where}: {bad.reason}" for bad in known_bad]
+            skipped += [line for part in parts for line in part["skipped_files"]]
+            counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
+            if not counts[-1].documents_out:
+                raise UsageError(
+                    f"{inputs.root}: no document is left: {format_drop_reasons(counts)}: "
+                    "loosen the steps that drop them, or mend what is read"
+                )
+            return {
+                "bytes": counts[-1].bytes_out,
+                "documents": [part["documents"] for part in parts],
+                "steps": [step_counts.as_json() for step_counts in counts],
+                "notes": notes,
+                "skipped_files": skipped,
+            }
 
-            return self._stages.run_parts("clean", basis, len(ranges), work, join)
+        return self._stages.run_parts("clean", basis, len(ranges), work, join, total=total)
 
     def _write_chunks(self, part: int, documents: Iterator[Document]) -> list[int]:
         """Write the documents of a part of the files. Returns the number in each chunk."""

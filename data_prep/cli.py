@@ -27,14 +27,7 @@ from megatfm.data_prep.execution.executors import (
     supports_flock,
 )
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.errors import (
-    EXIT_FAILED,
-    EXIT_REQUEUE,
-    EXIT_USAGE,
-    MegatfmError,
-    UsageError,
-    describe_impossible_path,
-)
+from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, MegatfmError, UsageError, describe_impossible_path
 from megatfm.terminal import list_hangup_signals, mute_closed_streams
 
 DASK_HELP = "have the workers of a Dask cluster do the parts: its scheduler's address (tls://…) or file"
@@ -100,10 +93,7 @@ def _make_executor(world: Any, rank_and_size: tuple[int, int] | None) -> Callabl
 
 
 def _prepare(
-    config: PrepConfig,
-    make_executor: Callable[[Path], Executor] | None,
-    is_first: bool,
-    task: tuple[int, int],
+    config: PrepConfig, make_executor: Callable[[Path], Executor] | None, is_first: bool, task: tuple[int, int]
 ) -> None:
     console = Console(stderr=True) if is_first else Console(file=io.StringIO())
     reporter = Reporter(console, task)

@@ -82,15 +82,15 @@ class ImportStage:
         """Import all parts and write the shards. provenance: makes the manifests' fields from a hash of all
         documents."""
         source, self._folder = self._source, self._stages.get_folder(basis)
-        with self._stages.reporter.stage("import", source.bytes) as advance:
-            return self._stages.run_parts(
-                "import",
-                basis,
-                source.parts,
-                lambda part: self._import_part(part, advance),
-                lambda parts: self._join(parts, provenance),
-                in_out=True,
-            )
+        return self._stages.run_parts(
+            "import",
+            basis,
+            source.parts,
+            self._import_part,
+            lambda parts: self._join(parts, provenance),
+            total=source.bytes,
+            in_out=True,
+        )
 
     def _import_part(self, part: int, advance: UpdateProgress) -> StageResult:
         """Write the documents of a part to intermediate files, from which `_join` writes the shards."""

@@ -42,12 +42,7 @@ class ImageFiles:
     warning = "images were imported as they are: duplicates were not searched for"
 
     def __init__(
-        self,
-        inputs: InputFiles,
-        tokenizer: Tokenizer | None,
-        task_bytes: int,
-        labels: ClassLabels,
-        split: SplitConfig,
+        self, inputs: InputFiles, tokenizer: Tokenizer | None, task_bytes: int, labels: ClassLabels, split: SplitConfig
     ) -> None:
         self.tokenizer, self._labels, self._split = tokenizer, labels, split
         self.bytes = sum(file.size for file in inputs.files)
@@ -171,10 +166,7 @@ def write_digits(folder: Path) -> None:
         ) from error
     digits = load_digits()
     n_train = len(digits.images) * TRAIN_SHARE[0] // TRAIN_SHARE[1]
-    splits = {
-        "train": rng.permutation(n_train, 0, "digits"),
-        "validation": np.arange(n_train, len(digits.images)),
-    }
+    splits = {"train": rng.permutation(n_train, 0, "digits"), "validation": np.arange(n_train, len(digits.images))}
     with name_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for split, indices in splits.items():

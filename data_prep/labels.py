@@ -11,9 +11,9 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm.config.prep import LabelsConfig
-from megatfm.corpus.webdataset_images import are_captions, parse_class_number, read_class_names
+from megatfm.corpus.webdataset_images import LabelRule, are_captions, parse_class_number, read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord
 from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import UsageError
 
@@ -33,7 +33,7 @@ class ClassLabels:
         self.names = self._list_class_names(sources)
         if self.names and config.by == "folder" and config.classes is None:
             _check_no_empty_folder(sources, folders)
-        self._class_indices = {name: index for index, name in enumerate(self.names)}
+        self._rule = LabelRule(config.by, config.key, self.names)
 
     @property
     def fingerprint(self) -> str:
@@ -47,7 +47,7 @@ class ClassLabels:
         name = self._find_class(source, image.members)
         if name is None:
             return BadRecord(image.key, f"has no label by {self._where}")
-        number = self._class_indices.get(name) if self.names else _parse_class_number(name)
+        number = self._rule.find_class_index(name)
         if number is None:
             known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
             return BadRecord(image.key, f"has a label that is none of {known_labels}: {name!r}")
@@ -80,10 +80,7 @@ class ClassLabels:
             stem = path.rpartition("/")[2]
             keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
             return next((self._table[key] for key in keys if key in self._table), None)
-        if self._config.by == "txt":
-            return members.get("txt", b"").decode("utf-8-sig").strip() or None
-        value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
-        return None if value is None or isinstance(value, dict | list | bool) else str(value)
+        return self._rule.label(members)
 
     def _list_class_names(self, sources: Sequence[str]) -> list[str]:
         if self._config.classes is not None:
@@ -100,7 +97,7 @@ class ClassLabels:
                 "read.labels.by = 'folder': no image lies in a folder of a class: name files CLASS/IMAGE.jpg, or for "
                 "tars list the classes in read.labels.classes"
             )
-        if all(_parse_class_number(name) is not None for name in class_names):
+        if all(LabelRule().find_class_index(name) is not None for name in class_names):
             return []  # numbers are classes themselves; sorted as names, 10 would come before 2
         if self._config.by == "table" and are_captions(len(class_names), len(self._table)):
             raise UsageError(
@@ -129,10 +126,6 @@ def _check_no_empty_folder(sources: Sequence[str], folders: Iterable[str]) -> No
             "and later ones numbered one lower: add its images, remove the folder, leave it out by read.exclude, or "
             "list all classes in read.labels.classes"
         )
-
-
-def _parse_class_number(name: str) -> int | None:
-    return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 else None
 
 
 def _read_table(config: LabelsConfig) -> dict[str, str]:

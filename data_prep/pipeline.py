@@ -25,12 +25,7 @@ from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecuto
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import Workspace
-from megatfm.data_prep.import_external import (
-    EMPTY_SPLIT,
-    IdFiles,
-    ImportSource,
-    ImportStage,
-)
+from megatfm.data_prep.import_external import EMPTY_SPLIT, IdFiles, ImportSource, ImportStage
 from megatfm.data_prep.import_images import ImageFiles, fill_builtin_folder
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.labels import ClassLabels
@@ -40,19 +35,12 @@ from megatfm.errors import UsageError
 from megatfm.registry import import_plugins
 
 LIBRARIES = ("blake3", "ftfy", "rensa", "sentencepiece", "zstandard")
-STEP_LIBRARIES = {
-    "html": "resiliparse",
-    "language": "py3langid",
-    "lines": "xxhash",
-    "paragraphs": "xxhash",
-}
+STEP_LIBRARIES = {"html": "resiliparse", "language": "py3langid", "lines": "xxhash", "paragraphs": "xxhash"}
 LOSSY_NOTE = "this tokenizer is not lossless, so there will be no bits per byte"
 
 
 def run(
-    config: PrepConfig,
-    reporter: Reporter | None = None,
-    make_executor: Callable[[Path], Executor] | None = None,
+    config: PrepConfig, reporter: Reporter | None = None, make_executor: Callable[[Path], Executor] | None = None
 ) -> PrepSummary:
     """Prepare a corpus: text → repaired, deduplicated, split, tokenized → shards in `config.out`.
 

@@ -23,7 +23,7 @@ from megatfm.data_prep.documents import (
     read_documents,
 )
 from megatfm.data_prep.execution.executors import StageResult
-from megatfm.data_prep.execution.progress import track_progress
+from megatfm.data_prep.execution.progress import UpdateProgress, track_progress
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.input_files import matches_path
 from megatfm.errors import UsageError
@@ -167,11 +167,12 @@ class SplitStage:
                 self._stages.read_part_results(self._name, basis, range(self._parts)),
             )
 
-        def measure(part: int) -> StageResult:
+        def measure(part: int, advance: UpdateProgress) -> StageResult:
             sizes: dict[str, Counter[str]] = {level: Counter() for level in DOCUMENT_LEVELS}
             for document in read_documents(get_part_path(self._input, self._name, part)):
                 for level, level_sizes in sizes.items():
                     level_sizes[LEVELS[level](document)] += document.text_bytes
+            advance(1)
             return sizes
 
         def combine_measures(parts: Iterable[StageResult]) -> StageResult:
@@ -184,7 +185,9 @@ class SplitStage:
 
         if (plan := self._stages.run_once("split-plan", basis, plan_whole_files))["level"]:
             return plan
-        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, combine_measures)
+        return self._stages.run_parts(
+            "split-plan-parts", basis, self._parts, measure, combine_measures, total=self._parts, unit="parts"
+        )
 
     def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
         """Write both splits into the folder of the basis: training without near duplicates of held-out documents."""
@@ -192,59 +195,58 @@ class SplitStage:
         self._near = ValidationNearDuplicates(self._config.split.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]), plan.get("below", 0), self._config.split.seed)
         held_out = self._write_validation(plan, split, basis) if split else {"bytes": 0}
-        with self._stages.reporter.stage("split-train", size) as advance:
 
-            def work(part: int) -> StageResult:
-                counts = StepStats("split")
-                documents = track_progress(read_documents(get_part_path(self._input, self._name, part)), advance)
-                training = _drop_held_out(documents, split, counts)
-                with DocumentWriter(get_part_path(self._folder, "train", part)) as writer:
-                    kept_documents = self._near.drop_near(training, counts) if split else _count_kept(training, counts)
-                    for document in kept_documents:
-                        writer.add(document)
-                    writer.commit()
-                return {"steps": [counts.as_json()]}
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            counts = StepStats("split")
+            documents = track_progress(read_documents(get_part_path(self._input, self._name, part)), advance)
+            training = _drop_held_out(documents, split, counts)
+            with DocumentWriter(get_part_path(self._folder, "train", part)) as writer:
+                kept_documents = self._near.drop_near(training, counts) if split else _count_kept(training, counts)
+                for document in kept_documents:
+                    writer.add(document)
+                writer.commit()
+            return {"steps": [counts.as_json()]}
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                counts = StepStats.merge([part["steps"][0] for part in parts])
-                if not counts.documents_out:
-                    raise UsageError(f"no training document is left: {format_drop_reasons([counts])}")
-                notes = [NOTES[split.level]] if split and split.level in NOTES else []
-                if self._config.split.validation_files:
-                    notes = []
-                return {
-                    "train": {"bytes": counts.bytes_out, "parts": self._parts},
-                    "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
-                    "held_out": {name: plan[name] for name in ("level", "names", "below") if name in plan},
-                    "notes": notes,
-                    "steps": [counts.as_json()],
-                }
+        def join(parts: Iterable[StageResult]) -> StageResult:
+            counts = StepStats.merge([part["steps"][0] for part in parts])
+            if not counts.documents_out:
+                raise UsageError(f"no training document is left: {format_drop_reasons([counts])}")
+            notes = [NOTES[split.level]] if split and split.level in NOTES else []
+            if self._config.split.validation_files:
+                notes = []
+            return {
+                "train": {"bytes": counts.bytes_out, "parts": self._parts},
+                "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
+                "held_out": {name: plan[name] for name in ("level", "names", "below") if name in plan},
+                "notes": notes,
+                "steps": [counts.as_json()],
+            }
 
-            def tidy() -> None:
-                parts = range(self._parts)
-                self._stages.sweep(self._input, (get_part_path(self._input, self._name, n) for n in parts))
+        def tidy() -> None:
+            parts = range(self._parts)
+            self._stages.sweep(self._input, (get_part_path(self._input, self._name, n) for n in parts))
 
-            return self._stages.run_parts("split-train", basis, self._parts, work, join, tidy=tidy)
+        return self._stages.run_parts("split-train", basis, self._parts, work, join, total=size, tidy=tidy)
 
     def _write_validation(self, plan: StageResult, split: Split, basis: StageResult) -> StageResult:
         """Write the held-out documents as `validation`, with the index of their signatures."""
-        with self._stages.reporter.stage("split-validation", len(plan["parts"]), "parts") as advance:
+        parts = plan["parts"]
 
-            def work(index: int) -> StageResult:
-                path = get_part_path(self._input, self._name, plan["parts"][index])
-                counts = StepStats("held out")
-                with DocumentWriter(get_part_path(self._folder, "validation", index)) as writer:
-                    held_out = _count_kept(filter(split.holds_out, read_documents(path)), counts)
-                    self._near.scan(index, writer.write(held_out))
-                    writer.commit()
-                advance(1)
-                return {"bytes": counts.bytes_out}
+        def work(index: int, advance: UpdateProgress) -> StageResult:
+            path = get_part_path(self._input, self._name, parts[index])
+            counts = StepStats("held out")
+            with DocumentWriter(get_part_path(self._folder, "validation", index)) as writer:
+                held_out = _count_kept(filter(split.holds_out, read_documents(path)), counts)
+                self._near.scan(index, writer.write(held_out))
+                writer.commit()
+            advance(1)
+            return {"bytes": counts.bytes_out}
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                self._near.index(len(plan["parts"]))
-                return {"bytes": sum(part["bytes"] for part in parts)}
+        def join(results: Iterable[StageResult]) -> StageResult:
+            self._near.index(len(parts))
+            return {"bytes": sum(result["bytes"] for result in results)}
 
-            return self._stages.run_parts("split-validation", basis, len(plan["parts"]), work, join)
+        return self._stages.run_parts("split-validation", basis, len(parts), work, join, total=len(parts), unit="parts")
 
 
 def _plan_documents(parts: Iterable[StageResult], share: float, seed: int) -> Split | None:

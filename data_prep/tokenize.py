@@ -23,7 +23,7 @@ from megatfm.data_prep.documents import (
     read_parts,
 )
 from megatfm.data_prep.execution.executors import StageResult
-from megatfm.data_prep.execution.progress import track_progress
+from megatfm.data_prep.execution.progress import UpdateProgress, track_progress
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import OTHER, remove_tokenizer, to_folder_name
 from megatfm.data_prep.fast_encode import FastEncoder
@@ -42,11 +42,7 @@ _TRAIN: dict[str, Callable[..., bytes]] = {
 
 def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[str, bytes]:
     """Return name → content of the tokenizer's files. The texts are read only to train a tokenizer."""
-    reserve = {
-        "vocab_size": config.vocab_size,
-        "sentinels": config.sentinels,
-        "modes": config.has_mode_tokens,
-    }
+    reserve = {"vocab_size": config.vocab_size, "sentinels": config.sentinels, "modes": config.has_mode_tokens}
     train = partial(_TRAIN[config.kind], texts, **reserve)
     if config.file is not None:
         files = tokenizers.read_tokenizer_files(config.file)
@@ -76,11 +72,7 @@ def _make_transformers_files(data: bytes) -> dict[str, bytes]:
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}
     roles = {f"{role}_token": tokenizer.id_to_piece(token) for role, token in ids.items() if token is not None}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **roles,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
     return {CONFIG: f"{json.dumps(config, indent=2)}\n".encode(), JSON: data}
 
 
@@ -117,18 +109,17 @@ class TokenizeStage:
 
     def _sample(self, share: float, total: int, parts: int, basis: StageResult) -> None:
         """Write a fixed random sample of documents to train the tokenizer on."""
-        with self._stages.reporter.stage("tokenizer-sample", total) as advance:
 
-            def work(part: int) -> StageResult:
-                documents = track_progress(read_documents(get_part_path(self._folder, "train", part)), advance)
-                with DocumentWriter(get_part_path(self._stages.get_folder(basis), "tokenizer-sample", part)) as writer:
-                    for document in documents:
-                        if _in_sample(document, share):
-                            writer.add(document)
-                    writer.commit()
-                return {}
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            documents = track_progress(read_documents(get_part_path(self._folder, "train", part)), advance)
+            with DocumentWriter(get_part_path(self._stages.get_folder(basis), "tokenizer-sample", part)) as writer:
+                for document in documents:
+                    if _in_sample(document, share):
+                        writer.add(document)
+                writer.commit()
+            return {}
 
-            self._stages.run_parts("tokenizer-sample", basis, parts, work, lambda _: {})
+        self._stages.run_parts("tokenizer-sample", basis, parts, work, lambda _: {}, total=total)
 
     def copy_tokenizer(self) -> StageResult:
         """Copy the tokenizer of `tokenizer.file`, if there is one. Returns its description."""
@@ -142,45 +133,36 @@ class TokenizeStage:
         fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.tokenizer_threads or _count_cores()
         folder, parts = self._stages.get_folder(basis), split["parts"]
-        with self._stages.reporter.stage(f"tokenize-{name}", split["bytes"]) as advance:
 
-            def work(part: int) -> StageResult:
-                tokenized_documents = []
-                file = AtomicFile(get_tokens_path(folder, name, part))
-                documents = read_documents(get_part_path(self._folder, name, part))
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            tokenized_documents = []
+            documents = read_documents(get_part_path(self._folder, name, part))
+            with AtomicFile(get_tokens_path(folder, name, part)) as file:
                 for batch in batch_by_bytes(documents, BATCH_BYTES):
-                    texts = [document.text for document in batch]
-                    for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
+                    batch_ids = fast.encode_batch([document.text for document in batch], threads)
+                    for document, ids in zip(batch, batch_ids, strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
-                        tokenized = TokenizedDocument(
-                            document.id,
-                            len(ids),
-                            document.text_bytes,
-                            domain=document.domain,
-                            language=document.language,
-                            fields=document.fields,
-                            corpus=self._choose_corpus(document),
-                        )
-                        tokenized_documents.append(tokenized.to_list())
+                        tokenized_documents.append(self._describe(document, len(ids)).to_list())
                         advance(document.text_bytes)
                 file.commit()
-                return {"documents": tokenized_documents}
+            return {"documents": tokenized_documents}
 
-            def tidy() -> None:
-                for part in range(parts):
-                    # The commit goes first: without its ids it must not be seen.
-                    (folder / f"tokenize-{name}.{part:05d}.json").unlink(missing_ok=True)
-                    get_tokens_path(folder, name, part).unlink(missing_ok=True)
+        def tidy() -> None:
+            for part in range(parts):
+                # The commit goes first: without its ids it must not be seen.
+                (folder / f"tokenize-{name}.{part:05d}.json").unlink(missing_ok=True)
+                get_tokens_path(folder, name, part).unlink(missing_ok=True)
 
-            return self._stages.run_parts(
-                f"tokenize-{name}",
-                basis,
-                parts,
-                work,
-                lambda parts: self.write_shards(folder, name, parts, encoder, provenance),
-                in_out=True,
-                tidy=tidy,
-            )
+        return self._stages.run_parts(
+            f"tokenize-{name}",
+            basis,
+            parts,
+            work,
+            lambda parts: self.write_shards(folder, name, parts, encoder, provenance),
+            total=split["bytes"],
+            in_out=True,
+            tidy=tidy,
+        )
 
     def _read_members(self, path: Path, documents: Sequence[TokenizedDocument]) -> Iterator[dict[str, bytes]]:
         """Yield the files beside each document, by extension."""
@@ -204,6 +186,17 @@ class TokenizeStage:
                 members = self._read_members(get_members_path(folder, name, part), documents)
                 writer.add(ids, documents, members)
             return writer.finish({**provenance, "split": name})
+
+    def _describe(self, document: Document, n_tokens: int) -> TokenizedDocument:
+        return TokenizedDocument(
+            document.id,
+            n_tokens,
+            document.text_bytes,
+            domain=document.domain,
+            language=document.language,
+            fields=document.fields,
+            corpus=self._choose_corpus(document),
+        )
 
     def _choose_corpus(self, document: Document) -> str:
         """Return the corpus that a document belongs to; empty if there is only one."""

@@ -24,10 +24,12 @@ from megatfm.data_prep.dedup.key_table import (
     Partitioning,
     PartitionsWriter,
     RowIndices,
+    count_records,
     find_hash_ranges,
+    iter_fitting_ranges,
     read_array,
+    read_hash_ranges,
     read_partition,
-    split_hash_ranges,
     write_keys,
 )
 from megatfm.data_prep.execution.executors import StageResult
@@ -59,24 +61,15 @@ class Buckets:
 
     def find_edges(self, parts: list[HashRange], low: int, high: int) -> Iterator[Edges]:
         """Yield edges of rows whose hashes lie from `low` up to `high`; in halves if they don't fit the memory."""
-        size = sum(part.end - part.begin for part in parts)
-        if size * JOIN_BYTES <= self._memory_bytes:
-            yield from self._compare_in_memory(parts, size)
-        elif high - low > 1:
-            middle = (low + high) // 2
-            lower, upper = split_hash_ranges(parts, middle)
-            yield from self.find_edges(lower, low, middle)
-            yield from self.find_edges(upper, middle, high)
-        else:
-            yield from self._compare_on_disk(_read_rows(part, self._max_rows) for part in parts)
+        max_records = self._memory_bytes // JOIN_BYTES
+        for fitting_parts in iter_fitting_ranges(parts, low, high, max_records):
+            if count_records(fitting_parts) <= max_records:
+                yield from self._compare_in_memory(fitting_parts)
+            else:
+                yield from self._compare_on_disk(_read_rows(part, self._max_rows) for part in fitting_parts)
 
-    def _compare_in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
-        hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
-        for part in parts:
-            records = part.read()
-            destination = slice(start, start := start + len(records))
-            hashes[destination], row_indices[destination] = records["hash"], records["place"]
-            row_indices[destination] += part.base
+    def _compare_in_memory(self, parts: list[HashRange]) -> Iterator[Edges]:
+        hashes, row_indices, _ = read_hash_ranges(parts)
         order = argsort_stable(hashes)
         hashes, row_indices = hashes[order], row_indices[order]
         begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)])

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from megatfm.data_prep.dedup.hashing import Hashes
 from megatfm.data_prep.dedup.key_table import (
     DedupContext,
-    HashRange,
     KeyTable,
     Partitioning,
     PartitionsWriter,
     RowIndices,
     find_hash_ranges,
+    iter_fitting_ranges,
     read_array,
+    read_hash_ranges,
     read_partition,
-    split_hash_ranges,
     write_keys,
 )
 from megatfm.data_prep.documents import EXAMPLES
@@ -87,43 +87,19 @@ class _RepeatSearch:
         partitioning = self._partitioning
         parts = find_hash_ranges(self._context, partitioning, self._record_dtype, partitioning.ranges, hash_range)
         with PartitionsWriter(self._context.path("joined", hash_range), partitioning.chunks) as writer:
-            bounds = partitioning.hash_bounds(hash_range)
-            for hashes, row_indices, check in self._read_range(parts, *bounds):
+            bounds, max_records = partitioning.hash_bounds(hash_range), self._context.memory_bytes // JOIN_BYTES
+            for fitting_parts in iter_fitting_ranges(parts, *bounds, max_records):
+                hashes, row_indices, check = read_hash_ranges(fitting_parts)
                 _, repeats, firsts = group_equal_keys(hashes, check)
                 rows, firsts = row_indices[repeats], row_indices[firsts]
                 order = np.argsort(rows)
                 rows, firsts = rows[order], firsts[order]
                 writer.add(
-                    self._repeat_records(rows % partitioning.chunk_rows, firsts),
-                    partitioning.count_by_chunk(rows),
+                    self._repeat_records(rows % partitioning.chunk_rows, firsts), partitioning.count_by_chunk(rows)
                 )
             writer.commit()
         advance(partitioning.total // partitioning.ranges)
         return {}
-
-    def _read_range(
-        self, parts: list[HashRange], low: int, high: int
-    ) -> Iterator[tuple[Hashes, RowIndices, Hashes | None]]:
-        """Yield the rows of a range of hashes; in halves if they don't fit the memory."""
-        size = sum(part.end - part.begin for part in parts)
-        if size * JOIN_BYTES > self._context.memory_bytes and high - low > 1:
-            middle = (low + high) // 2
-            lower, upper = split_hash_ranges(parts, middle)
-            del parts
-            yield from self._read_range(lower, low, middle)
-            yield from self._read_range(upper, middle, high)
-            return
-        hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
-        check = np.empty(size, np.uint64) if self._is_checked else None
-        for part in parts:
-            records = part.read()
-            destination = slice(start, start := start + len(records))
-            hashes[destination] = records["hash"]
-            row_indices[destination] = records["place"]
-            row_indices[destination] += part.base
-            if check is not None:
-                check[destination] = records["check"]
-        yield hashes, row_indices, check
 
     def _mark(self, chunk: int, advance: UpdateProgress) -> StageResult:
         begin, end = self._partitioning.chunk(chunk)

@@ -231,6 +231,41 @@ def find_hash_ranges(
     ]
 
 
+def count_records(parts: list[HashRange]) -> int:
+    """Return the number of records of all parts."""
+    return sum(part.end - part.begin for part in parts)
+
+
+def read_hash_ranges(parts: list[HashRange]) -> tuple[Hashes, RowIndices, Hashes | None]:
+    """Read hash, row and, if it is stored, `check` of each record [n]."""
+    size, start = count_records(parts), 0
+    hashes, rows = np.empty(size, np.uint64), np.empty(size, np.int64)
+    check = np.empty(size, np.uint64) if parts and "check" in (parts[0].dtype.names or ()) else None
+    for part in parts:
+        records = part.read()
+        destination = slice(start, start := start + len(records))
+        hashes[destination], rows[destination] = records["hash"], records["place"]
+        rows[destination] += part.base
+        if check is not None:
+            check[destination] = records["check"]
+    return hashes, rows, check
+
+
+def iter_fitting_ranges(parts: list[HashRange], low: int, high: int, max_records: int) -> Iterator[list[HashRange]]:
+    """Yield the records with hashes from `low` up to `high`, halved by hash until at most `max_records` are left.
+
+    Records of a single hash are not divided.
+    """
+    if count_records(parts) <= max_records or high - low <= 1:
+        yield parts
+        return
+    middle = (low + high) // 2
+    lower, upper = split_hash_ranges(parts, middle)
+    del parts
+    yield from iter_fitting_ranges(lower, low, middle, max_records)
+    yield from iter_fitting_ranges(upper, middle, high, max_records)
+
+
 def split_hash_ranges(parts: list[HashRange], middle: int) -> tuple[list[HashRange], list[HashRange]]:
     """Split the records of each part into those with hashes below `middle`, and the others."""
     lower, upper = [], []

@@ -1,7 +1,6 @@
 """Run the methods of `[[dedup]]` over the corpus: compute keys for each part, find duplicates, remove them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatfm.config.prep import PrepConfig
@@ -19,6 +18,9 @@ from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress, track_progress
 from megatfm.data_prep.execution.stages import USES, StageRunner
 from megatfm.errors import UsageError
+
+PartFilter = Callable[[int, Iterator[Document], StepStats, UpdateProgress], Iterator[Document]]
+"""Yields the documents of a part that are no duplicates, with counts and progress."""
 
 
 def list_pass_names(config: PrepConfig) -> list[str]:
@@ -53,19 +55,16 @@ class DedupStage:
     def _compute_keys(self, dedup_pass: "DedupPass", input_name: str, size: int, basis: StageResult) -> list[int]:
         """Compute the keys of all parts. Returns how many rows each part has."""
         stage = f"{dedup_pass.name}-{dedup_pass.method.key_name}"
-        with self._stages.reporter.stage(stage, size) as advance:
 
-            def work(part: int) -> StageResult:
-                documents = track_progress(
-                    read_documents(self._get_documents_path(dedup_pass, input_name, part)), advance
-                )
-                return {"rows": write_keys(dedup_pass.get_rows_path(part), dedup_pass.method.compute_keys(documents))}
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            documents = track_progress(read_documents(self._get_documents_path(dedup_pass, input_name, part)), advance)
+            return {"rows": write_keys(dedup_pass.get_rows_path(part), dedup_pass.method.compute_keys(documents))}
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                return {"rows": [part["rows"] for part in parts]}
+        def join(parts: Iterable[StageResult]) -> StageResult:
+            return {"rows": [part["rows"] for part in parts]}
 
-            rows: list[int] = self._stages.run_parts(stage, basis, self._parts, work, join)["rows"]
-            return rows
+        rows: list[int] = self._stages.run_parts(stage, basis, self._parts, work, join, total=size)["rows"]
+        return rows
 
     def _remove(
         self,
@@ -77,32 +76,32 @@ class DedupStage:
         basis: StageResult,
     ) -> StageResult:
         """Write the remaining documents of all parts."""
-        with dedup_pass.filter_parts(rows, duplicates, size) as filter_part:
+        filter_part = dedup_pass.make_part_filter(rows, duplicates)
 
-            def work(part: int) -> StageResult:
-                counts = StepStats(dedup_pass.method.title)
-                documents = read_documents(self._get_documents_path(dedup_pass, input_name, part))
-                return {
-                    **write_part(dedup_pass.folder, dedup_pass.name, part, filter_part(part, documents, counts)),
-                    "step": counts.as_json(),
-                }
+        def work(part: int, advance: UpdateProgress) -> StageResult:
+            counts = StepStats(dedup_pass.method.title)
+            documents = read_documents(self._get_documents_path(dedup_pass, input_name, part))
+            return {
+                **write_part(dedup_pass.folder, dedup_pass.name, part, filter_part(part, documents, counts, advance)),
+                "step": counts.as_json(),
+            }
 
-            def join(parts: Iterable[StageResult]) -> StageResult:
-                counts = StepStats.merge([part["step"] for part in parts])
-                if not counts.documents_out:
-                    raise UsageError(f"no document is left: {format_drop_reasons([counts])}")
-                return {"bytes": counts.bytes_out, "step": counts.as_json()}
+        def join(parts: Iterable[StageResult]) -> StageResult:
+            counts = StepStats.merge([part["step"] for part in parts])
+            if not counts.documents_out:
+                raise UsageError(f"no document is left: {format_drop_reasons([counts])}")
+            return {"bytes": counts.bytes_out, "step": counts.as_json()}
 
-            def tidy() -> None:
-                dedup_pass.remove_marks(duplicates)
-                inputs = [self._get_documents_path(dedup_pass, input_name, part) for part in range(self._parts)]
-                if input_name == "exact_dedup":
-                    self._stages.sweep(self._input, inputs)
-                else:  # an earlier pass of the same settings, whose next one is committed
-                    for path in inputs:
-                        path.unlink(missing_ok=True)
+        def tidy() -> None:
+            dedup_pass.remove_marks(duplicates)
+            inputs = [self._get_documents_path(dedup_pass, input_name, part) for part in range(self._parts)]
+            if input_name == "exact_dedup":
+                self._stages.sweep(self._input, inputs)
+            else:  # an earlier pass of the same settings, whose next one is committed
+                for path in inputs:
+                    path.unlink(missing_ok=True)
 
-            return self._stages.run_parts(dedup_pass.name, basis, self._parts, work, join, tidy=tidy)
+        return self._stages.run_parts(dedup_pass.name, basis, self._parts, work, join, total=size, tidy=tidy)
 
     def _get_documents_path(self, dedup_pass: "DedupPass", input_name: str, part: int) -> Path:
         return get_part_path(self._input if input_name == "exact_dedup" else dedup_pass.folder, input_name, part)
@@ -153,23 +152,21 @@ class DedupPass:
         for path in (self._stages.folder / duplicates["index"]).glob("marks.*"):
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def filter_parts(
-        self, counts: Sequence[int], duplicates: StageResult, size: int
-    ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
-        """Yield a function from a part, its documents and counts to the remaining documents."""
+    def make_part_filter(self, counts: Sequence[int], duplicates: StageResult) -> PartFilter:
+        """Return the filter of a part's documents by their marks. counts: rows of each part."""
         begins = KeyTable([], *self.method.row, counts).begins
         context = DedupContext(
             self._stages.folder / duplicates["index"], self._memory_bytes, self._make_part_runner({})
         )
         marks = context.open_marks(int(begins[-1]), duplicates["each"])
-        with self._stages.reporter.stage(self.name, size) as advance:
 
-            def filter_part(part: int, documents: Iterator[Document], counts: StepStats) -> Iterator[Document]:
-                part_marks = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
-                return self.method.remove_duplicates(track_progress(documents, advance), part_marks, counts)
+        def filter_part(
+            part: int, documents: Iterator[Document], counts: StepStats, advance: UpdateProgress
+        ) -> Iterator[Document]:
+            part_marks = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
+            return self.method.remove_duplicates(track_progress(documents, advance), part_marks, counts)
 
-            yield filter_part
+        return filter_part
 
     def _make_part_runner(self, basis: StageResult) -> RunParts:
         """Return the function that runs the parts of a search as stages."""
@@ -181,9 +178,7 @@ class DedupPass:
             work: Callable[[int, UpdateProgress], StageResult],
             join: Callable[[Iterable[StageResult]], StageResult] = lambda _: {},
         ) -> StageResult:
-            stage = f"{self.name}-{step}"
-            with self._stages.reporter.stage(stage, total, "rows") as advance:
-                return self._stages.run_parts(stage, basis, count, lambda part: work(part, advance), join)
+            return self._stages.run_parts(f"{self.name}-{step}", basis, count, work, join, total=total, unit="rows")
 
         return run
 

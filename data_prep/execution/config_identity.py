@@ -16,11 +16,7 @@ VERSION = 5
 # Omit settings at their defaults that came later than the first version, so that corpora of earlier versions still
 # compare equal.
 OMIT_IF_DEFAULT: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
-    (
-        "read",
-        ReadConfig,
-        ("format", "text_key", "url_key", "metadata_keys", "tokens", "fix_unicode", "labels"),
-    ),
+    ("read", ReadConfig, ("format", "text_key", "url_key", "metadata_keys", "tokens", "fix_unicode", "labels")),
     ("split", SplitConfig, ("validation_files", "partition_by", "partition_values")),
     ("tokenizer", TokenizerConfig, ("kind", "file", "ul2_modes", "pretokenizer", "lowercase")),
 )

@@ -47,10 +47,10 @@ class Executor(Protocol):
 
     def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
         """Return rank 0's `read()` under MPI, whose ranks must act alike; other executors call `read()` themselves."""
-        ...
+        return read()
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """A single process."""
 
     rank = size = 1
@@ -66,11 +66,8 @@ class LocalExecutor:
         result = find()
         return work() if result is None else result
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
-        return read()
 
-
-class LockExecutor:
+class LockExecutor(Executor):
     """Tasks that start at any time and claim parts by locks. A lock ends with its process, so a killed task leaves its
     part to the others."""
 
@@ -100,9 +97,6 @@ class LockExecutor:
                 time.sleep(POLL_SECONDS)
         return result
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
-        return read()
-
     @contextmanager
     def _try_claim(self, name: str) -> Iterator[bool]:
         folder = self._folder / "claims"
@@ -119,7 +113,7 @@ class LockExecutor:
             os.close(descriptor)
 
 
-class MpiExecutor:
+class MpiExecutor(Executor):
     """Ranks under mpirun take parts in turn; rank 0 does the indivisible work. A rank that fails ends all, as in
     MPI."""
 

@@ -17,7 +17,6 @@ from megatfm.terminal import format_counted
 SECONDS_BETWEEN_LINES = 10.0
 
 UpdateProgress = Callable[[int], None]
-_SKIPPED = "skipped: committed by an earlier run"
 
 
 class Reporter:
@@ -29,44 +28,24 @@ class Reporter:
     def __init__(self, console: Console | None = None, task: tuple[int, int] = (1, 1)) -> None:
         self.console = console or Console(stderr=True)
         self._prefix = f"task {task[0]}/{task[1]} | " if task[1] > 1 else ""
-        self._skipped: list[bool] = []
-        """For each open stage, whether an earlier run had committed it."""
 
     def log(self, line: str) -> None:
         """Print a line with the time."""
         text = f"{time.strftime('%H:%M:%S')} {self._prefix}{line}"
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def skip(self, name: str) -> None:
-        """Report that an earlier run committed a stage: at the end of the open stage, if there is one."""
-        if self._skipped:
-            self._skipped[-1] = True
-        else:
-            self.log(f"{name} | {_SKIPPED}")
-
     @contextmanager
     def stage(self, name: str, total: int, unit: str = "bytes") -> Iterator[UpdateProgress]:
         """Show a running stage. Yields the function to call with progress, in the unit of `total`."""
         start = time.monotonic()
-        self._skipped.append(False)
-        try:
-            if self.console.is_terminal:
-                columns = (
-                    TextColumn("{task.description:<28}"),
-                    BarColumn(),
-                    TaskProgressColumn(),
-                    TimeRemainingColumn(),
-                )
-                with Progress(*columns, console=self.console, transient=True) as bar:
-                    task = bar.add_task(name, total=total)
-                    yield lambda amount: bar.advance(task, amount)
-            else:
-                yield self._print_progress(name, total, unit)
-        except BaseException:
-            self._skipped.pop()
-            raise
-        is_skipped = self._skipped.pop()
-        self.log(f"{name} | {_SKIPPED if is_skipped else f'done in {time.monotonic() - start:.1f} s'}")
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=self.console, transient=True) as bar:
+                task = bar.add_task(name, total=total)
+                yield lambda amount: bar.advance(task, amount)
+        else:
+            yield self._print_progress(name, total, unit)
+        self.log(f"{name} | done in {time.monotonic() - start:.1f} s")
 
     def _print_progress(self, name: str, total: int, unit: str) -> UpdateProgress:
         done, last_line = 0, (start := time.monotonic())

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
 from megatfm.data_prep.execution.executors import Executor, StageResult
-from megatfm.data_prep.execution.progress import Reporter
+from megatfm.data_prep.execution.progress import Reporter, UpdateProgress
 from megatfm.data_prep.execution.workspace import Workspace
 
 SWEPT = "swept"
@@ -99,25 +99,26 @@ class StageRunner:
         name: str,
         basis: StageResult,
         count: int,
-        work: Callable[[int], StageResult],
+        work: Callable[[int, UpdateProgress], StageResult],
         join: Callable[[Iterable[StageResult]], StageResult],
+        *,
+        total: int,
+        unit: str = "bytes",
         in_out: bool = False,
         tidy: Callable[[], None] = lambda: None,
     ) -> StageResult:
         """Run a stage's parts in all processes and join them in one, unless it is finished. Returns its result.
 
-        in_out, tidy: as for `run_once`, when the parts are joined.
+        work: does a part, and reports its progress towards `total` of all parts, in `unit`. in_out, tidy: as for
+        `run_once`, when the parts are joined.
         """
         basis = dict(basis)
         if (result := self.load_result(name, basis, in_out)) is not None:
-            self.reporter.skip(name)
+            self.reporter.log(f"{name} | skipped: committed by an earlier run")
             return result
 
         def read_part_result(part: int) -> StageResult | None:
             return self._workspace.read_stage(f"{name}.{part:05d}", basis)
-
-        def run_part(part: int) -> None:
-            self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
 
         folder = self.get_folder(basis)
 
@@ -126,8 +127,13 @@ class StageRunner:
             is_there = (folder / f"{name}.{part:05d}.json").exists()
             return is_there or self._workspace.read_stage(name, basis, in_out) is not None
 
-        self.executor.run_parts(name, count, is_done, run_part)
-        return self.run_once(name, basis, lambda: join(_PartResults(count, read_part_result)), in_out, tidy)
+        with self.reporter.stage(name, total, unit) as advance:
+
+            def run_part(part: int) -> None:
+                self._workspace.commit(f"{name}.{part:05d}", basis, work(part, advance))
+
+            self.executor.run_parts(name, count, is_done, run_part)
+            return self.run_once(name, basis, lambda: join(_PartResults(count, read_part_result)), in_out, tidy)
 
 
 class _PartResults:

@@ -20,11 +20,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.documents import SPLITS
-from megatfm.data_prep.execution.config_identity import (
-    describe_first_difference,
-    identify_config,
-    omit_defaults,
-)
+from megatfm.data_prep.execution.config_identity import describe_first_difference, identify_config, omit_defaults
 from megatfm.data_prep.execution.executors import SharedSettings
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
 from megatfm.data_prep.report.page import render_report

@@ -37,13 +37,7 @@ class LinearClassifier:
 
     @classmethod
     def fit(
-        cls,
-        texts: Sequence[str],
-        labels: Sequence[bool],
-        *,
-        bits: int = 18,
-        ngrams: int = 2,
-        decay: float = 1e-4,
+        cls, texts: Sequence[str], labels: Sequence[bool], *, bits: int = 18, ngrams: int = 2, decay: float = 1e-4
     ) -> Self:
         """Fit the weights by L-BFGS: minimal mean log loss + decay · ‖weight‖² / 2. bits: log2 of the buckets."""
         from scipy.optimize import minimize  # by name, since only fitting needs it

@@ -13,14 +13,7 @@ from megatfm.errors import UsageError
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _SENTENCE = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")  # the lookbehind keeps runs of dots linear
 _LINE_ENDS = (".", "?", "!", '"')
-_POLICIES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
+_POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 
 @STEPS.register("c4")

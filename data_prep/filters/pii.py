@@ -7,8 +7,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatfm.config.prep_scores import PresidioConfig
 from megatfm.config.prep_steps import PIIConfig
@@ -143,6 +142,28 @@ _COUNTRY = re.compile(
 )
 
 
+class Rule(NamedTuple):
+    """One kind of personal data: its name in the report, characters that it always has, its form, its replacement."""
+
+    kind: str
+    required_substring: str
+    pattern: re.Pattern[str]
+    replacement: str
+    is_valid: Callable[[re.Match[str]], bool] = lambda match: True
+    """Whether a match is replaced."""
+
+    def apply(self, text: str, counts: StepStats) -> str:
+        """Return the text with all valid matches replaced, except what they have as the group `before`."""
+
+        def swap(match: re.Match[str]) -> str:
+            if not self.is_valid(match):
+                return match[0]
+            counts.count_event(self.kind)
+            return (match.groupdict().get("before") or "") + self.replacement
+
+        return self.pattern.sub(swap, text) if self.required_substring in text else text
+
+
 @STEPS.register("pii")
 class PIIFilter:
     """Replaces personal data and secrets by the config's marks.
@@ -156,54 +177,26 @@ class PIIFilter:
     title = "PII"
 
     def __init__(self, config: PIIConfig) -> None:
-        self._rules: list[tuple[str, str, re.Pattern[str], str, Callable[[re.Match[str]], bool]]] = [
-            (kind, required_substring, pattern, replacement, validator)
-            for kind, required_substring, pattern, replacement, validator in (
-                ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _accept_match),
-                *(
-                    ("keys and tokens", required_substring, form, config.secret, _accept_match)
-                    for required_substring, form in SECRETS
-                ),
-                ("bank accounts", "", IBAN, config.iban, lambda match: is_iban(match[0])),
-                ("payment cards", "", CARD, config.card, lambda match: is_card(match[0])),
-                ("social security numbers", "-", SSN, config.ssn, _accept_match),
-                ("e-mail addresses", "@", _EMAIL, config.email, _is_address),
-                ("IP addresses", ".", _IPV4, config.ip, _is_public),
-                ("IP addresses", ":", _IPV6, config.ip, _is_public),
-                ("telephone numbers", "", _PHONE, config.phone, _is_phone),
-                ("telephone numbers", "", _LOCAL_PHONE, config.phone, _accept_match),
-                ("telephone numbers", "", _CALLED_PHONE, config.phone, _accept_match),
-            )
-            if replacement
-        ]
+        rules = (
+            Rule("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret),
+            *(Rule("keys and tokens", substring, form, config.secret) for substring, form in SECRETS),
+            Rule("bank accounts", "", IBAN, config.iban, lambda match: is_iban(match[0])),
+            Rule("payment cards", "", CARD, config.card, lambda match: is_card(match[0])),
+            Rule("social security numbers", "-", SSN, config.ssn),
+            Rule("e-mail addresses", "@", _EMAIL, config.email, _is_address),
+            Rule("IP addresses", ".", _IPV4, config.ip, _is_public),
+            Rule("IP addresses", ":", _IPV6, config.ip, _is_public),
+            Rule("telephone numbers", "", _PHONE, config.phone, _is_phone),
+            Rule("telephone numbers", "", _LOCAL_PHONE, config.phone),
+            Rule("telephone numbers", "", _CALLED_PHONE, config.phone),
+        )
+        self._rules = [rule for rule in rules if rule.replacement]
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         text = document.text
-        for kind, required_substring, pattern, replacement, validator in self._rules:
-            if required_substring in text:
-                count = partial(counts.count_event, kind)
-                text = self._replace(text, pattern, replacement, validator, count)
+        for rule in self._rules:
+            text = rule.apply(text, counts)
         return replace(document, text=text) if text is not document.text else document
-
-    def _replace(
-        self,
-        text: str,
-        pattern: re.Pattern[str],
-        replacement: str,
-        validator: Callable[[re.Match[str]], bool],
-        on_match: Callable[[], None],
-    ) -> str:
-        def swap(match: re.Match[str]) -> str:
-            if not validator(match):
-                return match[0]
-            on_match()
-            return (match.groupdict().get("before") or "") + replacement
-
-        return pattern.sub(swap, text)
-
-
-def _accept_match(match: re.Match[str]) -> bool:
-    return True
 
 
 def _is_address(match: re.Match[str]) -> bool:

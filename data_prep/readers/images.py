@@ -45,7 +45,7 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | BadRecord
         unknown = next((member.name for member in members if member.data is None), None)
         repeated = find_repeated_extension(members)
         if fault is None and unknown is not None:
-            fault = f"has a member that is neither an image nor {_format_extensions(SIDECAR_EXTENSIONS)}: {unknown}"
+            fault = f"has a member that is neither an image nor .{', .'.join(SIDECAR_EXTENSIONS)}: {unknown}"
         if fault is None and repeated is not None:
             fault = f"has a .{repeated} twice"
         yield (
@@ -136,7 +136,3 @@ def _find_image_fault(data: bytes, format_: str) -> str | None:
     if format_ == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):  # the size in RIFF's header
         return "is cut off: a WEBP without its end"
     return None
-
-
-def _format_extensions(extensions: tuple[str, ...]) -> str:
-    return ", ".join(f".{extension}" for extension in extensions)

@@ -10,12 +10,13 @@ import json
 import lzma
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import zstandard
 
@@ -26,16 +27,6 @@ XZ_MEMORY = 2**28
 _CHUNK = 2**16
 _MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
 _RAW, _REPEATED = 0, 1
-
-
-def open_zstd(path: Path) -> IO[bytes]:
-    """Open a zstd file of any number of frames; a truncated file raises EOFError at its end."""
-    return cast(IO[bytes], io.BufferedReader(_Zstd(path), 2**17))
-
-
-def open_xz(path: Path) -> IO[bytes]:
-    """Open an xz file of any number of streams; a truncated file raises EOFError at its end."""
-    return cast(IO[bytes], io.BufferedReader(_Xz(path), _CHUNK))
 
 
 class _DecompressedStream(io.RawIOBase):
@@ -69,9 +60,10 @@ class _DecompressedStream(io.RawIOBase):
 
 
 class _Zstd(_DecompressedStream):
-    """Decompresses block by block, at most 128 KiB each (RFC 8878, section 3.1.1.2.4).
+    """Decompresses any number of frames block by block, at most 128 KiB each (RFC 8878, section 3.1.1.2.4).
 
-    The library's reader is bounded as well, but takes the end of a truncated file for the end of the text.
+    A truncated file raises EOFError at its end. The library's reader is bounded, too, but takes the end of a truncated
+    file for the end of the text.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,6 +114,8 @@ class _Zstd(_DecompressedStream):
 
 
 class _Xz(_DecompressedStream):
+    """Decompresses any number of streams. A truncated file raises EOFError at its end."""
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._stream: lzma.LZMADecompressor | None = None
@@ -194,29 +188,26 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lambda path: io.BufferedReader(_Xz(path), _CHUNK),
+    ".zst": lambda path: io.BufferedReader(_Zstd(path), 2**17),
+}
+"""Suffix → function that opens such a file for reading."""
+
+
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed by its suffix. Raises BadFileError for damage, at opening or later."""
     try:
-        with _open(path) as file:
+        with _OPENERS.get(path.suffix.lower(), partial(open, mode="rb"))(path) as file:
             yield file
     except DECOMPRESSION_ERRORS as error:
         if isinstance(error, OSError) and error.strerror and not isinstance(error, gzip.BadGzipFile):
             raise BadFileError(f"can't be read ({error.strerror})") from None
         raise BadFileError(f"is damaged or cut off ({error})") from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    suffix = path.suffix.lower()
-    if suffix in (".gz", ".tgz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if suffix == ".bz2":
-        return bz2.open(path, "rb")
-    if suffix == ".xz":
-        return open_xz(path)
-    if suffix == ".zst":
-        return open_zstd(path)
-    return open(path, "rb")
 
 
 def get_nested(record: Any, name: str) -> Any:

@@ -1,6 +1,7 @@
 """Tables of Arrow and Parquet: a record in each row."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]
             # A text shared by all rows is stored once and may be as long as all others together: it stays a dictionary.
             texts = [name for name in selected if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            for record in _iter_rows(file.iter_batches(BATCH_ROWS, columns=selected)):
+            batches = file.iter_batches(BATCH_ROWS, columns=selected)
+            for record in chain.from_iterable(map(_iter_rows, batches)):
                 row += 1
                 if record is None:
                     yield BadRecord(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
@@ -72,14 +74,9 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]
         raise BadFileError(f"is no whole Parquet file, after row {row} ({_take_first_line(error)})") from None
 
 
-def _iter_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any] | None]:
+def _iter_rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
     """Yield the rows as dictionaries; None for a row whose texts exceed MAX_RECORD_BYTES."""
-    for batch in batches:
-        batch.validate(full=True)  # otherwise damage leads to reads outside the buffer
-        yield from _iter_batch_rows(batch)
-
-
-def _iter_batch_rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
+    batch.validate(full=True)  # otherwise damage leads to reads outside the buffer
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         if pyarrow.types.is_dictionary(column.type):

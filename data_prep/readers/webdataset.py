@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, cast
 
 from megatfm.config.prep import ReadConfig
-from megatfm.corpus.safe_tar import SafeTarInfo, check_nothing_follows
+from megatfm.corpus.safe_tar import SafeTarInfo, check_nothing_follows, split_member_name
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
     BadFileError,
@@ -66,7 +66,7 @@ def read_samples(path: Path, extensions: Container[str]) -> Iterator[tuple[str, 
             tarfile.open(fileobj=cast(Any, bounded := _BoundedFile(file)), mode="r|", tarinfo=_StrictTarInfo) as tar,
         ):
             files = (member for member in tar if not member.isdir())
-            for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
+            for key, members in groupby(files, key=lambda member: split_member_name(member.name)[0]):
                 last_key = key
                 yield replace_surrogates(key), _read_members(tar, members, extensions)
             bounded.is_over = True
@@ -131,7 +131,7 @@ def _read_members(
 def _read_member(
     tar: tarfile.TarFile, member: tarfile.TarInfo, extensions: Container[str], max_bytes: int
 ) -> TarMember:
-    extension = _split(member.name)[1]
+    extension = split_member_name(member.name)[1]
     if not member.isfile():
         return TarMember(member.name, extension, None, f"has a link or device: {member.name}")
     if extension not in extensions:
@@ -177,10 +177,3 @@ def _add_metadata(record: Record, members: Sequence[TarMember], config: ReadConf
                 return BadRecord(record.key, f"has a key twice: {repeated!r}")
             return replace(record, fields=select_metadata(metadata, config))
     return record
-
-
-def _split(name: str) -> tuple[str, str]:
-    """`a/b.seg.txt` → (`a/b`, `seg.txt`)."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, extension = base.partition(".")
-    return f"{folder}{slash}{stem}", extension.lower()

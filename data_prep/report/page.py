@@ -55,13 +55,10 @@ def render_report(result: Mapping[str, Any]) -> str:
         titles=[
             ("domains", "Largest domains, by text"),
             ("languages", "Languages, by text"),
-            *((name, f"{name}, by text") for name in sorted(fields)),
+            *((f"fields.{name}", f"{name}, by text") for name in sorted(fields)),
         ],
         found=[
-            (
-                step["step"],
-                make_bars(sorted(step["found"].items(), key=lambda item: (-item[1], item[0]))[:12]),
-            )
+            (step["step"], make_bars(sorted(step["found"].items(), key=lambda item: (-item[1], item[0]))[:12]))
             for step in steps
             if step.get("found")
         ],
@@ -101,18 +98,10 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             format_count(train["tokens"] + validation["tokens"]),
             f"{format_count(train['tokens'])} for training",
         ),
-        (
-            "Bytes per token",
-            f"{train['bytes_per_token']:.2f}",
-            f"validation {validation['bytes_per_token']:.2f}",
-        ),
+        ("Bytes per token", f"{train['bytes_per_token']:.2f}", f"validation {validation['bytes_per_token']:.2f}"),
     ]
     return [
-        (
-            "Images" if images else "Documents",
-            format_count(documents),
-            f"of {format_count(read['documents_in'])} read",
-        ),
+        ("Images" if images else "Documents", format_count(documents), f"of {format_count(read['documents_in'])} read"),
         *(text_bars if text or not images else []),
         (
             "On disk",
@@ -132,22 +121,21 @@ def iter_drop_reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
 def make_charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
     """Return the charts of a split by name; without tokens, or from an older version, some are empty."""
     lengths = split.get("lengths", ()) if split["tokens"] else ()
-    fields = split.get("fields", {})
+    pieces = split.get("vocabulary", {}).get("common", ())
 
-    def largest(category: str) -> list[Bar]:
-        rows = fields[category] if category in fields else split.get(category, ())
+    def chart_largest(rows: Sequence[tuple[str, int, int, int]], n_more: int = 0) -> list[Bar]:
         totals = [(name, documents if images else text) for name, documents, text, _ in rows]
-        n_more = split.get(f"more_{category}", 0)
-        return make_bars(totals, format_count if images else format_file_size) + (
-            [Bar(f"and {format_count(n_more)} more", "", 0.0)] if n_more else []
-        )
+        more = [Bar(f"and {format_count(n_more)} more", "", 0.0)] if n_more else []
+        return make_bars(totals, format_count if images else format_file_size) + more
 
     return {
         "lengths": make_bars([(f"up to {format_count(max_tokens)}", count) for max_tokens, count in lengths]),
-        **{category: largest(category) for category in ("sources", "domains", "languages", *fields)},
-        "pieces": make_bars(
-            [(show_whitespace(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
-        ),
+        "pieces": make_bars([(show_whitespace(piece), uses) for piece, uses in pieces]),
+        **{
+            name: chart_largest(split.get(name, ()), split.get(f"more_{name}", 0))
+            for name in ("sources", "domains", "languages")
+        },
+        **{f"fields.{name}": chart_largest(rows) for name, rows in split.get("fields", {}).items()},
     }
 
 

@@ -183,7 +183,8 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             continue
         table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
-            if table.pop(path[-1], None) is None and find_type(config_class, values, path) is None:
+            types = [find_type(config_class, values, path[:depth]) for depth in range(1, len(path) + 1)]
+            if table.pop(path[-1], None) is None and types[-1] is None and Any not in types:
                 hint = _suggest_keys(key, (), config_class)
                 raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue

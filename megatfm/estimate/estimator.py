@@ -260,5 +260,5 @@ def count_microbatches(config: Config) -> int:
 def compiles(config: Config, device: Device) -> bool:
     """Return whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
-        return device.compiles and config.find_compile_conflict() is None and config.parallel.cp == 1
+        return device.compiles and config.find_compile_conflict() is None
     return bool(config.train.compile)

@@ -99,7 +99,7 @@ def test_a_dotted_change_leaves_its_neighbours() -> None:
 
 
 def test_a_key_that_is_not_set_is_removed_from_no_new_section() -> None:
-    for override in ("model.lora.rank=", "~task.metric", "~model.mup.base_width", "~train.freeze"):
+    for override in ("model.lora.rank=", "~task.metric", "~model.mup.base_width", "~model.layer_type.a.norm.eps"):
         assert quickstart(override) == quickstart(), override
     with pytest.raises(UsageError, match=r"nothing sets model.d_modl, an unknown key.*: leave it out$"):
         quickstart("~model.d_modl")

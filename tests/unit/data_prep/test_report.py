@@ -19,7 +19,9 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import MAX_VALUES
 from megatfm.data_prep.documents import TokenizedDocument
 from megatfm.data_prep.execution import progress
+from megatfm.data_prep.execution.executors import LocalExecutor
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.report.page import format_count, make_bars, render_report
 from megatfm.data_prep.split_statistics import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
@@ -67,6 +69,14 @@ def test_fields_are_counted_up_to_a_number() -> None:
     fields = statistics.as_json()["fields"]
     assert len(fields) == MAX_VALUES
     assert fields["field 0"] == [["x", MAX_VALUES + 10, MAX_VALUES + 10, 0]]
+    named = SplitStatistics(None)
+    named.add(
+        no_ids, [TokenizedDocument("a", 0, 1, domain="b.org", fields={"domain": "law", "url": "https://b.org/c"})]
+    )
+    assert (named.as_json()["domains"], named.as_json()["fields"]) == (
+        [["b.org", 1, 1, 0]],
+        {"domain": [["law", 1, 1, 0]]},
+    )
 
 
 def test_the_page_is_whole_and_harmless(config: Make, changeable_corpus: Path) -> None:
@@ -94,6 +104,17 @@ def test_a_result_of_an_older_version_has_a_page(prepared: PrepSummary) -> None:
         for key in ("lengths", "sources", "more_sources", "vocabulary"):
             del result[name][key]
     assert "Training split" in render_report(result)
+
+
+def test_a_field_has_a_chart_of_its_own_whatever_its_name(prepared: PrepSummary) -> None:
+    """Also a field that only one split has, or that is named like another chart."""
+    result = copy.deepcopy(prepared.result)
+    result["train"]["fields"] = {name: [[f"value of {name}", 1, 2, 3]] for name in ("lengths", "sources", "grade")}
+    page, plain = render_report(result), render_report(prepared.result)
+    assert all(f"value of {name}" in page for name in result["train"]["fields"])
+    assert page.count("<h3>") == plain.count("<h3>") + 3
+    for name, *_ in prepared.result["train"]["sources"]:
+        assert name in page
 
 
 def test_report_formats_numbers_and_bars() -> None:
@@ -147,17 +168,17 @@ def test_a_log_gets_lines_with_time_task_speed_and_what_is_left(monkeypatch: pyt
         assert log.getvalue().splitlines() == [f"12:01:07 task 3/8 | {line}" for line in expected]
 
 
-def test_a_stage_that_was_committed_before_is_skipped_and_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_was_committed_before_is_skipped_and_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "time", clock(0.0, 0.0))
-    log = io.StringIO()
-    reporter = Reporter(Console(file=log))
-    with reporter.stage("clean", 10):
-        reporter.skip("clean")
-    reporter.skip("split-plan")
-    assert log.getvalue().splitlines() == [
-        "12:01:07 clean | skipped: committed by an earlier run",
-        "12:01:07 split-plan | skipped: committed by an earlier run",
-    ]
+    log, committed = io.StringIO(), {"bytes": 3}
+    workspace = SimpleNamespace(
+        out=tmp_path, folder=tmp_path, get_folder=lambda basis: tmp_path, upload=None, read_stage=lambda *_: committed
+    )
+    stages = StageRunner(None, workspace, Reporter(Console(file=log)), LocalExecutor())
+    assert stages.run_parts("clean", {}, 2, pytest.fail, pytest.fail, total=10) == committed
+    assert log.getvalue().splitlines() == ["12:01:07 clean | skipped: committed by an earlier run"]
 
 
 def test_a_log_is_not_flooded(monkeypatch: pytest.MonkeyPatch) -> None:
