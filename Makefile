@@ -65,6 +65,7 @@ lint: $(VENV)/.installed-test ## ruff, mypy and the import rules
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m mypy -p tests.support
 	$(VENV)/bin/lint-imports
 
 docs: $(VENV)/.installed-docs ## the manual, into site/

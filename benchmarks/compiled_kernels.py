@@ -41,6 +41,7 @@ from megatfm.config import ModelConfig, load_config
 from megatfm.engines.native.compile import compile_all
 from megatfm.models import build
 from megatfm.ops import cross_entropy_triton
+from megatfm.optim import adamw_triton
 from megatfm.parallel.layout import iter_blocks
 
 # ------------------------------------------------------------------------------------------------ resources
@@ -75,6 +76,8 @@ PASSES = {
     "gradient of a vocabulary shard": ("gradient_kernel", 2),
 }
 """Title → kernel of the cross-entropy, and how often it reads or writes the logits."""
+ADAMW_BYTES = 20
+"""Of a weight in float32, read and written, its gradient, and two moments in bfloat16, read and written."""
 
 
 def compile_cross_entropy(
@@ -86,6 +89,21 @@ def compile_cross_entropy(
     fixed = {key: value for key, value in fixed.items() if key in kernel.arg_names}
     signature = {kernel.arg_names[0]: f"*{element}", **CROSS_ENTROPY[name], **dict.fromkeys(fixed, "constexpr")}
     return compile_kernel(kernel, signature, fixed, cross_entropy_triton.WARPS)
+
+
+def compile_adamw(*, is_run: bool = True) -> KernelResources:
+    """Compile the kernel of AdamW with moments in bfloat16, as it runs where the device may skip a step.
+
+    is_run: a rank's block of a weight is a run of its elements, as ZeRO shards it.
+    """
+    types = {"*fp32": ("weights", "gradients", "found_inf"), "*bf16": ("means", "squares"), "i64": ("steps",)}
+    types["i32"] = ("numel", "first_index", "size_1", "size_2", "stride_0", "stride_1")
+    types["fp32"] = ("decay_factor", "step_size", "beta1", "beta2", "root_correction", "eps")
+    type_of = {name: kind for kind, names in types.items() for name in names}
+    fixed = {"CAN_SKIP": True, "IS_RUN": is_run, "IS_LARGE": False, "BLOCK": adamw_triton.BLOCK}
+    names = adamw_triton.adamw_kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else type_of[name] for name in names}
+    return compile_kernel(adamw_triton.adamw_kernel, signature, fixed, adamw_triton.WARPS)
 
 
 def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any], warps: int) -> KernelResources:
@@ -114,7 +132,10 @@ def run_resources(args: argparse.Namespace) -> None:
         table="| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
     )
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-        variants = ("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})
+        variants: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("", {}),
+            (", soft cap, smoothed", {"capped": True, "smoothed": True}),
+        )
         for (title, (name, passes)), (how, options) in itertools.product(PASSES.items(), variants):
             use = compile_cross_entropy(element, name=name, **options)
             moved = passes * TOKENS * VOCABULARY * size
@@ -122,6 +143,11 @@ def run_resources(args: argparse.Namespace) -> None:
                 f"| {title}, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "
                 f"{moved / 1e9:.2f} GB | {1e3 * moved / COPIED:.2f} ms |"
             )
+    use, moved = compile_adamw(), ADAMW_BYTES * 10**9
+    page.add(
+        f"| AdamW with moments in bf16, of 10⁹ weights | {use.registers} | {use.spilled} | {use.shared} B | "
+        f"{moved / 1e9:.2f} GB | {1e3 * moved / COPIED:.2f} ms |"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- fusion

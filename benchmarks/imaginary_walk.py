@@ -16,7 +16,7 @@ from typing import Any
 
 import common
 
-from tests.support.recommended_layouts import Recommended, recommended, traced_layout
+from tests.support.recommended_layouts import Recommended, TracedLayout, recommended, traced_layout
 
 
 def make_name(layout: Recommended) -> str:
@@ -33,8 +33,13 @@ def trace(layout: Recommended) -> dict[str, Any]:
         traced = traced_layout(layout)
     except Exception as error:  # a crash is a result, too
         return {**row, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
+    return {**row, **describe_trace(traced), "seconds": time.perf_counter() - start}
+
+
+def describe_trace(traced: TracedLayout) -> dict[str, Any]:
+    """Return what a table says of a traced layout."""
     facts = traced.traced.facts
-    row |= {
+    described = {
         "layout": facts["layout"],
         "differences": traced.differences,
         "traced_peak": traced.traced.peak,
@@ -43,9 +48,9 @@ def trace(layout: Recommended) -> dict[str, Any]:
         "all_pairs": facts["all_pairs"],
     }
     if traced.full is not None:
-        row["fits"] = traced.full.fits
-        row["full_share"] = traced.full.worst.total / traced.full.cluster.device.memory_bytes
-    return {**row, "seconds": time.perf_counter() - start}
+        described["fits"] = traced.full.fits
+        described["full_share"] = traced.full.worst.total / traced.full.cluster.device.memory_bytes
+    return described
 
 
 def compute_error(row: dict[str, Any], quantity: str) -> float | None:

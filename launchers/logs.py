@@ -142,12 +142,7 @@ def _get_log_rank(path: Path) -> int:
 
 
 def print_tails(
-    run: Path,
-    count: int,
-    all_ranks: bool = False,
-    out: TextIO | None = None,
-    *,
-    include_unfinished: bool = False,
+    run: Path, count: int, all_ranks: bool = False, out: TextIO | None = None, *, include_unfinished: bool = False
 ) -> list[Tail]:
     """Print the last `count` lines of each log; return the tails, from which `follow_logs` can continue.
 

@@ -226,9 +226,7 @@ def get_foreground_state(run: Path) -> JobState:
     launch_record = read_launch_record(run)
     if find_launcher_process(run):
         return JobState(
-            "RUNNING",
-            f"pid {launch_record['pid']} on {launch_record['host']}",
-            get_number(launch_record, "time"),
+            "RUNNING", f"pid {launch_record['pid']} on {launch_record['host']}", get_number(launch_record, "time")
         )
     ended = _read_recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:

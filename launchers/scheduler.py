@@ -20,12 +20,7 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
     """
     try:
         result = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
+            argv, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, env=environment
         )
     except FileNotFoundError:
         raise UsageError(f"{argv[0]} is not on PATH: run this on a login node of the cluster") from None

@@ -171,12 +171,13 @@ class SlurmLauncher:
             processes = format_counted(job.world_size, "process", "processes")
             size = f"{processes} on {job.resources.nodes} node{'s' * (job.resources.nodes != '1')}"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
+        name = shlex.quote(str(run))
         print(f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
-        print(f"  state    megatfm status {run}")
-        print(f"  log      megatfm logs -f {run}    ({log})")
+        print(f"  state    megatfm status {name}")
+        print(f"  log      megatfm logs -f {name}    ({log})")
         if job.kind == "train":
             print(f"  metrics  {run}/metrics.jsonl")
-        print(f"  cancel   megatfm cancel {run}")
+        print(f"  cancel   megatfm cancel {name}")
         if not self.site.requeue and job.chain_length == 1 and job.kind == "train":
             print("  note     this site doesn't requeue jobs: --chain N queues N jobs that run one after another")
 

@@ -75,17 +75,7 @@ class Site(Section):
 RESERVED_SBATCH_OPTIONS = (
     *("array", "chdir", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
     *("output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
-    *(
-        "account",
-        "constraint",
-        "cpus-per-task",
-        "exclude",
-        "gpus-per-node",
-        "mem",
-        "partition",
-        "qos",
-        "time",
-    ),
+    *("account", "constraint", "cpus-per-task", "exclude", "gpus-per-node", "mem", "partition", "qos", "time"),
 )
 """Options of sbatch that users can't set: the templates set them, or there are flags and site fields for them."""
 UNABBREVIATED_OPTIONS = (*RESERVED_SBATCH_OPTIONS, "begin", "dependency", "nodelist", "reservation")

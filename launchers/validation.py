@@ -163,10 +163,7 @@ def _find_time_limit(job: Job, partition: scheduler.SlurmPartition | None) -> tu
     if partition is None or partition.default_time is None:
         return None, ""
     limit = partition.default_time
-    return (
-        limit,
-        f"the time limit of partition {partition.name} for jobs without --time, {_format_duration(limit)},",
-    )
+    return (limit, f"the time limit of partition {partition.name} for jobs without --time, {_format_duration(limit)},")
 
 
 def _format_duration(seconds: int) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -258,7 +259,7 @@ def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
         with name_write_errors(path):
             atomic_write(path, text)
     names = ", ".join(map(str, (args.write, script, job_config)))
-    print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
+    print(f"written: {names}; start it with: megatfm launch {shlex.join(launch_arguments)}")
 
 
 def _print_estimate(estimator: "Estimator", estimate: "Estimate") -> None:

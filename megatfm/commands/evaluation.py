@@ -1,6 +1,7 @@
 """`megatfm evaluate`: evaluates a run on validation sets, or a model on tasks."""
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -183,7 +184,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     if evaluated is not None and args.images:
         from megatfm.inference.pictures import FOLDER
 
-        print(f"pictures in {Path(args.run_dir) / FOLDER}; `megatfm report {args.run_dir}` shows them")
+        print(f"pictures in {Path(args.run_dir) / FOLDER}; `megatfm report {shlex.quote(args.run_dir)}` shows them")
     return 0
 
 

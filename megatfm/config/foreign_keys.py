@@ -134,6 +134,7 @@ FOREIGN_NAMES = {
     "train.compile": "torch_compile",
     "train.cuda_graphs": "cuda_graph_impl",
     "train.global_batch": "batch_size global_batch_size gradient_accumulation_steps train_batch_size",
+    "train.gc_every": "gc_freq manual_gc manual_gc_interval",
     "train.hang_seconds": "distributed_timeout_minutes train_timeout_seconds ddp_timeout",
     "train.init_from": "initial_load_path",
     "train.micro_batch": (

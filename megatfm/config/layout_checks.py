@@ -201,10 +201,10 @@ def find_compile_conflict(config: "Config") -> str | None:
             "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
             "which can't be compiled: leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
         )
-    if train.recompute != "none" and any(isinstance(kind.ffn, MoEConfig) for kind in model.layer_kinds):
+    if train.recompute.endswith("%") and any(isinstance(kind.ffn, MoEConfig) for kind in model.layer_kinds):
         return (
             f"train.recompute = {train.recompute!r}: blocks with ffn.name = 'moe' are compiled around their "
-            "experts, and can't be computed again: set train.recompute = 'none', or train.compile = false"
+            "experts, whose activations the compiler does not choose among: set train.recompute = 'selective' or 'full'"
         )
     if parallel.pp > 1 and parallel.splits_backward:
         return explain_split_backward_conflict(parallel.pp_schedule, "train.compile", train.compile, False)

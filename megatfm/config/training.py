@@ -48,6 +48,9 @@ class TrainConfig(Section):
     patience: NonNegativeInt = 0
     """Evaluations in a row without a better result on the first validation set, after which the run ends; its best
     checkpoint is kept. The result is task.metric, or the loss without a task. 0: never end early."""
+    gc_every: NonNegativeInt = 50
+    """Steps between collections of Python's garbage, which all ranks do at the same step. 0: whenever Python starts
+    one, on each rank at another time."""
     hang_seconds: PositiveFloat = 600.0
     """Seconds without progress of a rank, after which all ranks end and name it; a step, an evaluated batch, a save and
     the start must each take less."""

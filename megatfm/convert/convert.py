@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import JsonValue
@@ -23,7 +23,8 @@ from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_preprocessor, write_weights
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.image_processor import adopt_image_options, write_preprocessor
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
@@ -110,7 +111,7 @@ def _check_is_megatfm_model(source: Path) -> None:
 def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | None, trust_plugins: bool) -> list[str]:
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     stored_origin = state.get("origin")
-    origin = stored_origin if isinstance(stored_origin, dict) else {}
+    origin: dict[str, Any] = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
     exported_models = choose_exported_models(model, origin.get("name"))
     tensors = _plan_tensors(path, config.model, dtype)
@@ -137,7 +138,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, dtype: torch.dtype | No
         if (key := exported.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
         hf_config = tokenizer_files.move_text_ids(hf_config)
-        write_preprocessor(model_folder, hf_config)
+        notes += write_preprocessor(model_folder, hf_config, config.data.images, origin.get("preprocessor"))
         write_json(model_folder / CONFIG, hf_config)
         file_io.sync_folder(model_folder)
         written_names |= set(order)
@@ -187,7 +188,8 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     log.info("%s: %s of %s", source, format_counted(len(shapes), "tensor"), hf_model.name)
-    config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
+    starting_config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
+    config, image_notes = adopt_image_options(starting_config, source)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
     state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
     if isinstance(hf_model, HfFolder):
@@ -201,7 +203,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tensors = ((f"model.{name}", tensor) for name, tensor in read_converted_tensors(hf_model, shapes))
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
-    return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
+    return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *image_notes, *untrainable]
 
 
 def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:

@@ -198,22 +198,6 @@ def read_pixel_normalization(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in PIXEL_KEYS if key in values}
 
 
-def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
-    """Move mean and standard deviation of pixels, if there are any, from `hf_config` to preprocessor_config.json."""
-    pixels = {key: hf_config.pop(key) for key in PIXEL_KEYS if key in hf_config}
-    if not pixels:
-        return
-    side = dict.fromkeys(("height", "width"), hf_config.get("vision_config", hf_config)["image_size"])
-    resize_options = {
-        "do_resize": True,
-        "size": side,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-    }
-    write_json(folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **resize_options, **pixels})
-
-
 def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Return tensor name → file, of the one file if there is an index, too, as transformers does.
 

@@ -14,6 +14,7 @@ from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import list_tensor_shapes, read_converted_tensors
 from megatfm.convert.electra_pair import open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json_object
+from megatfm.convert.image_processor import adopt_image_options
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
@@ -61,9 +62,13 @@ def load_generation_fields(path: str | Path) -> dict[str, Any]:
             f"{path}: the model's vocabulary has {vocab_size} entries, its tokenizer's {tokenizer.vocab_size}: one "
             "of the two was replaced"
         )
+    starting_config = make_starting_config(folder_path, folder.config, tokenizer_file.name, folder.max_length)
+    config, notes = adopt_image_options(starting_config, folder_path)
+    for note in notes:
+        log.warning("%s: %s", path, note)
     return {
         "tokenizer": tokenizer,
-        "config": make_starting_config(folder_path, folder.config, tokenizer_file.name, folder.max_length),
+        "config": config,
         "step": 0,
         "run_dir": None,
         "prompt_prefix_ids": read_bos_prefix_ids(source, tokenizer),

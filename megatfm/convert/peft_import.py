@@ -21,6 +21,7 @@ from megatfm.convert.convert import (
     write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json_object
+from megatfm.convert.image_processor import adopt_image_options
 from megatfm.convert.peft import Factors, shorten_names
 from megatfm.convert.peft_adapter import MERGE_ADVICE, PeftAdapter
 from megatfm.convert.starting_config import make_starting_config
@@ -125,7 +126,9 @@ def _write_adapted_model(
     tokenizer_file, notes = tokenizer_files.import_tokenizer(opened.path, folder)
     opened.notes += notes
     shapes = list_tensor_shapes(model)
-    config = make_starting_config(target, model, tokenizer_file, opened.max_length)
+    starting_config = make_starting_config(target, model, tokenizer_file, opened.max_length)
+    config, image_notes = adopt_image_options(starting_config, opened.path)
+    opened.notes += image_notes
     state: dict[str, JsonValue] = {
         "origin": tokenizer_files.record_origin(
             opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)

@@ -17,6 +17,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object
 from megatfm.convert.hf_config import Json
+from megatfm.convert.image_processor import read_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
@@ -192,7 +193,7 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
 
     name: of the class. written_config: megatfm's export of the model. Returns `config`, the special ids, label names
     and dropout rates of config.json that differ in `written_config`, and `generation`, the content of
-    generation_config.json if there is one. Raises MegatfmError.
+    generation_config.json if there is one, and `preprocessor`, that of preprocessor_config.json. Raises MegatfmError.
     """
     differing = {
         key: {"theirs": value, "ours": written_config.get(key)}
@@ -208,7 +209,8 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
     }
     file = source / GENERATION
     generation = {"generation": read_json_object(file)} if file.is_file() else {}
-    return {"name": name, "config": differing, **generation}
+    preprocessor = {"preprocessor": content} if (content := read_preprocessor(source)) else {}
+    return {"name": name, "config": differing, **generation, **preprocessor}
 
 
 def make_generation_config(

@@ -90,8 +90,10 @@ class Description:
         return self.tokens_per_step * self.config.train.steps
 
 
-def describe(config: Config) -> Description:
+def describe(config: Config, model: "nn.Module | None" = None) -> Description:
     """Count parameters, FLOPs and bytes on the meta device. Raises UsageError where the vocabulary is not known.
+
+    model: the config's on the meta device, if there is one already.
 
     FLOPs per trained token of a decoder are 6N + 12·L·h·s with L layers, h the total width of all heads and s the
     sequence length (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation). 6N + 6·L·h·s counts
@@ -104,9 +106,10 @@ def describe(config: Config) -> Description:
     from megatfm.train.build import build_model
 
     import_plugins(config.plugins)
-    config = _with_vocabulary(config)
-    with torch.device("meta"):
-        model = build_model(config)
+    config = resolve_vocabulary(config)
+    if model is None:
+        with torch.device("meta"):
+            model = build_model(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
@@ -194,7 +197,8 @@ def flops_per_token(config: Config) -> tuple[float, float]:
     return description.flops_full, description.flops_causal
 
 
-def _with_vocabulary(config: Config) -> Config:
+def resolve_vocabulary(config: Config) -> Config:
+    """Return the config with the tokenizer's vocabulary if it sets none. Raises UsageError if there is no tokenizer."""
     if config.model.vocab_size is not None or config.data.tokenizer is None:
         return config
     if not Path(config.data.tokenizer).exists():

@@ -7,11 +7,15 @@ weights, of fused attention, of tensor-parallel reductions and of all-to-alls, s
 repeated (and unfused attention scores; Korthikanti et al. 2022, section 5). It saves only the sum of matmuls that are
 summed over ranks. A size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %",
 torch.compile solves a knapsack problem for each block.
+
+torch can trace the recomputation of a block that is compiled whole. A block compiled in parts, around modules that stay
+eager, is recomputed from outside ("full"), or each part by itself ("selective").
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.transfer import HostReads
 from megatfm.parallel.collectives import is_partial_product, use_functional_collectives
 from megatfm.parallel.layout import replace_forward
@@ -40,7 +45,9 @@ SAVED_OPS = {
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_to_all_single.default,
 }
-SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention", "megatfm_imaginary::attention"}
+SAVED_OP_NAMES = {
+    "torch_attn::_varlen_attn", "flex_attention", "megatfm::grouped_gemm", "megatfm_imaginary::attention",
+}  # fmt: skip
 """Names of saved operators that exist only after their module is imported; the last one stands for all fused attention
 on an imaginary GPU."""
 
@@ -66,6 +73,62 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
             replace_forward(block, partial(budget.forward, block, block.forward))
         elif mode != "none":
             replace_forward(block, partial(_run_checkpointed, block, block.forward, mode))
+
+
+def recompute_parts(block: nn.Module, eager: Collection[nn.Module]) -> None:
+    """Apply "selective" to the parts of a block that is compiled around some `eager` modules. Call it before that.
+
+    Each part also saves its input. Of eager modules, experts are parts; attention saves what its kernels save.
+    """
+    for part in _iter_parts(block, eager):
+        replace_forward(part, _make_part_forward(part, part.forward))
+    for module in eager:
+        if not getattr(module, "is_compiled", True):
+            replace_forward(module, partial(_run_checkpointed, module, module.forward, "selective"))
+
+
+def _iter_parts(module: nn.Module, eager: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the largest submodules that contain no eager module."""
+    for child in module.children():
+        if eager_inside := [inner for inner in child.modules() if inner in eager]:
+            yield from () if child in eager_inside else _iter_parts(child, eager)
+        else:
+            yield child
+
+
+def _make_part_forward(part: nn.Module, forward: Forward) -> Forward:
+    """Make the checkpointed forward of a part. A function, as torch compiles each `functools.partial` anew."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # called by an eager module, which is itself recomputed
+            return forward(*args, **kwargs)
+        return _run_checkpointed(part, forward, "selective", *args, **kwargs)
+
+    return run
+
+
+def recompute_from_outside(block: nn.Module) -> None:
+    """Apply "full" to a block that is compiled in parts. Call it after that."""
+    assert block._compiled_call_impl is not None
+    block._compiled_call_impl = partial(_checkpoint_compiled_call, block, block._compiled_call_impl)  # type: ignore[assignment]
+
+
+def _checkpoint_compiled_call(block: nn.Module, call: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a compiled call. Its recomputation finds the values that layers share as the pass found them, so that
+    the same compiled code runs, with the same saved tensors in the same order."""
+    if not (block.training and torch.is_grad_enabled()):
+        return call(*args, **kwargs)
+    found = [fork_cache(x) for x in args]
+    passes = chain([lambda: args], repeat(lambda: [fork_cache(x) for x in found]))
+    contexts = {"context_fn": partial(_make_eager_contexts, None)}
+    return checkpoint(
+        lambda: call(*next(passes)(), **kwargs), use_reentrant=False, preserve_rng_state=False, **contexts
+    )
+
+
+def fork_cache(value: Any) -> Any:
+    """Return metadata with a cache of its own; other values as they are."""
+    return value.fork_cache() if isinstance(value, SequenceMetadata) else value
 
 
 def parse_share(text: str) -> float:

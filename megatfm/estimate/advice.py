@@ -22,11 +22,8 @@ class Change:
     estimate: Estimate
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={_format_toml_value(value)}" for key, value in self.overrides.items())
-
-
-def _format_toml_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        texts = (str(value).lower() if isinstance(value, bool) else value for value in self.overrides.values())
+        return " ".join(f"{key}={text}" for key, text in zip(self.overrides, texts, strict=True))
 
 
 def with_changes(config: Config, overrides: Mapping[str, Any]) -> Config | None:

@@ -101,14 +101,18 @@ def measure_device(
     if times.trials:
         overheads = fit_overheads(times, Device(key=NODE, **table))
         table |= vars(overheads)
-    node = {
+    return {"device": {NODE: table}, "node": {NODE: _describe_node(kind, link)}, "default_node": {NODE: NODE}}, times
+
+
+def _describe_node(kind: str, link: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this machine's table as a node. link: between its processes."""
+    return {
         "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,
         "within": link,
         "between": link,
         "disk_bandwidth": 1e9,
         "source": "link measured between processes of this machine; disk assumed",
     }
-    return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}, times
 
 
 def _describe_device(device: torch.device) -> tuple[str, int]:
@@ -202,12 +206,7 @@ def measure_link(kind: str) -> dict[str, Any]:
         raise UsageError(f"--calibrate: processes of this machine can't exchange data over {backend}")
     latency, seconds, n_bytes = queue.get()
     name = f"{backend} between processes of this machine"
-    return {
-        "name": name,
-        "bandwidth": n_bytes / max(seconds - latency, 1e-9),
-        "efficiency": 1.0,
-        "latency": latency,
-    }
+    return {"name": name, "bandwidth": n_bytes / max(seconds - latency, 1e-9), "efficiency": 1.0, "latency": latency}
 
 
 def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> None:

@@ -115,10 +115,10 @@ def fit_seconds(measured: np.ndarray[Any, Any], spells: np.ndarray[Any, Any]) ->
     parts_of_spells = np.split(order % logs.shape[1], ends)
     for _ in range(FITS):
         seconds = np.median(logs - slowness[spells], axis=0)
-        beyond = np.split((logs - seconds).ravel()[order], ends)
+        residuals = np.split((logs - seconds).ravel()[order], ends)
         weights = np.exp(seconds)
         slowness = np.array(
-            [_weighted_median(values, weights[parts]) for values, parts in zip(beyond, parts_of_spells, strict=True)]
+            [_weighted_median(values, weights[parts]) for values, parts in zip(residuals, parts_of_spells, strict=True)]
         )
         slowness -= np.median(slowness)
     return np.exp(np.median(logs - slowness[spells], axis=0))

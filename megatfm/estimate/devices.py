@@ -142,11 +142,7 @@ Section = TypeVar("Section", Device, Node)
 
 
 def load_cluster(
-    device: str,
-    gpus: int,
-    node: str | None = None,
-    gpus_per_node: int | None = None,
-    hardware: Path | None = None,
+    device: str, gpus: int, node: str | None = None, gpus_per_node: int | None = None, hardware: Path | None = None
 ) -> Cluster:
     """Look up a cluster. hardware: a user's file, whose tables take precedence. Raises UsageError for unknown names."""
     tables = _load_tables(hardware)

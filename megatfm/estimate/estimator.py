@@ -12,7 +12,7 @@ import torch
 
 from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
-from megatfm.describe.description import Description, describe
+from megatfm.describe.description import Description, describe, resolve_vocabulary
 from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
 from megatfm.estimate.contrastive import count_kept_feature_bytes
@@ -109,7 +109,7 @@ class Estimator:
     @cached_property
     def description(self) -> Description:
         """Parameters and FLOPs, the same under every layout."""
-        return describe(self.base)
+        return describe(self.base, self._meta_model)
 
     @cached_property
     def _meta_model(self) -> torch.nn.Module:
@@ -233,7 +233,7 @@ def open_estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = (
             f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
             "parallel.engine = 'native'"
         )
-    resolved = _resolve_precision(describe(config).config, cluster.device)
+    resolved = _resolve_precision(resolve_vocabulary(config), cluster.device)
     ranks = 1
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
@@ -260,5 +260,5 @@ def count_microbatches(config: Config) -> int:
 def compiles(config: Config, device: Device) -> bool:
     """Return whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
-        return device.compiles and config.find_compile_conflict() is None and config.parallel.cp == 1
+        return device.compiles and config.find_compile_conflict() is None
     return bool(config.train.compile)

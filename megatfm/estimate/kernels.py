@@ -181,12 +181,7 @@ class ProfiledKernels:
         self.experts_complete = len(self.recorder.recording.live)
 
     def _note_attention(
-        self,
-        flops: float,
-        fetched_tokens: int,
-        is_backward: bool,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        self, flops: float, fetched_tokens: int, is_backward: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """Record a fused kernel."""
         self.note("attention", "attention", flops * (BACKWARD_MATMULS if is_backward else 1), inputs, outputs)

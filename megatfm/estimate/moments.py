@@ -61,9 +61,9 @@ class StageMemory:
         saved, last_block = 0, max(self._list_blocks(), default=None)
         for index in self.parts:
             profile = self.profiles[index]
-            beyond = self.state.beyond_in_forward if profile.is_block else self.state.beyond_outside
-            beyond -= self.state.prefetched * (index == last_block)
-            workspace = max(0, profile.forward_peak + beyond) + profile.unsaved_input_bytes
+            excess = self.state.forward_excess if profile.is_block else self.state.outside_excess
+            excess -= self.state.prefetched * (index == last_block)
+            workspace = max(0, profile.forward_peak + excess) + profile.unsaved_input_bytes
             saved += self.saved_bytes[index]
             yield Moment("forward", saved, workspace, gradients)
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,6 +156,8 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls of a pass ask for it
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.namespace == "prim":
@@ -192,14 +196,7 @@ class OperatorRecorder(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             collective, sent = _describe_collective(func, name, args, kwargs)
             return Operator(
-                name,
-                "collective",
-                0,
-                reads,
-                writes,
-                itemsize=itemsize,
-                collective=collective,
-                sent_bytes=sent,
+                name, "collective", 0, reads, writes, itemsize=itemsize, collective=collective, sent_bytes=sent
             )
         if name in MATMULS:
             dims = _get_matmul_dims(name, [x for x in args if isinstance(x, Tensor)], outputs)

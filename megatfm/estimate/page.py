@@ -21,12 +21,7 @@ MAX_PASSES = 8000
 """Largest number of passes in a timeline, which shows the first of longer steps."""
 PASS_PIXELS = 8
 """Mean width of a pass, below which a narrow window scrolls."""
-PASS_KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "gradients of inputs",
-    "W": "gradients of weights",
-}
+PASS_KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 """Kind of pass → its name in the legend."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
 """GPUs of the scaling curves, as multiples of the estimate's."""
@@ -166,9 +161,7 @@ def estimate_scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
     return points
 
 
-def compute_scaling_lines(
-    points: Sequence[ScalePoint],
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def compute_scaling_lines(points: Sequence[ScalePoint]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Return the curve of tokens per second by GPUs, and the line of perfect scaling from its first point.
 
     Points are in per cent of a drawing with logarithmic axes.

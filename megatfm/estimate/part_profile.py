@@ -13,6 +13,9 @@ from megatfm.estimate.operators import Operator, Recording
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
+WRITES_PART_INPUT = ("rms_norm", "native_layer_norm", "clone")
+"""Operators between the parts of a block that is compiled around eager modules: norms, and copies of heads."""
+
 LONG_CHAIN = 100
 """Operators of a pointwise chain after which torch saves a result (its `ban_recompute_long_fusible_chains`)."""
 
@@ -189,8 +192,9 @@ class PartProfile:
             saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE or op.collective == "all_to_all"] + sums
             written = {number: n_bytes for op in saved for number, n_bytes in op.writes.items()}
             if compiled:
-                needed = self._find_needed(written)
+                needed = self._find_needed(written) | {n for op in saved if op.is_eager for n in op.writes}
                 written = {number: n_bytes for number, n_bytes in written.items() if number in needed}
+                written |= self._list_part_inputs()
             terms = {number for op in sums for number in op.reads.keys() - op.writes.keys()}
             terms |= {tensor.number for tensor in self.saved if tensor.shared_input}
             return input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
@@ -204,7 +208,7 @@ class PartProfile:
         torch's partitioner recomputes elementwise operators from their inputs, with two exceptions. It saves a result
         that a matmul or attention of the backward pass reads, as that would be written to memory anyway
         (`ban_recompute_materialized_backward` of torch/_functorch/config.py). It also saves the end of a long chain,
-        such as the hash of a dropout's mask. Experts stay eager.
+        such as the hash of a dropout's mask. Experts stay eager, and so does attention under context parallelism.
         """
         producers, reads, chain_lengths = self._trace_pointwise_chains()
         materialized = {n for op in self.backward if op.kind != "pointwise" for n in op.reads}
@@ -229,6 +233,14 @@ class PartProfile:
             if tensor.shared_input:
                 saved_by_number.pop(tensor.number, None)
         return min(sum(saved_by_number.values()), sum(tensor.n_bytes for tensor in self._own_saved))
+
+    def _list_part_inputs(self) -> dict[int, int]:
+        """Return the inputs that parts save under "selective", by storage, if the block is compiled in parts."""
+        if not any(op.is_eager for op in self.forward):
+            return {}
+        read = {number for op in self.forward if op.kind == "matmul" or op.is_eager for number in op.reads}
+        writers = [op for op in self.forward if op.name in WRITES_PART_INPUT and not op.is_eager]
+        return {number: n_bytes for op in writers for number, n_bytes in op.writes.items() if number in read}
 
     def _find_needed(self, written: Collection[int]) -> set[int]:
         """Return the results that the backward pass needs, directly or for a recomputation.

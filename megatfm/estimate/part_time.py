@@ -224,8 +224,8 @@ def _estimate_zero_seconds(
     _, compute, size = get_item_sizes(config)
     for is_expert in (False, True):
         axis, replicas = find_zero_axis(axes, is_expert=is_expert), axes[REPLICATE]
-        of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
-        shard = sum(w.shard(axis.size) for w in of_part)
+        part_weights = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
+        shard = sum(w.shard(axis.size) for w in part_weights)
         if shard:
             gather += estimate_collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,16 +31,12 @@ from megatfm.estimate.part_profile import (
     list_expert_moments,
     list_weight_gradients,
 )
-from megatfm.estimate.stand_ins import (
-    HostValues,
-    StandInLoss,
-    forward_predicted_tokens,
-    record_shared_tables,
-)
+from megatfm.estimate.stand_ins import HostValues, StandInLoss, forward_predicted_tokens, record_shared_tables
 from megatfm.estimate.weights import list_expert_names
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import LMHead
 from megatfm.objectives import reads_text, target_fraction
+from megatfm.parallel.cp_plans import depends_on_batch
 from megatfm.parallel.layout import ModelLayout, iter_blocks, replace_forward
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -92,6 +88,7 @@ class LocalModel:
 
     def _build(self, mesh: Mesh) -> None:
         config, parallel = self.config, self.config.parallel
+        predicted_share = target_fraction(config.objective) or 1.0
         with self._mode, default_dtype(self._dtype):
             self.model = build_model(config).train()
             if not hasattr(self.model, "split_points"):
@@ -100,28 +97,30 @@ class LocalModel:
                 )
             for module in self.model.modules():
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
-                    replace_forward(module, partial(forward_predicted_tokens, module, self._fraction))
+                    replace_forward(module, partial(forward_predicted_tokens, module, predicted_share))
             self._expert_names = list_expert_names(self.model)
             self._kernels = ProfiledKernels(config, self.model, self._device_kind)
             self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             self._parameters = dict(self.model.named_parameters())
             for module in self.model.modules():
-                if not getattr(module, "is_compiled", True):
+                if not getattr(module, "is_compiled", True) or depends_on_batch(module):
                     module.register_forward_pre_hook(self._enter_eager)
                     module.register_forward_hook(self._leave_eager)
             self._kernels.install(self.model)
 
-    def _enter_eager(self, *_: Any) -> None:
-        self._eager_start = len(self._kernels.recorder.recording.operators)
-        self._is_in_eager = True
+    def _stays_eager(self, module: nn.Module) -> bool:
+        return not getattr(module, "is_compiled", True) or self._kernels.cp > 1
 
-    def _leave_eager(self, *_: Any) -> None:
+    def _enter_eager(self, module: nn.Module, _: Any) -> None:
+        if self._stays_eager(module):
+            self._eager_start = len(self._kernels.recorder.recording.operators)
+            self._is_in_eager = True
+
+    def _leave_eager(self, module: nn.Module, *_: Any) -> None:
+        if not self._stays_eager(module):
+            return
         self._eager_ranges.append(range(self._eager_start, len(self._kernels.recorder.recording.operators)))
         self._is_in_eager = False
-
-    @property
-    def _fraction(self) -> float:
-        return target_fraction(self.config.objective) or 1.0
 
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
         """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""

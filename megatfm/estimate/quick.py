@@ -6,7 +6,7 @@ form. `search.py` estimates the best in full.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,10 +156,6 @@ class QuickScores:
         self._part_kernels = lru_cache(CACHED_PARTS)(partial(estimate_part_kernels, self.cluster.device))
         self._saved_bytes = lru_cache(CACHED_PARTS)(PartProfile.count_saved_bytes)
 
-    @cached_property
-    def _optimizer_bytes(self) -> float:
-        return self.estimator.description.optimizer_bytes
-
     def score(self, config: Config, microbatches: int) -> Score:
         """Score a legal layout, whose `dp_shard` is known."""
         parallel = config.parallel
@@ -193,7 +189,11 @@ class QuickScores:
         shard = sums.dense / parallel.zero_shards + sums.experts / edp if zero else unsharded_numel
         unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
         total = (unsharded_numel if zero == 1 and not is_mixed else shard) * size
-        total = total + (unsharded_numel if unsharded else shard) * size + shard * self._optimizer_bytes
+        total = (
+            total
+            + (unsharded_numel if unsharded else shard) * size
+            + shard * self.estimator.description.optimizer_bytes
+        )
         if zero < 2:
             return total + (unsharded_numel * 2 if is_mixed else 0)
         if zero == 2 or parallel.splits_backward:
@@ -256,14 +256,7 @@ class QuickScores:
     def _get_passes(self, config: Config, axes: Mapping[str, Axis]) -> Passes:
         parallel, train = config.parallel, config.train
         compiled = self._compiles(config)
-        key = (
-            parallel.tp,
-            parallel.cp,
-            parallel.ep,
-            parallel.expert_tp,
-            parallel.cp_method,
-            train.micro_batch,
-        )
+        key = (parallel.tp, parallel.cp, parallel.ep, parallel.expert_tp, parallel.cp_method, train.micro_batch)
         is_on_network = data_leaves_node(parallel.zero, axes, self.cluster.node)
         full_key = (*key, train.recompute, compiled, parallel.async_tp, parallel.zero >= 2, is_on_network)
         if full_key not in self._passes:
@@ -289,7 +282,7 @@ class QuickScores:
     def _compiles(self, config: Config) -> bool:
         """Return whether blocks are compiled, which depends on few keys of the layout."""
         parallel = config.parallel
-        key = parallel.cp, parallel.pp > 1 and parallel.splits_backward, config.train.recompute
+        key = parallel.pp > 1 and parallel.splits_backward, config.train.recompute
         if key not in self._is_compiled:
             self._is_compiled[key] = compiles(config, self.cluster.device)
         return self._is_compiled[key]

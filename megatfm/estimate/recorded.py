@@ -111,15 +111,7 @@ def read_snapshot_owners(path: Path) -> Counter[str]:
             for block in segment["blocks"]:
                 if str(block["state"]).startswith("active"):
                     owners[_find_owner(block.get("frames") or [])] += int(block["size"])
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         raise UsageError(f"{path}: not a memory snapshot of torch: {error}") from error
     return owners
 

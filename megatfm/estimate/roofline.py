@@ -41,17 +41,6 @@ class Seconds:
         """Time of the pass: the device's or the host's, whichever is longer."""
         return max(self.matmul + self.attention + self.pointwise, self.host)
 
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.pointwise + other.pointwise,
-            self.host + other.host,
-        )
-
-    def __mul__(self, times: float) -> "Seconds":
-        return Seconds(self.matmul * times, self.attention * times, self.pointwise * times, self.host * times)
-
 
 def estimate_pass_seconds(
     device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False
@@ -82,11 +71,11 @@ def estimate_elementwise_seconds(device: Device, operator: Operator) -> float:
     return _interpolate_seconds(rows, operator.moved_bytes, device.launch_seconds, 1 / rate)
 
 
-def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: float, beyond: float) -> float:
+def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: float, unit_seconds: float) -> float:
     """Interpolate measured (size, seconds), in logarithms. Rows of one size count by their mean.
 
     least: seconds of an empty operator, to which a line leads from the smallest size. Above the largest size, a unit
-    takes `beyond` seconds, or as long as the units between half of that size and all of it, if that is longer.
+    takes `unit_seconds`, or as long as the units between half of that size and all of it, if that is longer.
     """
     by_size: dict[float, list[float]] = {}
     for measured_size, seconds in rows:
@@ -100,8 +89,8 @@ def _interpolate_seconds(rows: Sequence[Sequence[float]], size: float, least: fl
         n_smaller = bisect_right(sizes, sizes[-1] / 2)
         if n_smaller:
             difference = math.exp(means[-1]) - math.exp(means[n_smaller - 1])
-            beyond = max(beyond, difference / (sizes[-1] - sizes[n_smaller - 1]))
-        return float(math.exp(means[-1]) + (size - sizes[-1]) * beyond)
+            unit_seconds = max(unit_seconds, difference / (sizes[-1] - sizes[n_smaller - 1]))
+        return float(math.exp(means[-1]) + (size - sizes[-1]) * unit_seconds)
     return float(math.exp(np.interp(math.log(size), np.log(sizes), means)))
 
 

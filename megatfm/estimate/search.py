@@ -118,10 +118,7 @@ def iter_layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config
         share = base.train.global_batch // data_ranks
         for recompute in RECOMPUTE:
             config = base.model_copy(
-                update={
-                    "parallel": parallel,
-                    "train": base.train.model_copy(update={"recompute": recompute}),
-                }
+                update={"parallel": parallel, "train": base.train.model_copy(update={"recompute": recompute})}
             )
             if reason := find_refusal(config) or _find_pipeline_refusal(estimator, config):
                 refused[reason] += 1

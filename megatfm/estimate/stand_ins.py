@@ -173,7 +173,7 @@ class EvenRows(SortedRows):
     def __init__(self, share: float, order_M: Tensor, ends_E: Tensor, top_k: int, **options: bool) -> None:
         super().__init__(order_M, ends_E, top_k, **options)
         self.order = order_M[: round(share * len(order_M))]
-        self._sorted_position = self._is_undefined_M1 = None
+        self._bags = self._is_defined_M = None
 
 
 @contextmanager

@@ -83,18 +83,17 @@ def estimate_step(
     parallel, node, axes = config.parallel, cluster.node, make_axes(config.parallel)
     times = _estimate_part_times(config, cluster, profile, weights, compiled=compiled)
     busiest = max(
-        range(parallel.pp),
-        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in stages.list_parts(rank)),
+        range(parallel.pp), key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in stages.list_parts(rank))
     )
     indices = stages.list_parts(busiest)
     flows = [compute_rank_flows(config, profile, weights, stages, rank, microbatches) for rank in range(parallel.pp)]
     boundary = max((profile.parts[parts[-1]].output_bytes for parts in stages.parts[:-1]), default=0)
-    of_weights = Flows()
-    add_data_flows(of_weights, config, weights, indices, microbatches)
-    data_flows = _select_data_flows(flows[busiest], of_weights)
+    weight_flows = Flows()
+    add_data_flows(weight_flows, config, weights, indices, microbatches)
+    data_flows = _select_data_flows(flows[busiest], weight_flows)
     data = _estimate_exposed_data(config, cluster, data_flows, axes, [times[i] for i in indices])
     optimizer = estimate_optimizer_seconds(config, cluster, weights, indices, microbatches)
-    exchanges = of_weights.select(of_weights.by_member)  # of whole tensors, which nothing hides
+    exchanges = weight_flows.select(weight_flows.by_member)  # of whole tensors, which nothing hides
     optimizer += estimate_axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sum_causes(times, indices, microbatches, sharded)
@@ -136,16 +135,16 @@ def _estimate_part_times(
     return [time_by_part[id(part)] for part in profile.parts]
 
 
-def _select_data_flows(flows: Flows, of_weights: Flows) -> Flows:
+def _select_data_flows(flows: Flows, weight_flows: Flows) -> Flows:
     """Return the part of a rank's traffic that computation may hide: weights and gradients.
 
-    of_weights: what `add_data_flows` adds. Keys and values may use the same collectives over `cp`, so of that axis only
-    `of_weights` is taken.
+    weight_flows: those of `add_data_flows`. Keys and values may use the same collectives over `cp`, so on that axis
+    these alone are taken.
     """
-    selected = flows.select([key for key in flows.sent if key not in of_weights.by_member and key[0] != CONTEXT])
-    over_context = [key for key in of_weights.sent if key not in of_weights.by_member and key[0] == CONTEXT]
+    selected = flows.select([key for key in flows.sent if key not in weight_flows.by_member and key[0] != CONTEXT])
+    over_context = [key for key in weight_flows.sent if key not in weight_flows.by_member and key[0] == CONTEXT]
     for key in over_context:
-        selected.sent[key], selected.calls[key] = of_weights.sent[key], of_weights.calls[key]
+        selected.sent[key], selected.calls[key] = weight_flows.sent[key], weight_flows.calls[key]
     return selected
 
 

@@ -13,7 +13,7 @@ from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
 from megatfm.estimate.traffic import join_axes, leaves_node, make_axes
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,11 +94,7 @@ def _make_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
 ) -> "Table":
     """Return a table. left: columns of words; numbers are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+    table = make_table(columns, left, title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table

@@ -38,12 +38,12 @@ class Traced:
 def count_traced_microbatches(estimate: Estimate) -> int:
     """Return a number of micro-batches beyond which memory grows no more.
 
-    As many as a pipeline holds. Without one, two if each reduces its gradients; else three: the first makes whole
-    gradients, and the last frees what it has reduced.
+    One more than a pipeline holds, as those after the first have its gradients. Without one, two if each reduces its
+    gradients; else three: the first makes whole gradients, and the last frees what it has reduced.
     """
     parallel = estimate.config.parallel
     if parallel.pp > 1:
-        enough = 2 * parallel.pp * parallel.stages_per_rank
+        enough = parallel.pp + 1 if parallel.pp_schedule == "1f1b" else 2 * parallel.pp * parallel.stages_per_rank
     else:
         enough = 2 if parallel.zero >= 2 and parallel.grad_accumulation == "sharded" else 3
     return min(estimate.microbatches, enough)
@@ -81,7 +81,7 @@ def compare_with_trace(estimate: Estimate, traced: Traced) -> list[tuple[str, in
 
     Of a traced block's own activations, its output counts in place of its input.
     """
-    pipeline_rank = _find_pipeline_rank(estimate, traced)
+    pipeline_rank = int(traced.facts["rank"]) * estimate.config.parallel.pp // estimate.cluster.gpus
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
@@ -89,7 +89,7 @@ def compare_with_trace(estimate: Estimate, traced: Traced) -> list[tuple[str, in
     axes, modelled_sent = make_axes(estimate.config.parallel), Counter[tuple[str, str]]()
     for axis, collective in flows.sent:
         key = name_traced_axis(axis, axes), collective
-        modelled_sent[key] += flows.of_rank((axis, collective), traced.facts["rank"], axes)
+        modelled_sent[key] += flows.get_sent_bytes((axis, collective), traced.facts["rank"], axes)
     for key in sorted({*modelled_sent, *traced.sent}):
         sent, traced_sent = modelled_sent[key], traced.sent.get(key, 0)
         if max(sent, traced_sent) >= 1 << 20:
@@ -111,7 +111,3 @@ def name_traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
         return next((axis for axis in same if axis != EXPERT), EXPERT)
     joint = join_axes(axes[part] for part in name.split(" × "))
     return EXPERT if " × " in name and (joint.size, joint.stride) == (expert.size, expert.stride) else name
-
-
-def _find_pipeline_rank(estimate: Estimate, traced: Traced) -> int:
-    return int(traced.facts["rank"]) * estimate.config.parallel.pp // estimate.cluster.gpus

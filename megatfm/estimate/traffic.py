@@ -57,7 +57,7 @@ class Flows:
             self.sent[axis.name, collective] += int(n_bytes) * times
             self.calls[axis.name, collective] += times
 
-    def of_rank(self, key: tuple[str, str], rank: int, axes: Mapping[str, Axis]) -> int:
+    def get_sent_bytes(self, key: tuple[str, str], rank: int, axes: Mapping[str, Axis]) -> int:
         """Return the bytes that a rank sends over an axis. rank: its number among all; key: (axis, collective)."""
         if key not in self.by_member:
             return self.sent.get(key, 0)
@@ -147,15 +147,15 @@ def add_data_flows(
     size, compute, reduced = get_item_sizes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     for is_expert in (False, True):
-        of_kind = [w for w in stage_weights if w.is_expert == is_expert]
+        weights_of_kind = [w for w in stage_weights if w.is_expert == is_expert]
         shard = find_zero_axis(axes, is_expert=is_expert)
         if parallel.effective_zero == 0:
             shard_axes = [axes[EXPERT_SHARD]] if is_expert else [axes[SHARD], axes[CONTEXT]]
-            _add_replicated(flows, of_kind, join_axes((axes[REPLICATE], *shard_axes)), reduced)
+            _add_replicated(flows, weights_of_kind, join_axes((axes[REPLICATE], *shard_axes)), reduced)
         elif parallel.zero == 1:
-            _add_sharded_optimizer(flows, of_kind, shard, axes[REPLICATE], size, compute)
+            _add_sharded_optimizer(flows, weights_of_kind, shard, axes[REPLICATE], size, compute)
         else:
-            _add_fully_sharded(flows, config, of_kind, shard, axes[REPLICATE], microbatches)
+            _add_fully_sharded(flows, config, weights_of_kind, shard, axes[REPLICATE], microbatches)
     _add_whole_tensors(flows, config, stage_weights)
 
 
@@ -175,12 +175,7 @@ def join_axes(axes: Iterable[Axis]) -> Axis:
 
 
 def _add_sharded_optimizer(
-    flows: Flows,
-    weights: Sequence[LocalWeight],
-    shard: Axis,
-    replicas: Axis,
-    size: int,
-    compute: int,
+    flows: Flows, weights: Sequence[LocalWeight], shard: Axis, replicas: Axis, size: int, compute: int
 ) -> None:
     """Add the traffic of ZeRO 1: gradients are reduce-scattered, and new weights gathered, bucket by bucket."""
     n = shard.size
@@ -192,12 +187,7 @@ def _add_sharded_optimizer(
 
 
 def _add_fully_sharded(
-    flows: Flows,
-    config: Config,
-    weights: Sequence[LocalWeight],
-    shard: Axis,
-    replicas: Axis,
-    microbatches: int,
+    flows: Flows, config: Config, weights: Sequence[LocalWeight], shard: Axis, replicas: Axis, microbatches: int
 ) -> None:
     """Add the traffic of ZeRO 2 and 3: each block is gathered, and its gradients are reduce-scattered."""
     parallel, n = config.parallel, shard.size

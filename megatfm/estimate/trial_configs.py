@@ -142,8 +142,8 @@ def _shrink_depth(model: ModelConfig, n_layers: int) -> dict[str, Any]:
         changes["distinct_layers"] = 1
     changes["n_mtp_heads"] = min(model.n_mtp_heads, 1)
     if model.stages is not None:
-        of_stages = [min(n, n_layers) for n in model.stages.layers]
-        changes |= {"stages.layers": of_stages, "n_layers": sum(of_stages)}
+        stage_layers = [min(n, n_layers) for n in model.stages.layers]
+        changes |= {"stages.layers": stage_layers, "n_layers": sum(stage_layers)}
     for name in SECOND_STACKS:
         if (stack := getattr(model, name)) is not None and stack.n_layers is not None:
             changes[f"{name}.n_layers"] = min(stack.n_layers, n_layers)
@@ -181,9 +181,9 @@ def _narrow_model(model: ModelConfig, share: Fraction) -> dict[str, Any]:
         if is_square
         else (_narrow(model.d_model, share), 0)
     )
-    of_width = Fraction(d_model, model.d_model)
-    changes: dict[str, Any] = {"d_model": d_model, "ffn.d_ff": _narrow(model.ffn.d_ff, of_width)}
-    changes |= _prefix("attention", _narrow_attention(model.attention, share, of_width))
+    width_share = Fraction(d_model, model.d_model)
+    changes: dict[str, Any] = {"d_model": d_model, "ffn.d_ff": _narrow(model.ffn.d_ff, width_share)}
+    changes |= _prefix("attention", _narrow_attention(model.attention, share, width_share))
     if model.stages is not None:
         first = model.stages.heads[0]
         changes |= {
@@ -198,7 +198,7 @@ def _narrow_model(model: ModelConfig, share: Fraction) -> dict[str, Any]:
             changes |= _prefix(name, sizes)
     if model.contrastive is not None:
         is_projected = model.contrastive.project_image
-        changes["contrastive.width"] = _narrow(model.contrastive.width, of_width) if is_projected else d_model
+        changes["contrastive.width"] = _narrow(model.contrastive.width, width_share) if is_projected else d_model
     return changes
 
 
@@ -209,10 +209,10 @@ def _narrow_square(d_model: int, n_heads: int, share: Fraction) -> tuple[int, in
     return _narrow(d_model, share), 1
 
 
-def _narrow_attention(attention: AttentionSection, share: Fraction, of_width: Fraction) -> dict[str, Any]:
+def _narrow_attention(attention: AttentionSection, share: Fraction, width_share: Fraction) -> dict[str, Any]:
     """Return an attention layer's heads and ranks. Query heads that share keys still do.
 
-    share: of the heads; of_width: of the model's width, which whole heads may have rounded.
+    share: of the heads; width_share: of the model's width, which whole heads may have rounded.
     """
     n_heads = int(attention.n_heads * share)
     if not isinstance(attention, GQAAttentionConfig) or attention.kv_heads == attention.n_heads:
@@ -221,8 +221,8 @@ def _narrow_attention(attention: AttentionSection, share: Fraction, of_width: Fr
         kv_heads = max(1, int(attention.kv_heads * share))
         changes = {"n_heads": max(2, n_heads // kv_heads) * kv_heads, "n_kv_heads": kv_heads}
     if isinstance(attention, MLAAttentionConfig):
-        changes["kv_lora_rank"] = _narrow(attention.kv_lora_rank, of_width)
-        changes["q_lora_rank"] = attention.q_lora_rank and _narrow(attention.q_lora_rank, of_width)
+        changes["kv_lora_rank"] = _narrow(attention.kv_lora_rank, width_share)
+        changes["q_lora_rank"] = attention.q_lora_rank and _narrow(attention.q_lora_rank, width_share)
     return changes
 
 
@@ -235,12 +235,12 @@ def _shrink_layer_type(model: ModelConfig, kind: str, d_model: int, share: Fract
     """Return the keys of a kind of blocks, with fewer experts, and narrowed as the model's. d_model: of the trial."""
     keys, layer = unflatten(model.layer_type[kind]), model.type_config(kind)
     ffn, attention = dict(keys.get("ffn", {})), dict(keys.get("attention", {}))
-    of_width = Fraction(d_model, model.d_model)
+    width_share = Fraction(d_model, model.d_model)
     if "d_ff" in ffn and share < 1:
-        ffn["d_ff"] = _narrow(layer.ffn.d_ff, of_width)
+        ffn["d_ff"] = _narrow(layer.ffn.d_ff, width_share)
     if "n_experts" in ffn:
         ffn |= _shrink_experts(layer.ffn)
     if share < 1:
-        sizes = _narrow_attention(layer.attention, share, of_width)
+        sizes = _narrow_attention(layer.attention, share, width_share)
         attention |= {key: sizes[key] for key in attention.keys() & sizes.keys()}
     return keys | ({"ffn": ffn} if ffn else {}) | ({"attention": attention} if attention else {})

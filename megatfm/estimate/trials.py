@@ -287,18 +287,18 @@ class Overheads:
 
 def fit_overheads(times: TrialTimes, device: Device) -> Overheads:
     """Fit the times that trials take beyond the estimates of a measured device, by least squares of shares."""
-    operators, gradients, beyond, tensors, moved = [], [], [], [], []
+    operators, gradients, excess, tensors, moved = [], [], [], [], []
     for trial in times.trials:
         sizes = _estimate_without_overheads(trial.config, device)
         operators.append(sizes.n_operators / trial.step)
         gradients.append(sizes.gradient_bytes / trial.step)
-        beyond.append(1 - (sizes.passes + trial.update) / trial.step)
+        excess.append(1 - (sizes.passes + trial.update) / trial.step)
         tensors.append(len(describe(trial.config).shapes) / trial.update)
         moved.append(sizes.update_bytes / trial.update)
     if device.kind == "cuda":  # the host works beside the device: a step takes at least its time
         host, per_gradient = min(1 / share for share in operators), 0.0
     else:
-        host, per_gradient = _fit_positive([operators, gradients], beyond)
+        host, per_gradient = _fit_positive([operators, gradients], excess)
     per_tensor, per_byte = _fit_positive([tensors, moved], [1.0] * len(moved))
     return Overheads(host, per_gradient, (per_tensor, per_byte))
 

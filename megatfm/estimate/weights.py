@@ -82,9 +82,9 @@ class RankBytes:
     """Part of `gathered` that is prefetched for the next block; none for the last one."""
     gather_buffer: int
     """Buffer of the last gather, which ZeRO 2 keeps."""
-    beyond_in_forward: int
+    forward_excess: int
     """Gathered bytes of a block's forward pass less those of its backward pass; may be negative."""
-    beyond_outside: int
+    outside_excess: int
     """Gathered bytes outside of blocks less those of a block's backward pass; may be negative."""
     exchanged: int
     """Whole tensors on the way to the ranks that own them, and back."""
@@ -232,20 +232,6 @@ def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequ
     owned_bytes, owned = _find_fullest_owner(whole_tensors, parallel)
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
     exchanged = (sum(stored[w.name] for w in whole_tensors) + 2 * owned) * size if whole_tensors else 0
-    largest, largest_experts = (_list_largest_blocks(stage_weights, is_expert=is_expert) for is_expert in (False, True))
-    gathered = prefetched = gather_buffer = beyond_in_forward = beyond_outside = 0
-    if zero == 3 and not parallel.splits_backward:
-        outside = sum(w.local for w in stage_weights if not w.in_block)
-        block, experts = largest[0], largest_experts[0]
-        prefetched = (sum(largest[1:2]) + sum(largest_experts[1:2])) * compute
-        gathered = (outside + block + experts) * compute + prefetched
-        # A forward pass keeps what it received until the next gather.
-        received = experts if count_expert_shards(parallel) > 1 else 0
-        beyond_in_forward = received * compute
-        beyond_outside = ((received if experts else block) - block - experts) * compute - prefetched
-    elif zero >= 2:
-        gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
-        gather_buffer = (largest_experts[0] or largest[0]) * compute
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     reduced = sum(stored[w.name] for w in trained) * size
     regathered = 0
@@ -257,16 +243,39 @@ def count_rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequ
         copies=copies,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=gathered,
         reduced=reduced,
         regathered=regathered,
         keeps_whole_gradients=unsharded,
-        prefetched=prefetched,
-        gather_buffer=gather_buffer,
-        beyond_in_forward=beyond_in_forward,
-        beyond_outside=beyond_outside,
         exchanged=exchanged,
+        **_count_gathered_bytes(config, stage_weights),
     )
+
+
+def _count_gathered_bytes(config: Config, weights: Sequence[LocalWeight]) -> dict[str, int]:
+    """Return the fields of `RankBytes` about what ZeRO 2 and 3 gather of a rank's weights."""
+    parallel, compute = config.parallel, get_item_sizes(config).computed
+    largest, largest_experts = (_list_largest_blocks(weights, is_expert=is_expert) for is_expert in (False, True))
+    gathered = prefetched = gather_buffer = forward_excess = outside_excess = 0
+    if parallel.effective_zero == 3 and not parallel.splits_backward:
+        outside = sum(w.local for w in weights if not w.in_block)
+        block, experts = largest[0], largest_experts[0]
+        prefetched = (sum(largest[1:2]) + sum(largest_experts[1:2])) * compute
+        gathered = (outside + block + experts) * compute + prefetched
+        # A forward pass keeps what it received until the next gather.
+        received = experts if count_expert_shards(parallel) > 1 else 0
+        forward_excess = received * compute
+        outside_excess = ((received if experts else block) - block - experts) * compute - prefetched
+    elif parallel.effective_zero >= 2:
+        n_shards = {w: count_shards(w, parallel) for w in weights}
+        gathered = sum(w.shard(n) * n for w, n in n_shards.items()) * compute
+        gather_buffer = (largest_experts[0] or largest[0]) * compute
+    return {
+        "gathered": gathered,
+        "prefetched": prefetched,
+        "gather_buffer": gather_buffer,
+        "forward_excess": forward_excess,
+        "outside_excess": outside_excess,
+    }
 
 
 def _list_largest_blocks(weights: Sequence[LocalWeight], *, is_expert: bool) -> list[int]:

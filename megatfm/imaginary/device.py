@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatfm.imaginary.ledger import Ledger, find_calling_line, is_called_by_autograd
 from megatfm.ops.kernel_free import KERNEL_FREE
+from megatfm.verify.traffic import NAMESPACES, TrafficTally
 
 CUDA = torch.device("cuda", 0)
 STAND_IN_NAMESPACE = "megatfm_imaginary"
@@ -32,8 +33,9 @@ PINNED: Any = WeakIdKeyDictionary()
 class ImaginaryGPU(TorchDispatchMode):
     """Makes new "cuda" tensors fake while entered.
 
-    memory: live bytes; kernels are counted under its phase. weight_shapes: of the model's weights, whose gradients
-    autograd sums. is_fusing: operators are parts of a fused kernel, which `_FusedPass` counts.
+    memory: live bytes; kernels are counted under its phase. traffic: counts collectives, if set. weight_shapes: of the
+    model's weights, whose gradients autograd sums. is_fusing: operators are parts of a fused kernel, which
+    `_FusedPass` counts.
     """
 
     @classmethod
@@ -45,6 +47,7 @@ class ImaginaryGPU(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.memory = Ledger()
+        self.traffic: TrafficTally | None = None
         self.weight_shapes: frozenset[tuple[int, ...]] = frozenset()
         self.kernels: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[str] = Counter()
@@ -99,12 +102,13 @@ class ImaginaryGPU(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most calls of a step ask for it
         options = dict(kwargs or {})
-        leaves = tree_leaves((args, options))
-        if any(is_traceable_wrapper_subclass(x) for x in leaves):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches again with its local tensor
-        name = func._schema.name.partition("::")[2]
+        namespace, _, name = func._schema.name.partition("::")
+        if self.traffic and namespace in NAMESPACES:
+            self.traffic.add_call(func, args, options)
         pinned = options.pop("pin_memory", None)
-        if not _is_on_device(leaves, options.get("device")):
+        if FakeTensor not in types and not _is_for_device(options.get("device")):
             out = func(*args, **options)
             if pinned and isinstance(out, Tensor):
                 PINNED[out] = True
@@ -118,7 +122,7 @@ class ImaginaryGPU(TorchDispatchMode):
             return args[0].fill_(1)
         is_copy = name in ("copy_", "_to_copy")
         non_blocking = is_copy and bool(options.get("non_blocking") or (len(args) > 2 and args[2]))
-        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in leaves):
+        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in tree_leaves((args, options))):
             args, options = tree_map_only(
                 Tensor, lambda x: self._make_fake_input(x, name, non_blocking), (args, options)
             )
@@ -177,7 +181,6 @@ class ImaginaryGPU(TorchDispatchMode):
         return out
 
 
-def _is_on_device(inputs: Sequence[Any], device: Any) -> bool:
-    """Return whether an operator runs on the imaginary device. device: where it is asked to make its output."""
-    is_asked_for = device is not None and torch.device(device).type == "cuda"
-    return is_asked_for or any(isinstance(x, FakeTensor) for x in inputs)
+def _is_for_device(device: Any) -> bool:
+    """Return whether an operator is asked to make its output on the imaginary device."""
+    return device is not None and torch.device(device).type == "cuda"

@@ -1,13 +1,12 @@
 """Batches and steps of a traced rank."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
     from megatfm.imaginary.trace import Trace
 
 
-class _StepTraffic(TrafficTally, TorchDispatchMode):
-    """Traffic of a step, in compiled graphs, too: torch compiles without a mode, and the graphs run under it."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile under this mode; the graphs run under it."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.add_call(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
     """Return a rank's micro-batches of a step, all the same: rows of one document, as the loader gives them.
 
@@ -55,18 +39,20 @@ def make_batches(config: Config, data_ranks: int, microbatches: int | None) -> l
 def take_steps(
     config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, record: "Trace"
 ) -> None:
-    """Take steps, and record the last one in `record`."""
+    """Take steps, and record the last one in `record`. Those before it have a micro-batch each: they are taken for the
+    optimizer's state."""
     objective, signals, memory = objective_for(config), StopSignals(engine.device), gpu.memory
     gpu.weight_shapes = _watch_model(engine, memory, record)
-    for _ in range(steps):
+    for step in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
         record.saved.clear()
         memory.begin("passes")
-        with _StepTraffic(engine.process_groups()) as traffic:
-            engine.forward_backward(batches, objective)
-            record.passes, record.at_peak = memory.peak, memory.at_peak()
-            memory.begin("optimizer")
-            engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+        gpu.traffic = traffic = TrafficTally(engine.process_groups())
+        engine.forward_backward(batches if step == steps - 1 else batches[:1], objective)
+        record.passes, record.at_peak = memory.peak, memory.at_peak()
+        memory.begin("optimizer")
+        engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+        gpu.traffic = None
         signals.agree_deferred()
         record.optimizer, record.at_rest = memory.peak, memory.live_bytes
         if record.optimizer > record.passes:

@@ -24,9 +24,8 @@ def record_attention(model: Any) -> Iterator[list[Tensor]]:
     cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
     if config.family != "encoder" or len(cores) != config.n_layers:
         raise UsageError(
-            "attention rollout multiplies dot-product attention of layers that have the same tokens: "
-            f"model.family = {config.family!r} with model.attention.name = {config.attention.name!r} "
-            "has other layers"
+            "attention rollout multiplies dot-product attention of layers that have the same tokens: model.family = "
+            f"{config.family!r} with model.attention.name = {config.attention.name!r} has other layers"
         )
     maps: list[Tensor] = []
 

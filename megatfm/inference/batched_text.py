@@ -51,11 +51,7 @@ class NumberedRequest:
 
 
 def generate_texts(
-    loaded: TextModel,
-    requests: Sequence[TextRequest],
-    *,
-    batch_size: int = BATCH_SIZE,
-    cut_prompts: bool = False,
+    loaded: TextModel, requests: Sequence[TextRequest], *, batch_size: int = BATCH_SIZE, cut_prompts: bool = False
 ) -> list[str]:
     """Return the continuation of each prompt, in their order, without the stop text.
 

@@ -240,9 +240,8 @@ class DecodingState:
         ]
         if prompts.prefix and cache and windows:
             raise UsageError(
-                f"model.attention.pattern = {config.layer_config(windows[0]).attention.pattern.name!r} and a "
-                "prompt as a prefix, "
-                "all of which is seen by what follows: a cache does not keep it: generate without cache"
+                f"model.attention.pattern = {config.layer_config(windows[0]).attention.pattern.name!r} and a prompt as "
+                "a prefix, all of which is seen by what follows: a cache does not keep it: generate without cache"
             )
         self._body = view_without_head(model)
         self._has_capacity = any(isinstance(module, Experts) and module.has_capacity for module in model.modules())

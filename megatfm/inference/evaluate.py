@@ -10,15 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
+from megatfm.data.dataset import SizedRowDataset
 from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import to_strict_json
 from megatfm.inference.image_evaluation import ImageEvaluation, make_image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
+from megatfm.objectives import Objective
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
@@ -52,32 +58,22 @@ def evaluate_run(
     n_images: examples to draw for the report of a run on images. show: called with the results before they are written,
     which may fail. Collective; ranks other than 0 return None. Raises UsageError, MegatfmError.
     """
-    if not (run_dir / "config.toml").is_file():
-        refuse_adapter(run_dir)
-        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
-    config = load_config(run_dir / "config.toml")
-    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    config = load_run_config(run_dir, trust_plugins=trust_plugins)
     _refuse_known_names(config, sets)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
-    # Evaluation is data-parallel over all processes, whatever layout the run had.
-    parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
-    config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
+    config, tokenizer = open_tokenizer(config.model_copy(update={"data": data}))
     if with_compressors:
         _check_text(config, tokenizer)
     checkpoint.find_checkpoint(run_dir)  # raises before the first collective
     with distributed.distributed_session(device=config.train.device) as rank:
-        source, state = run_on_rank_0_raising(lambda: _find_newest(run_dir))  # the run may be saving
-        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        source = run_on_rank_0_raising(lambda: checkpoint.find_checkpoint(run_dir))  # the run may be saving
         corpora = open_corpora(config, tokenizer)
-        engine = build_engine(config, mesh, rank.device, str(state["precision"]))
-        load_weights(engine, source)
-        n_sets = format_counted(len(corpora.validation), "validation set")
-        log.info("%s: %s, %s, %s", run_dir, source.name, n_sets, describe_size(engine))
+        engine, state = open_engine(config, source, rank, format_counted(len(corpora.validation), "validation set"))
         images = make_image_evaluation(config, engine, n_images)
         results = _evaluate_sets(engine, corpora, config.train.micro_batch, images)
     if not rank.is_main:
         return None
-    evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
+    evaluation: Results = {"step": state["step"], "objective": config.objective.name, "sets": results}
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
@@ -87,10 +83,55 @@ def evaluate_run(
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", to_strict_json(evaluation, indent=2) + "\n")
     if images:
-        images.write(run_dir, int(state["step"]))
+        images.write(run_dir, evaluation["step"])
     if baselines:
         run.write("baselines.json", to_strict_json(baselines, indent=2) + "\n")
     return evaluation, baselines
+
+
+def load_run_config(run_dir: Path, *, trust_plugins: bool) -> Config:
+    """Load a run's config, for one replica on each process whatever layout the run had, and import its plugins.
+
+    Raises UsageError for a folder that is no run.
+    """
+    if not (run_dir / "config.toml").is_file():
+        refuse_adapter(run_dir)
+        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
+    config = load_config(run_dir / "config.toml")
+    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
+    return config.model_copy(update={"parallel": parallel})
+
+
+def open_engine(
+    config: Config, source: Path, rank: distributed.ProcessInfo, work: str
+) -> tuple[Engine, dict[str, JsonValue]]:
+    """Return a run's engine with the weights of a checkpoint, and the checkpoint's state. Collective.
+
+    work: what it is to evaluate, for the log. Raises MegatfmError for a checkpoint of no run.
+    """
+    state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
+    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
+    mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+    engine = build_engine(config, mesh, rank.device, str(state["precision"]))
+    load_weights(engine, source)
+    log.info("%s: %s, %s, %s", source.parent.parent, source.name, work, describe_size(engine))
+    return engine, state
+
+
+def evaluate_set(
+    engine: Engine,
+    name: str,
+    rows: SizedRowDataset,
+    objective: Objective,
+    byte_lengths: NDArray[np.int64] | None,
+    micro_batch: int,
+) -> dict[str, Any]:
+    """Return the results of a set, with a log of the progress. Collective."""
+    progress = ProgressLog(name, len(rows), "row")
+    on_batch = partial(progress.advance, micro_batch * engine.mesh.data_ranks)
+    return evaluate(engine, rows, objective, byte_lengths, micro_batch=micro_batch, on_batch=on_batch)
 
 
 def _evaluate_sets(
@@ -99,16 +140,9 @@ def _evaluate_sets(
     """Return the results of each validation set. Collective."""
     results = {}
     for name, rows in corpora.validation.items():
-        progress = ProgressLog(name, len(rows), "row")
+        objective = corpora.objective.for_evaluation()
         with images.collect_set(name, rows) if images else nullcontext():
-            results[name] = evaluate(
-                engine,
-                rows,
-                corpora.objective.for_evaluation(),
-                corpora.byte_lengths,
-                micro_batch=micro_batch,
-                on_batch=partial(progress.advance, micro_batch * engine.mesh.data_ranks),
-            )
+            results[name] = evaluate_set(engine, name, rows, objective, corpora.byte_lengths, micro_batch)
         log.info("%s: %s", name, format_result(results[name]))
     return results
 
@@ -131,15 +165,6 @@ def _refuse_known_names(config: Config, sets: Mapping[str, str | Path]) -> None:
             f"--validation {name}={sets[name]}: the run's own data.validation.{name} is {run_sets[name]}: "
             "give another name"
         )
-
-
-def _find_newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a run's newest checkpoint and its state. Raises UsageError, MegatfmError."""
-    source = checkpoint.find_checkpoint(run_dir)
-    state = checkpoint.read_state(source)
-    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
-        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
-    return source, dict(state)
 
 
 def _make_absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:

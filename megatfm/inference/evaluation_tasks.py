@@ -17,13 +17,7 @@ from megatfm.inference.harness import run_harness
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, check_fits, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.parallel import distributed
-from megatfm.tasks.question_scores import (
-    QuestionResult,
-    score_questions,
-    score_rank,
-    score_text,
-    summarise_results,
-)
+from megatfm.tasks.question_scores import QuestionResult, score_questions, score_rank, score_text, summarise_results
 from megatfm.tasks.questions import (
     EvaluationTask,
     TextPair,

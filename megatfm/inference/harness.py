@@ -205,9 +205,7 @@ def _parse_options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sa
     temperature = float(options.get("temperature") or 0.0)
     is_greedy = not options.get("do_sample", temperature > 0)
     sampling = Sampling(
-        0.0 if is_greedy else temperature or 1.0,
-        int(options.get("top_k") or 0),
-        float(options.get("top_p") or 1.0),
+        0.0 if is_greedy else temperature or 1.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
     )
     return int(options.get("max_gen_toks", MAX_TOKENS)), stop, sampling
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class ImageEvaluation:
         from megatfm.inference.image_classes import collect_classes
         from megatfm.inference.pictures import make_galleries, make_mistakes_gallery
 
-        classes = self.get_class_names(name)
+        classes = open_corpus(self._config, self._config.data.validation[name]).manifest.class_names
         if self._config.objective.name == "image_classification" and self._model is not None:
             patch_size = int(self._config.model.embedding.patch_size)  # type: ignore[union-attr]
             with collect_classes(self._model, patch_size, self._n_images) as collector:
@@ -64,10 +64,6 @@ class ImageEvaluation:
             self._galleries += self._engine.run_model(build_galleries)
         if mistakes:
             self._galleries.append(make_mistakes_gallery(mistakes, classes, name))
-
-    def get_class_names(self, name: str) -> Sequence[str]:
-        """Return the names of a set's classes; empty if they are numbers."""
-        return open_corpus(self._config, self._config.data.validation[name]).manifest.class_names
 
     def write(self, run_dir: Path, step: int) -> None:
         """Write the confusion matrices, and pictures if `n_images` > 0. Raises MegatfmError."""

@@ -98,10 +98,7 @@ def check_fits(model: nn.Module, continuation: Continuation, name: str) -> None:
 
 
 def map_blocks(
-    items: Sequence[T],
-    shape_of: Callable[[T], Any],
-    compute: Callable[[Sequence[T]], Sequence[R]],
-    batch_size: int,
+    items: Sequence[T], shape_of: Callable[[T], Any], compute: Callable[[Sequence[T]], Sequence[R]], batch_size: int
 ) -> list[R]:
     """Compute batches of up to `batch_size` items of one shape, each on one rank; return results in the items' order.
 

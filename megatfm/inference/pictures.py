@@ -149,10 +149,7 @@ def make_mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], nam
         for mistake in mistakes
     ]
     return Gallery(
-        f"mistakes-{name}",
-        f"Surest mistakes, {name}",
-        "With the probability of the predicted class.",
-        pictures,
+        f"mistakes-{name}", f"Surest mistakes, {name}", "With the probability of the predicted class.", pictures
     )
 
 

@@ -168,16 +168,12 @@ def prepare_prompts(
     trained = data.target_length if has_two_rows and data.target_length else data.sequence_length
     if length + max_tokens > trained:
         log.warning(
-            "the text may reach %d tokens, and the model was trained on %d at a time",
-            length + max_tokens,
-            trained,
+            "the text may reach %d tokens, and the model was trained on %d at a time", length + max_tokens, trained
         )
     if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
         max_tokens = model.position.limit + 1 - length
         log.warning(
-            "the model makes %d tokens at most, for model.position.max_positions = %d",
-            max_tokens,
-            model.position.limit,
+            "the model makes %d tokens at most, for model.position.max_positions = %d", max_tokens, model.position.limit
         )
     return prompts, max_tokens
 

@@ -3,10 +3,10 @@
 import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatfm import checkpoint
-from megatfm.checkpoint.locate import refuse_adapter
-from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.config import Config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_write_errors, to_strict_json
+from megatfm.inference.evaluate import evaluate_set, load_run_config, open_engine
 from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
-from megatfm.parallel.mesh import build_mesh
-from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.metrics import (
     bootstrap_interval,
@@ -31,18 +29,16 @@ from megatfm.tasks.metrics import (
     compute_perplexity,
     confusion_matrix,
     list_metrics,
+    mean_interval,
 )
 from megatfm.tasks.predictions import Predictions, collect_predictions, get_engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
-from megatfm.terminal import ProgressLog, format_counted
+from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.best_checkpoint import find_best_checkpoint
-from megatfm.train.build import build_engine, describe_size
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
-from megatfm.train.init_from import load_weights
 
 log = logging.getLogger("megatfm")
 
@@ -122,8 +118,7 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
     summary: dict[str, Any] = {"metrics": predictions.metrics(), "intervals": {}}
     if isinstance(predictions, SpanPredictions):
         for name, metric in (("f1", token_f1), ("exact_match", exact_match)):
-            scores = predictions.scores(metric)
-            summary["intervals"][name] = bootstrap_interval(lambda values, _: float(values.mean()), scores, scores)
+            summary["intervals"][name] = mean_interval(predictions.scores(metric))
         if task.no_answer:
             summary["threshold"] = predictions.answered_up_to
         return summary
@@ -205,23 +200,16 @@ def _read_threshold(run_dir: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(
             f"{path}: can't be read ({error}), and the run's threshold for no answer is in it: evaluate the run again, "
-            f"`megatfm finetune {run_dir}`"
+            f"`megatfm finetune {shlex.quote(str(run_dir))}`"
         ) from None
 
 
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
     """Return a run's config, with one replica per process, and its tokenizer. Raises UsageError."""
-    if not (run_dir / "config.toml").is_file():
-        refuse_adapter(run_dir)
-        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics")
-    config = load_config(run_dir / "config.toml")
+    config = load_run_config(run_dir, trust_plugins=trust_plugins)
     if config.task is None:
         raise UsageError(f"{run_dir}: a run without a [task]: give one that `megatfm finetune` trained")
-    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
-    parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
-    config, tokenizer = open_tokenizer(
-        config.model_copy(update={"parallel": parallel, "run_dir": str(run_dir.absolute())})
-    )
+    config, tokenizer = open_tokenizer(config.model_copy(update={"run_dir": str(run_dir.absolute())}))
     assert tokenizer is not None
     return config, tokenizer
 
@@ -244,26 +232,11 @@ def _evaluate_files(
         source = run_on_rank_0_raising(lambda: find_best_checkpoint(run_dir))
         data = config.data.model_copy(update={"validation": folders})
         corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
-        state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
-        precision = state.get("precision")
-        if not isinstance(precision, str):
-            raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no precision")
-        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
-        engine = build_engine(config, mesh, rank.device, precision)
-        load_weights(engine, source)
-        log.info("%s: %s, %s, %s", run_dir, source.name, format_counted(len(files), "file"), describe_size(engine))
+        engine, _ = open_engine(config, source, rank, format_counted(len(files), "file"))
         results: dict[str, EvaluatedFile] = {}
         for name, rows in corpora.validation.items():
-            progress = ProgressLog(name, len(rows), "row")
             with collect_predictions(get_engine_model(engine)) if task.has_head else nullcontext() as collector:
-                result = evaluate(
-                    engine,
-                    rows,
-                    corpora.objective,
-                    None,
-                    micro_batch=config.train.micro_batch,
-                    on_batch=partial(progress.advance, config.train.micro_batch * mesh.data_ranks),
-                )
+                result = evaluate_set(engine, name, rows, corpora.objective, None, config.train.micro_batch)
             predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
             results[name] = EvaluatedFile(
                 predictions, float(result["loss"]), corpora_read[name].n_examples, result.get("metrics", {})

@@ -229,6 +229,12 @@ class SequenceMetadata:
             self._cache[key] = make()
         return self._cache[key]  # type: ignore[return-value]
 
+    def fork_cache(self) -> Self:
+        """Return a copy with a cache of its own, which has what this one has now."""
+        fork = copy.copy(self)
+        fork._cache = dict(self._cache)
+        return fork
+
     def mask(
         self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, queries: slice = ALL_QUERIES
     ) -> Tensor | None:

@@ -144,5 +144,5 @@ def draw_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapp
     height, width = random.integers(1, max_side + 1, 2).tolist()
     shape = (height, width, 3) if channels == 3 else (height, width)
     out = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, shape).astype(np.uint8)).save(out, "PNG")
+    Image.fromarray(random.integers(0, 256, shape).astype(np.uint8)).save(out, "PNG", compress_level=0)  # noise
     return {"png": out.getvalue()}

@@ -146,9 +146,36 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
     rows = int(sizes_G.sum())
     if not rows:  # the operator rejects empty x
         return (x_MI.sum() * weight_GOI.sum() * 0).expand(len(x_MI), weight_GOI.shape[1])
-    gmm = importlib.import_module("grouped_gemm.ops").gmm
-    product_RO: Tensor = gmm(x_MI[:rows].contiguous(), weight_GOI.contiguous(), sizes_G, trans_b=True)
+    product_RO: Tensor = _MegaBlocks.apply(x_MI[:rows].contiguous(), weight_GOI.contiguous(), sizes_G)
     return F.pad(product_RO, (0, 0, 0, len(x_MI) - rows))
+
+
+@torch.library.custom_op("megatfm::grouped_gemm", mutates_args=())
+def megablocks_gemm(a: Tensor, b: Tensor, sizes: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    """MegaBlocks' operator as one of torch's, whose results selective recomputation can save.
+
+    a: [R, I], b: [G, I, O], or [G, O, I] with `transpose_b`: returns [R, O]. With `transpose_a`, b: [R, O]: returns
+    [G, I, O]. sizes: rows of each group, int64 [G] on the host.
+    """
+    product: Tensor = importlib.import_module("grouped_gemm.backend").gmm(a, b, sizes, transpose_a, transpose_b)
+    return product
+
+
+class _MegaBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RI, weight_GOI, sizes_G):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_RI, weight_GOI, sizes_G)
+        return megablocks_gemm(x_RI, weight_GOI, sizes_G, False, True)
+
+    @staticmethod
+    def backward(ctx, gradient_RO):  # type: ignore[no-untyped-def]
+        x_RI, weight_GOI, sizes_G = ctx.saved_tensors
+        gradient_RO, x_grad_RI, weight_grad_GOI = gradient_RO.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            x_grad_RI = megablocks_gemm(gradient_RO, weight_GOI, sizes_G, False, False)
+        if ctx.needs_input_grad[1]:
+            weight_grad_GOI = megablocks_gemm(gradient_RO, x_RI, sizes_G, True, False)
+        return x_grad_RI, weight_grad_GOI, None
 
 
 def permute_rows(rows_MI: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:

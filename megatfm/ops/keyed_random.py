@@ -22,7 +22,7 @@ RATE_STEPS = 2**16
 
 def fold_in(keys: Tensor, value: Tensor | int) -> Tensor:
     """Return new keys that also depend on `value`; int64 tensors that broadcast."""
-    steps = _multiply_golden(value) if isinstance(value, Tensor) else _wrap_int64(value * GOLDEN)
+    steps = _multiply_golden(value) if isinstance(value, Tensor) else wrap_int64(value * GOLDEN)
     mixed = (keys ^ steps).add_(GOLDEN)
     mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MULTIPLIER_1)
     mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MULTIPLIER_2)
@@ -82,7 +82,8 @@ def _shift(values: Tensor, bits: int) -> Tensor:
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _wrap_int64(value: int) -> int:
+def wrap_int64(value: int) -> int:
+    """Return the integer modulo 2⁶⁴, as a signed one."""
     return (value + 2**63) % 2**64 - 2**63
 
 

@@ -23,6 +23,9 @@ flash_on_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention
 """(gradient, q, k, v, output, log-sum-exp, None, None, T, S, dropout, is_causal, seed, offset, scale=) → gradients of
 q, k and v."""
 
+bag_weight_gradients: Any = torch.ops.aten._embedding_bag_per_sample_weights_backward
+"""(gradient, rows, indices, starts, bag of each index, 0 for sums) → each index's dot product of row and gradient."""
+
 foreach_norm: Any = torch._foreach_norm
 """(tensors, order, dtype) → the norm of each."""
 

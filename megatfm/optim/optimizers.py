@@ -4,7 +4,8 @@ LAMB and Lion are implemented here: library LAMBs differ from the paper in decay
 take seconds to import.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,9 @@ from torch.optim.adamw import adamw as torch_adamw
 from megatfm import rng
 from megatfm.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, ScheduleFreeConfig
 from megatfm.engines.interface import OptimizerGroup, ShardLocation
+from megatfm.ops.cross_entropy import has_triton
 from megatfm.ops.keyed_random import hash_elements, stochastic_round
+from megatfm.ops.torch_private import is_fake
 from megatfm.optim.parameters import (
     OPTIMIZERS,
     Parameters,
@@ -64,7 +67,8 @@ class BF16StateAdamW(torch.optim.Optimizer):
     The update is torch's fused AdamW in the weights' precision. New moments are rounded stochastically: with
     round-to-nearest, an update below half a bfloat16 ulp of the running mean would always be lost. Rounding depends on
     hashes of step, parameter name and element only, so it is the same for any sharding. In a step skipped by
-    `found_inf` only the step count changes, because bfloat16 values round to themselves.
+    `found_inf` only the step count changes, because bfloat16 values round to themselves. A GPU runs one Triton kernel
+    for each weight.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -80,8 +84,12 @@ class BF16StateAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] += 1
+            if update := _choose_kernel(group["params"]):
+                for rows in self._iter_shard_rows(group["params"], max_elements=sys.maxsize):
+                    self._run_kernel(update, rows, group)
+                continue
             chunk: list[ShardRows] = []
-            for rows in self._iter_shard_rows(group["params"]):
+            for rows in self._iter_shard_rows(group["params"], CHUNK_ELEMENTS):
                 if chunk and sum(r.weight.numel() for r in chunk) + rows.weight.numel() > CHUNK_ELEMENTS:
                     self._update(chunk, group)
                     chunk = []
@@ -89,7 +97,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
             if chunk:
                 self._update(chunk, group)
 
-    def _iter_shard_rows(self, weights: list[Tensor]) -> Iterator[ShardRows]:
+    def _iter_shard_rows(self, weights: list[Tensor], max_elements: int) -> Iterator[ShardRows]:
         for weight in weights:
             if weight.grad is None or not weight.numel():
                 continue
@@ -100,10 +108,10 @@ class BF16StateAdamW(torch.optim.Optimizer):
             shape = tuple(weight.shape)
             shard = self._locations.get(weight, ShardLocation("", shape, (0,) * len(shape)))
             tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]
-            if weight.numel() <= CHUNK_ELEMENTS:  # also a scalar, which has no rows
+            if weight.numel() <= max_elements:  # also a scalar, which has no rows
                 yield ShardRows(*tensors, shard)
                 continue
-            n_rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
+            n_rows = max(1, max_elements * shape[0] // weight.numel())
             for first in range(0, shape[0], n_rows):
                 w, g, mean, square = (tensor[first : first + n_rows] for tensor in tensors)
                 offsets = (shard.offsets[0] + first, *shard.offsets[1:])
@@ -121,11 +129,33 @@ class BF16StateAdamW(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
         )  # fmt: skip
         for rows, mean, square in zip(chunk, means, squares, strict=True):
-            location = rows.location
-            key = int(rng.random_uint64(1, "moments", location.name, group["step"])[0] >> 1)
+            location, key = rows.location, _make_rounding_key(rows.location, group["step"])
             random = hash_elements(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
             rows.mean.copy_(stochastic_round(mean.float(), random))
             rows.square.copy_(stochastic_round(square.float(), random >> 16))
+
+    def _run_kernel(self, update: Callable[..., None], rows: ShardRows, group: dict[str, Any]) -> None:
+        update(
+            rows.weight, rows.gradient, rows.mean, rows.square, rows.location,
+            key=_make_rounding_key(rows.location, group["step"]), step=group["step"], lr=group["lr"],
+            betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
+            found_inf=getattr(self, "found_inf", None),
+        )  # fmt: skip
+
+
+def _make_rounding_key(location: ShardLocation, step: int) -> int:
+    return int(rng.random_uint64(1, "moments", location.name, step)[0] >> 1)
+
+
+def _choose_kernel(weights: Sequence[Tensor]) -> Callable[..., None] | None:
+    """Return the Triton kernel's launcher, if the weights are on a GPU, in float32, and Triton is installed."""
+    if not weights or weights[0].device.type != "cuda" or weights[0].dtype != torch.float32 or is_fake(weights[0]):
+        return None
+    if not has_triton():
+        return None
+    from megatfm.optim import adamw_triton
+
+    return adamw_triton.update
 
 
 @OPTIMIZERS.register("schedule_free_adamw")

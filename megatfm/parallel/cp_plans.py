@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -70,14 +69,9 @@ def install_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
             install_soft_moe(module, cp)
 
 
-def disable_compile_of_attention(block: nn.Module) -> None:
-    """Exclude attention from a compiled block, because its communication and its blocks of keys depend on the batch.
-
-    Modules with `attends_in_chunks` are excluded, too.
-    """
-    for module in block.modules():
-        if getattr(module, "cp_plan", None) in CP_FORWARDS or getattr(module, "attends_in_chunks", False):
-            replace_forward(module, torch.compiler.disable(module.forward))
+def depends_on_batch(module: nn.Module) -> bool:
+    """Return whether a module is attention whose communication, or whose blocks of keys, depend on the batch."""
+    return getattr(module, "cp_plan", None) in CP_FORWARDS or getattr(module, "attends_in_chunks", False)
 
 
 def _all_reduce_both_passes(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -17,8 +17,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tokenizers import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer, list_chat_templates
+from megatfm.tokenizers import (
+    CHAT_TEMPLATE,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    list_chat_templates,
+    read_tokenizer_config,
+)
 from megatfm.tokenizers.base import ROLES
+from megatfm.tokenizers.loading import TOKENIZER_JSON
+from megatfm.tokenizers.special_token_files import name_special_tokens, parse_tokenizer_config
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_TEMPLATE = "default"
@@ -151,23 +159,21 @@ def load_chat_template(
         source = _read_template(Path(template_file), f"task.chat_template = {template_file}")
     else:
         source = _find_template(folder, name)
-    return ChatTemplate(source, _spell_special_tokens(folder / CONFIG_FILE, tokenizer))
+    return ChatTemplate(source, _spell_special_tokens(folder, tokenizer))
 
 
-def _spell_special_tokens(config_file: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens that a template may spell, such as bos_token: those that tokenizer_config.json names.
+def _spell_special_tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens that a template may spell, such as bos_token: those that the tokenizer's config names.
 
     Our tokenizer has an id for each role, and puts another one where the model has none. That is for a config without
-    any role. Raises UsageError if it is no JSON object.
+    any role. Raises UsageError if the config is no JSON object.
     """
-    config = _parse_config(config_file) if config_file.is_file() else {}
-    names = [f"{role}_token" for role in ROLES]
-    if any(name in config for name in names):
-        tokens = {name: config.get(name) for name in names}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        return {name: text for name, text in texts.items() if isinstance(text, str)}
+    file = folder / TOKENIZER_JSON
+    named = name_special_tokens(parse_tokenizer_config(read_tokenizer_config(file), str(file)))
+    if any(f"{role}_token" in named for role in ROLES):
+        return named
     ids = {f"{role}_token": getattr(tokenizer, role) for role in ROLES}
-    return {name: tokenizer.id_to_piece(token) for name, token in ids.items() if token is not None}
+    return named | {name: tokenizer.id_to_piece(token) for name, token in ids.items() if token is not None}
 
 
 def find_answer_end_tokens(

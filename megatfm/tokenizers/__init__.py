@@ -10,6 +10,7 @@ from megatfm.tokenizers.loading import (
     find_tokenizer_file,
     list_chat_templates,
     load,
+    read_tokenizer_config,
     read_tokenizer_files,
 )
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -17,6 +18,6 @@ from megatfm.tokenizers.sentence_piece_training import train_sentencepiece
 
 __all__ = [
     "CHAT_TEMPLATE", "CHAT_TEMPLATES_FOLDER", "TOKENIZER_FILENAMES", "HuggingFaceTokenizer", "SentencePieceTokenizer",
-    "Tokenizer", "find_tokenizer_file", "list_chat_templates", "load", "read_tokenizer_files", "train_byte_bpe",
-    "train_sentencepiece", "train_wordpiece",
+    "Tokenizer", "find_tokenizer_file", "list_chat_templates", "load", "read_tokenizer_config", "read_tokenizer_files",
+    "train_byte_bpe", "train_sentencepiece", "train_wordpiece",
 ]  # fmt: skip

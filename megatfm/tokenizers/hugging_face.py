@@ -23,12 +23,17 @@ from megatfm.tokenizers.base import (
     check_unicode,
     find_special_tokens,
 )
+from megatfm.tokenizers.special_token_files import (
+    CONFIG,
+    list_extra_tokens,
+    name_special_tokens,
+    parse_tokenizer_config,
+)
 
 # The number of the library's own threads can't be set, and they warn at every fork. So they are off by default, and
 # texts are shared among Python threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-CONFIG = "tokenizer_config.json"
 _KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word-level"}
 # Post-processors that name the tokens around a text by their role.
 _FRAMES = ("BertProcessing", "RobertaProcessing")
@@ -38,7 +43,7 @@ _OWN_FRAME = re.compile(rb'^  "post_processor": (?:null|\{"type": "TemplateProce
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, with the roles of special tokens from a `tokenizer_config.json` beside it.
+    """A `tokenizer.json`, with the special tokens and their roles from a `tokenizer_config.json` beside it.
 
     It is lossless if it is a byte-level BPE that neither normalises text nor puts a space before it. data: content of
     tokenizer.json. config: content of tokenizer_config.json. name: for errors. Raises UsageError for other files.
@@ -48,8 +53,8 @@ class HuggingFaceTokenizer(Tokenizer):
         data = _OWN_FRAME.sub(_NO_FRAME, data, count=1)
         self._tokenizer = _read(data, name)
         self._file = json.loads(self._tokenizer.to_str())  # in the format of the installed version
+        self.special, extra_state = self._find_special_tokens(parse_tokenizer_config(config, name), name)
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.special, extra_state = self._find_special_tokens(_read_roles(config, name), name)
         self.hash = blake3(data + extra_state).hexdigest()
         self._is_bytes = any(part["type"] == "ByteLevel" for part in self._list_components("pre_tokenizer"))
         self.kind = _KINDS.get(self._file["model"]["type"], "byte-bpe" if self._is_bytes else "bpe")
@@ -155,9 +160,14 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]
 
-    def _find_special_tokens(self, role_names: Mapping[str, str], name: str) -> tuple[SpecialTokenIds, bytes]:
-        """Return the reserved ids, and JSON to hash with the file if the config beside it changes them."""
-        frame = self._find_post_processor_roles()
+    def _find_special_tokens(self, config: Mapping[str, Any], name: str) -> tuple[SpecialTokenIds, bytes]:
+        """Return the reserved ids, and JSON to hash with the file if the config beside it changes them.
+
+        Further special tokens that the file lacks get the next ids, as in transformers. Those that a config names, such
+        as an image_token, may come from text, where the file says no more.
+        """
+        named, frame = name_special_tokens(config), self._find_post_processor_roles()
+        role_names = {role: named[f"{role}_token"] for role in ROLES if f"{role}_token" in named}
         try:
             from_file = find_special_tokens(self._list_special_tokens(), frame, name)
         except UsageError:
@@ -170,7 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
                     f"{name}: has no {piece!r}, which {CONFIG} beside it calls its {role}_token: load both with "
                     "transformers' AutoTokenizer and save them again"
                 )
-        self._tokenizer.add_special_tokens(list(role_names.values()))
+        self._tokenizer.add_special_tokens([*role_names.values(), *list_extra_tokens(config)])
         special = find_special_tokens(self._list_special_tokens(), {**frame, **role_names}, name)
         return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
@@ -292,25 +302,6 @@ def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     return tokenizer
-
-
-def parse_config(config: bytes | None, name: str) -> dict[str, Any]:
-    """Return the keys of a `tokenizer_config.json` (None: no file). name: of the file beside it. Raises UsageError."""
-    try:
-        values = json.loads(config) if config else {}
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
-    return values
-
-
-def _read_roles(config: bytes | None, name: str) -> dict[str, str]:
-    """Return role → token text from a `tokenizer_config.json`."""
-    values = parse_config(config, name)
-    tokens = {role: values.get(f"{role}_token") for role in ROLES}
-    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def _flatten(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.base import Tokenizer
-from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer, parse_config
+from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatfm.tokenizers.special_token_files import (
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    merge_special_tokens_map,
+    parse_tokenizer_config,
+)
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
@@ -50,7 +56,7 @@ def load(path: str | Path) -> Tokenizer:
         return SentencePieceTokenizer(data, str(file))
     if not _is_hugging_face(data):
         raise UsageError(f"{file}: this is a description of a tokenizer, not the tokenizer: give {SP_MODEL} beside it")
-    return HuggingFaceTokenizer(data, _read_config_for(file), str(file))
+    return HuggingFaceTokenizer(data, read_tokenizer_config(file), str(file))
 
 
 def find_tokenizer_file(folder: str | Path) -> Path | None:
@@ -84,7 +90,7 @@ def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
         return {TOKENIZER_JSON: converted}
     if data[:1] != b"{":
         return {SP_MODEL: data}
-    config = _read_config_for(file)
+    config = read_tokenizer_config(file)
     templates = {name: _read(file.parent / name) for name in list_chat_templates(file.parent)}
     return {**templates, **({} if config is None else {CONFIG: config}), TOKENIZER_JSON: data}
 
@@ -166,7 +172,7 @@ def _convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, na
 
 def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[str, bool]:
     """Return the switches that a tokenizer_config.json sets. name: of the file beside it. Raises UsageError."""
-    values = parse_config(config, name)
+    values = parse_tokenizer_config(config, name)
     options = {key: values[key] for key in keys if values.get(key) is not None}
     for key, value in options.items():
         if not isinstance(value, bool):
@@ -174,8 +180,15 @@ def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[
     return options
 
 
-def _read_config_for(file: Path) -> bytes | None:
-    return _read_config(file) if file.name == TOKENIZER_JSON else None
+def read_tokenizer_config(file: Path) -> bytes | None:
+    """Return the tokenizer_config.json of a tokenizer.json, with the tokens that special_tokens_map.json names.
+
+    None if there is none, and for another file. Raises UsageError for a damaged one.
+    """
+    if file.name != TOKENIZER_JSON:
+        return None
+    names = file.with_name(SPECIAL_TOKENS_MAP)
+    return merge_special_tokens_map(_read_config(file), _read(names) if names.is_file() else None, str(file))
 
 
 def _read_config(file: Path) -> bytes | None:

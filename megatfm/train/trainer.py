@@ -34,6 +34,7 @@ from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
+from megatfm.train.garbage_collection import GarbageCollection
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import StepProfile, get_memory_bytes
 from megatfm.train.rank_monitor_client import RankMonitor
@@ -95,7 +96,7 @@ class Trainer:
             verify_after_write=config.checkpoint.verify_after_write,
             local_dir=nodes.folder if nodes else None,
         )
-        self.best = BestCheckpoint(config, run.checkpoints)
+        self.best, self.garbage = BestCheckpoint(config, run.checkpoints), GarbageCollection(config.train.gc_every)
         self.monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.is_branch = False
@@ -105,12 +106,11 @@ class Trainer:
         """Train until the run ends or a signal tells it to stop; return the exit code."""
         stop, _ = signals.agree()  # a signal during the start: there is nothing to save yet
         self.epochs = EpochCounter(self.corpora.stored_rows, self.position)
-        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
+        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.garbage, self.saver:
             while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
         if not self._is_over:
-            detail = f"by {stop} after step {self.step}: the same command resumes from there"
-            self._log_event("stopped", detail)
+            self._log_event("stopped", f"by {stop} after step {self.step}: the same command resumes from there")
             return EXIT_REQUEUE
         early_reason = f": {self.best.reason}" if self.step < self.config.train.steps else ""
         detail = f"step {self.step}, {self.tokens:,} tokens{early_reason}"
@@ -129,6 +129,7 @@ class Trainer:
             while not self._is_over and not stop:
                 profile.before_step(self.step + 1)
                 record = self.train_step(loader)
+                self.garbage.after_step(self.step)
                 self.run.check_not_moved()
                 if "skipped" not in record and self._roll_back_after_spike(record["loss"]):
                     break
@@ -136,8 +137,7 @@ class Trainer:
                 if metrics and not self.unevaluated:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                is_best = self.best.step == self.step
-                save_shared = self._is_over or is_best or self._is_due(config.checkpoint.every)
+                save_shared = self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
                 local_every = config.checkpoint.local_every
                 save_local = local_every > 0 and self.step % local_every == 0
                 if not stop:

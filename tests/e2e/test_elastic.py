@@ -275,28 +275,20 @@ def test_all_end_well(start: Start, machines: str) -> None:
 
 
 # What is said of 3, rank 2 relays; of 2 it is below, where it is stopped or fails.
-@pytest.mark.parametrize(
-    "blamed", [3, pytest.param(2, marks=EXTENDED), pytest.param(0, marks=SLOW), pytest.param(4, marks=SLOW)]
-)
-def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
-    ranks = start()
+@pytest.mark.parametrize(("number", "blamed"), [
+    (signal.SIGKILL, 3), pytest.param(signal.SIGKILL, 2, marks=EXTENDED),
+    *(pytest.param(signal.SIGKILL, rank, marks=SLOW) for rank in (0, 4)),
+    (signal.SIGSTOP, 2), *(pytest.param(signal.SIGSTOP, rank, marks=SLOW) for rank in (0, 3)),
+])  # fmt: skip
+def test_a_killed_or_stopped_rank_is_named_on_all_machines(start: Start, number: signal.Signals, blamed: int) -> None:
+    is_killed = number == signal.SIGKILL
+    ranks = start() if is_killed else start(hang_timeout=3.0)
     ranks.wait_until_watched()
-    ranks.signal(blamed, signal.SIGKILL)
-    for code, output in ranks.wait_for_exits(30, without=blamed).values():
-        assert code == 1, output
-        assert f"error: rank {blamed} on {HOST} at step" in output
-        assert "ended without an error message" in output
-
-
-@pytest.mark.parametrize("blamed", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
-def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
-    ranks = start(hang_timeout=3.0)
-    ranks.wait_until_watched()
-    ranks.signal(blamed, signal.SIGSTOP)
+    ranks.signal(blamed, number)
     for code, output in ranks.wait_for_exits(40, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
-        assert "no sign of life" in output
+        assert ("ended without an error message" if is_killed else "no sign of life") in output
 
 
 @pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])

@@ -1,5 +1,6 @@
 """A run that is stopped, killed or moved to other ranks is the run that was never stopped."""
 
+import gc
 import json
 import re
 import shutil
@@ -63,6 +64,25 @@ def stop_and_resume(
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, whole_run, tmp_path, layout, name):
     stop_and_resume(workers, make_config, tmp_path, layout, name)
     assert_bitwise_equal(whole_run(2, *layout), tmp_path / "stopped")
+
+
+def count_collections(config: Config) -> tuple[int, int, bool]:
+    """Train with automatic garbage collections on; returns the exit code, the collections, and whether they are on."""
+    was_enabled, calls = gc.isenabled(), list[object]()
+    gc.enable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gc, "collect", lambda *generation: calls.append(generation))
+            return train(config), len(calls), gc.isenabled()
+    finally:
+        if not was_enabled:
+            gc.disable()
+
+
+def test_a_run_collects_garbage_at_its_steps_alone(workers: Workers, make_config: Callable[..., Config]) -> None:
+    """After steps 1, 3 and 6 of eight."""
+    config = make_config("train.gc_every=3", "evaluate.every=0", "checkpoint.every=8")
+    assert workers.run(count_collections, 2, config, timeout=PATIENCE) == [(EXIT_OK, 3, True)] * 2
 
 
 def train_until_batch(config: Config, batch: int) -> int:

@@ -141,25 +141,29 @@ def test_counted_traffic_is_expected(
     assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
-def compare_compiled(names: Sequence[str], backend: str) -> int:
+def compare_compiled(name: str, backend: str, recomputed: str) -> int:
     """Compare with blocks compiled but for their traffic; return how many calls of dynamo made graphs."""
-    graphs = 0
-    for name in names:
-        models = {f"{name}, one block": CONTEXT_MODELS[name].with_changes({"n_layers": 1})}
-        with mock.patch.dict(CONTEXT_MODELS, models), compile_blocks_by(backend) as compilation:
-            config, batch, model, objective, loss = context_case(f"{name}, one block")
-            engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True)
-            stats = engine.forward_backward(context_microbatches(engine, batch), objective)
-            assert stats.loss == pytest.approx(loss, rel=1e-12), name
-            assert model_gradient_errors(engine, model) == {}, name
-        graphs += len(compilation.graphs)
-    return graphs
+    models = {f"{name}, one block": CONTEXT_MODELS[name].with_changes({"n_layers": 1})}
+    with mock.patch.dict(CONTEXT_MODELS, models), compile_blocks_by(backend) as compilation:
+        config, batch, model, objective, loss = context_case(f"{name}, one block")
+        engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True, recomputed=recomputed)
+        stats = engine.forward_backward(context_microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12)
+        assert model_gradient_errors(engine, model) == {}
+    return len(compilation.graphs)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
-def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
+@pytest.mark.parametrize(("name", "backend", "recomputed"), [
+    ("latent", "eager", "none"),
+    ("llama", "aot_eager", "full"),  # its first block makes the rotary table, which its recomputation must make again
+    pytest.param("llama", "aot_eager", "selective", marks=EXTENDED),
+    *(pytest.param("latent", "aot_eager", how, marks=SLOW) for how in ("none", "full", "selective")),
+])  # fmt: skip
+def test_compiled_blocks_have_the_gradients_of_one_device(
+    workers: Workers, name: str, backend: str, recomputed: str
+) -> None:
     """Blocks are compiled by a backend that makes no machine code, which would take minutes."""
-    assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2
+    assert min(workers.run(compare_compiled, 2, name, backend, recomputed, timeout=180.0)) >= 2
 
 
 def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:

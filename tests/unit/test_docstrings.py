@@ -41,6 +41,11 @@ def last_name(node: ast.expr) -> str:
     return ast.unparse(node).split("[")[0].split(".")[-1]
 
 
+def name_arguments(call: ast.Call) -> set[str]:
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return {value.id for value in values if isinstance(value, ast.Name)}
+
+
 def is_protocol(node: ast.ClassDef) -> bool:
     return "Protocol" in map(last_name, node.bases)
 
@@ -80,6 +85,13 @@ class House:
                     by_name.setdefault(node.name, []).append(node)
         return by_name
 
+    @cached_property
+    def documented_functions(self) -> set[str]:
+        trees = self.trees.values()
+        return {
+            node.name for tree in trees for node in tree.body if isinstance(node, Function) and ast.get_docstring(node)
+        }
+
     def lineage(self, node: ast.ClassDef) -> Iterator[ast.ClassDef]:
         """The class, and those of the house that it inherits from, near or far."""
         yield node
@@ -108,18 +120,29 @@ class House:
         return set[str]().union(*map(documented, lineage[1:]), *torchs, *fulfilled)
 
     def told_of_functions(self, module: str) -> set[str]:
-        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, or in `register_x(name, Entry(…))`, and those
-        of a command."""
+        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, in `register_x(name, Entry(…))` or in
+        `register_x(name, function, …)`, also of an entry that has a name, and those of a command."""
         names = [name for name, (place, _) in COMMANDS.items() if place == module]
         functions = {function for name in names for function in (f"add_{name}_arguments", f"{name}_command")}
-        expressions = [node.value for node in self.trees[module].body if isinstance(node, ast.Expr | ast.Assign)]
+        registrations = {name for name in self.documented_functions if name.startswith("register_")}
+        body = self.trees[module].body
+        expressions = [node.value for node in body if isinstance(node, ast.Expr | ast.Assign)]
+        entries = {
+            node.targets[0].id: node.value
+            for node in body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Call)
+        }
         for node in itertools.chain.from_iterable(map(ast.walk, expressions)):
             match node:
-                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) | ast.Call(
-                    ast.Name("register_architecture"), [_, ast.Call(kind) as entry]
-                ) if any(ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])):
-                    values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
-                    functions |= {value.id for value in values if isinstance(value, ast.Name)}
+                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) if any(
+                    ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])
+                ):
+                    functions |= name_arguments(entry)
+                case ast.Call(ast.Name(name)) if name in registrations:
+                    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                    functions |= names.union(*(name_arguments(entries[name]) for name in names & entries.keys()))
         return functions
 
     def faults(self) -> Iterator[str]:
@@ -192,6 +215,9 @@ ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
     (ENTRY + 'KINDS.register("one")(Entry(read))', []),
     (ENTRY + 'KINDS.register("one")(Entry(read=read))', []),
     (ENTRY + "Entry(read)", ["read"]),
+    ('def register_one(read):\n    """Register."""\ndef read(): ...\nregister_one(read)', []),
+    ("def read(): ...\nregister_one(read)", ["read"]),
+    ('def register_one(read):\n    """Register."""\ndef read(): ...\nONE = Entry(read)\nregister_one(ONE)', []),
 ])  # fmt: skip
 def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
     assert [fault.split()[1] for fault in House({"megatfm.attic": parse_source(source)}).faults()] == faulty

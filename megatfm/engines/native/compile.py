@@ -18,7 +18,7 @@ from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.object_collectives import get_machine_name, run_on_all_ranks
 from megatfm.ops.attention import kernels
-from megatfm.parallel.cp_plans import disable_compile_of_attention
+from megatfm.parallel.cp_plans import depends_on_batch
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.mesh import TENSOR, Mesh
 
@@ -58,7 +58,7 @@ def should_compile(config: Config, device: torch.device) -> bool:
     seconds at the start.
     """
     if config.train.compile == "auto":
-        return device.type == "cuda" and config.find_compile_conflict() is None and config.parallel.cp == 1
+        return device.type == "cuda" and config.find_compile_conflict() is None
     return bool(config.train.compile)
 
 
@@ -73,8 +73,7 @@ def keeps_attention_eager(config: Config, device: torch.device) -> bool:
 def compile_all(blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool = True, async_tp: bool = False) -> None:
     """Compile blocks, separately for each shape: with dynamic dims, kernels would be slower after a ramp-up of lengths.
 
-    fullgraph: with attention; False under context parallelism, where attention communicates. Modules with `is_compiled
-    = False`, such as experts, always stay eager.
+    fullgraph: with attention; False under context parallelism, where attention communicates. See `find_eager_modules`.
     """
     from torch._dynamo import config
 
@@ -83,12 +82,20 @@ def compile_all(blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool 
         options = {"options": make_async_tp_options(autotune)}
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
-        eager = [module for module in block.modules() if not getattr(module, "is_compiled", True)]
+        eager = find_eager_modules(block, fullgraph=fullgraph)
         for module in eager:
             replace_forward(module, torch.compiler.disable(module.forward))
-        if not fullgraph:
-            disable_compile_of_attention(block)
         block.compile(fullgraph=fullgraph and not eager, dynamic=False, **options)
+
+
+def find_eager_modules(block: nn.Module, *, fullgraph: bool) -> list[nn.Module]:
+    """Return the modules that stay eager in a compiled block: those with `is_compiled = False`, such as experts, and
+    without `fullgraph` attention."""
+    return [
+        module
+        for module in block.modules()
+        if not getattr(module, "is_compiled", True) or (not fullgraph and depends_on_batch(module))
+    ]
 
 
 def enable_symmetric_memory(mesh: Mesh, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import Config
-from megatfm.engines.activation_checkpointing import recompute
+from megatfm.engines.activation_checkpointing import recompute, recompute_from_outside, recompute_parts
 from megatfm.engines.base import BaseEngine, init_weights, make_optimizers
 from megatfm.engines.gradients import clip_gradients
 from megatfm.engines.interface import (
@@ -25,7 +25,7 @@ from megatfm.engines.interface import (
     T,
 )
 from megatfm.engines.losses import LossAccumulator, LossScale
-from megatfm.engines.native.compile import CompileOptions, compile_all, make_compile_options
+from megatfm.engines.native.compile import CompileOptions, compile_all, find_eager_modules, make_compile_options
 from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel, make_graph_capture
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Replicated
@@ -262,14 +262,22 @@ class NativeEngine(BaseEngine):
 
 def prepare_blocks(model: nn.Module, mesh: Mesh, options: NativeOptions) -> None:
     """Let a model's blocks recompute activations and be compiled, as the options say."""
-    recompute(model, iter_blocks(model), options.recompute_mode, compiled=options.compile is not None)
-    if options.compile:
-        compile_all(
-            iter_blocks(model),
-            autotune=options.compile.autotune,
-            fullgraph=mesh.size(CONTEXT) == 1 and not options.compile.eager_attention,
-            async_tp=options.compile.async_tp,
-        )
+    blocks, mode, compilation = list(iter_blocks(model)), options.recompute_mode, options.compile
+    if not compilation:
+        recompute(model, blocks, mode)
+        return
+    fullgraph = mesh.size(CONTEXT) == 1 and not compilation.eager_attention
+    in_parts = {
+        block: eager for block in blocks if (eager := find_eager_modules(block, fullgraph=fullgraph)) or not fullgraph
+    }
+    recompute(model, [block for block in blocks if block not in in_parts], mode, compiled=True)
+    if mode == "selective":
+        for block, eager in in_parts.items():
+            recompute_parts(block, eager)
+    compile_all(blocks, autotune=compilation.autotune, fullgraph=fullgraph, async_tp=compilation.async_tp)
+    if mode == "full":
+        for block in in_parts:
+            recompute_from_outside(block)
 
 
 def shard_parameters(

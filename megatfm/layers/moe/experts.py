@@ -15,8 +15,9 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, Uniform
 from megatfm.layers.moe.routers import RowRedistribution
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, permute_rows
+from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear
 from megatfm.ops.log_once import log_once
+from megatfm.ops.row_bags import RowBags, spread_rows, sum_bags
 from megatfm.ops.torch_private import is_fake
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R choices of local experts, D model width
@@ -67,57 +68,45 @@ class SortedRows:
     """Dispatch of token vectors to rows sorted by expert, and the weighted combination back to tokens.
 
     order: int64 [M], ends: int32 [E], from `sort_by_expert`. Experts leave the outputs and gradients of choices beyond
-    the last end undefined, unless they are `padded` with zeros. On a CPU these rows are cut off (R < M); on a GPU they
-    are set to 0, because the number of rows is unknown on the host. There, combine gathers by token: scatter-adds on
-    GPUs are not deterministic.
+    the last end undefined, unless they are `padded` with zeros. On a CPU these rows are cut off (R < M). On a GPU, the
+    first row is read in their place, with weight 0, because the host does not know R. Sums go by token there, in one
+    kernel each: scatter-adds on GPUs are not deterministic.
+
+    ends: those that experts get. The first row is always defined on a GPU.
     """
 
     def __init__(self, order_M: Tensor, ends_E: Tensor, top_k: int, *, padded: bool = False) -> None:
-        self.order, self._k = order_M, top_k
-        self._sorted_position: Tensor | None = None
-        self._is_undefined_M1: Tensor | None = None
+        self.order, self.ends, self._k = order_M, ends_E, top_k
+        self._bags: RowBags | None = None
+        self._is_defined_M: Tensor | None = None
         if is_host_readable(order_M):
             self.order = order_M[: int(ends_E[-1])]
             return
         index_M = torch.arange(len(order_M), device=order_M.device)
-        self._sorted_position = torch.empty_like(order_M).scatter_(0, order_M, index_M)
-        self._is_undefined_M1 = None if padded else (index_M >= ends_E[-1])[:, None]
+        sorted_position_M = torch.empty_like(order_M).scatter_(0, order_M, index_M)
+        if not padded:
+            self._is_defined_M = sorted_position_M < ends_E[-1]
+            sorted_position_M = sorted_position_M.where(self._is_defined_M, 0)
+            self.ends = ends_E.where(ends_E[-1] > 0, 1)
+        starts_N = torch.arange(0, len(order_M), top_k, device=order_M.device)
+        self._bags = RowBags(sorted_position_M, starts_N, order_M, order_M // top_k)
 
     def dispatch(self, x_ND: Tensor) -> Tensor:
         """Return the tokens' vectors in the order of experts, [R, D]."""
-        if self._sorted_position is None:
+        if self._bags is None:
             return x_ND.index_select(0, self.order // self._k)
-        rows_MD: Tensor = _Dispatch.apply(x_ND, self.order, self._sorted_position, self._k)
-        return self.zero_undefined(rows_MD)
+        weights_M = None if self._is_defined_M is None else self._is_defined_M.to(x_ND.dtype)
+        return spread_rows(x_ND, self._bags, weights_M)
 
-    def zero_undefined(self, rows_RD: Tensor) -> Tensor:
-        """Set rows beyond the last expert's to 0; also masks gradients in the backward pass."""
-        return rows_RD if self._is_undefined_M1 is None else rows_RD.masked_fill(self._is_undefined_M1, 0)
-
-    def combine(self, rows_RD: Tensor, n: int) -> Tensor:
-        """Sum the rows of each token's choices, [N, D]."""
-        if self._sorted_position is None:
-            sums_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
-            return sums_ND.index_add(0, self.order // self._k, rows_RD)
-        return permute_rows(rows_RD, self._sorted_position, self.order).unflatten(0, (n, self._k)).sum(1)
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_ND, order_M, sorted_position_M, k):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(sorted_position_M)
-        ctx.k = k
-        return x_ND.index_select(0, order_M // k)
-
-    @staticmethod
-    def backward(ctx, gradient_MD):  # type: ignore[no-untyped-def]
-        (sorted_position_M,) = ctx.saved_tensors
-        return (
-            gradient_MD.index_select(0, sorted_position_M).unflatten(0, (-1, ctx.k)).sum(1),
-            None,
-            None,
-            None,
-        )
+    def combine(self, rows_RD: Tensor, weights_M: Tensor) -> Tensor:
+        """Sum the rows of each token's choices, times their weights, [N, D]."""
+        if self._bags is None:
+            weighted_RD = rows_RD * weights_M.index_select(0, self.order)[:, None]
+            sums_ND = weighted_RD.new_zeros(len(weights_M) // self._k, rows_RD.shape[1])
+            return sums_ND.index_add(0, self.order // self._k, weighted_RD)
+        if self._is_defined_M is not None:
+            weights_M = weights_M.where(self._is_defined_M, 0)
+        return sum_bags(rows_RD, self._bags, weights_M)
 
 
 CAUSAL = ("decoder", "encoder_decoder")
@@ -247,9 +236,9 @@ class Experts(nn.Module):
         rows = SortedRows(order_M, ends_E, choices_BTK.shape[-1], padded=self.ep_size > 1)
         x_ND = x_BTD.flatten(0, 1)
         overlap_arguments = () if overlap_with is None else (overlap_with,)
-        outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), ends_E, *overlap_arguments))
-        outputs_RD = outputs_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
-        return self.reduce_output(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.split_kept(is_within_BTK)
+        outputs_RD = self.run_experts(rows.dispatch(x_ND), rows.ends, *overlap_arguments)
+        y_ND = rows.combine(outputs_RD, weights_BTK.flatten())
+        return self.reduce_output(y_ND.view_as(x_BTD)), self.split_kept(is_within_BTK)
 
     def _index_local_experts(self, choices_M: Tensor) -> Tensor:
         """Return the index of each choice among the experts that this rank reaches; −1 for other experts, or beyond."""

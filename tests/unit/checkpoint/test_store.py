@@ -1,5 +1,6 @@
 """Round trips: one process, every dtype and shape, and the errors of a request that doesn't fit."""
 
+import errno
 import fcntl
 import json
 import math
@@ -22,6 +23,7 @@ from megatfm.checkpoint import (
     read_tensors,
     save,
     sharded_tensor,
+    update_state,
     writer,
 )
 from megatfm.checkpoint.file_format import DTYPES
@@ -226,3 +228,23 @@ def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     path = save(tmp_path, 1, {}, {"only": "state"})
     assert load(path, {}) == {"only": "state"}
     assert read_tensors(path) == {}
+
+
+def test_a_state_is_changed_at_once_and_tensors_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1, sample(), {"kept": 1, "changed": [2], "removed": {"a": 3}})
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "replace", refuse)
+        with pytest.raises(MegatfmError, match=r"can't write .*step-00000001/metadata\.json: No space left"):
+            update_state(path, {"removed": None})
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    update_state(path, {"changed": 4.5, "removed": None, "added": "x"})
+    assert read_state(path) == {"kept": 1, "changed": 4.5, "added": "x"}
+    check_all_bytes(path)
+    after = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert after.keys() == before.keys()
+    assert {name for name, content in after.items() if content != before[name]} == {"metadata.json"}

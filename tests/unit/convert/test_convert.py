@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.convert.weight_mapping import map_name, to_hf
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, build_hf_decoder
 from tests.support.hf_encoders import (
@@ -139,46 +139,6 @@ def test_a_few_weights_in_float32_do_not_make_a_model_float32(tmp_path: Path) ->
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto"])
-def test_weights_are_exported_in_a_chosen_dtype(dtype: str, tmp_path: Path) -> None:
-    """But for the biases that balance experts, which transformers keeps in float32 as well."""
-    build_hf_decoder("deepseek-v3").double().save_pretrained(tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    assert run(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--dtype", dtype) == 0
-    expected, actual = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
-    assert expected.keys() == actual.keys()
-    written = json.loads((tmp_path / "back" / "config.json").read_text())["dtype"]
-    assert written == ("float64" if dtype == "auto" else dtype)
-    for name, tensor in expected.items():
-        kept = tensor.dtype if "e_score_correction_bias" in name else getattr(torch, written)
-        assert actual[name].dtype == kept, name
-        assert torch.equal(actual[name], tensor.to(kept)), name
-    loaded = load_complete(transformers.DeepseekV3ForCausalLM, tmp_path / "back")
-    assert loaded.dtype == getattr(torch, written)
-
-
-@pytest.mark.parametrize(("value", "dtype", "message"), [
-    (7e4, "float16", r"--dtype float16: head\.weight holds 7e\+04, beyond .* 6\.55e\+04: give --dtype bfloat16"),
-    (-3.4e38, "bfloat16", r"--dtype bfloat16: head\.weight holds 3\.4e\+38, .*: give --dtype float32"),
-    (7e4, "bfloat16", None),
-    (math.inf, "float16", None),
-])  # fmt: skip
-def test_a_weight_beyond_the_dtype_is_refused_by_name(
-    value: float, dtype: str, message: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build_hf_llama().save_pretrained(tmp_path / "theirs")
-    edit_tensors(tmp_path / "theirs", lambda tensors: tensors["lm_head.weight"].view(-1)[5:6].fill_(value))
-    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    words = (str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--dtype", dtype)
-    if message is not None:
-        with pytest.raises(UsageError, match=message):
-            run(*words)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
-        return
-    assert run(*words) == 0
-    assert ("NaN or infinity in head.weight" in capsys.readouterr().err) == math.isinf(value)
-
-
 @pytest.mark.parametrize(("spoil", "message"), [
     ({"architectures": ["MambaForCausalLM"]}, r"unknown Hugging Face architecture 'MambaFor"),
     ({"activation_function": "mish"}, r"theirs: config.json: activation 'mish'"),
@@ -287,6 +247,16 @@ def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path)
     assert "its config.json names no class: taken for a" in opened.notes[0]
     logits = megatfm.load(tmp_path)(ENCODER_TOKENS).logits
     torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+
+
+def test_mappings_that_leave_a_tensor_out_are_refused(tmp_path: Path) -> None:
+    build_hf_gpt2().save_pretrained(tmp_path)
+    folder = HfFolder(tmp_path)
+    name = folder.mappings.pop().megatfm[0]
+    with pytest.raises(MegatfmError, match=f"GPT2LMHeadModel: no weight mapping gives {name}: its mappings are inc"):
+        list(convert_room.read_converted_tensors(folder, convert_room.list_tensor_shapes(folder.config)))
+    with pytest.raises(MegatfmError, match="there is no tensor a"):
+        to_hf([map_name("a", "b")], {})
 
 
 def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path) -> None:

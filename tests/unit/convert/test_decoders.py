@@ -1,8 +1,8 @@
-"""Decoders and encoder-decoders in whole folders, with their tokenizers, and used afterwards."""
+"""Decoders and encoder-decoders in whole folders, and used afterwards."""
 
-import inspect
+import argparse
 import json
-import textwrap
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 import megatfm
+from megatfm.commands.conversion import add_convert_arguments, convert_command
 from megatfm.config import ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert.architecture import ARCHITECTURES, find_architecture
@@ -25,16 +26,16 @@ from megatfm.train.init_from import load_weights
 from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
 from tests.support.hf_folders import (
     DECODER_TOKENS,
+    build_hf_llama,
     check_same_tensors,
     copy_to_aligned_memory,
     edit_config,
     edit_tensors,
     load_complete,
+    read_folder_tensors,
 )
 from tests.support.reference_gradients import perturb
 from tests.support.workers import Workers
-
-TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 
 
 @pytest.mark.parametrize("name", HF_DECODERS)
@@ -202,3 +203,49 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
             torch.testing.assert_close(decoder_logits(back, is_megatfm=False), expected_logits, rtol=1e-5, atol=1e-5)
+
+
+def run_convert(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_convert_arguments(parser)
+    return convert_command(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto"])
+def test_weights_are_exported_in_a_chosen_dtype(dtype: str, tmp_path: Path) -> None:
+    """But for the biases that balance experts, which transformers keeps in float32 as well."""
+    build_hf_decoder("deepseek-v3").double().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    assert run_convert(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--dtype", dtype) == 0
+    expected, actual = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    assert expected.keys() == actual.keys()
+    written = json.loads((tmp_path / "back" / "config.json").read_text())["dtype"]
+    assert written == ("float64" if dtype == "auto" else dtype)
+    for name, tensor in expected.items():
+        kept = tensor.dtype if "e_score_correction_bias" in name else getattr(torch, written)
+        assert actual[name].dtype == kept, name
+        assert torch.equal(actual[name], tensor.to(kept)), name
+    loaded = load_complete(transformers.DeepseekV3ForCausalLM, tmp_path / "back")
+    assert loaded.dtype == getattr(torch, written)
+
+
+@pytest.mark.parametrize(("value", "dtype", "message"), [
+    (7e4, "float16", r"--dtype float16: head\.weight holds 7e\+04, beyond .* 6\.55e\+04: give --dtype bfloat16"),
+    (-3.4e38, "bfloat16", r"--dtype bfloat16: head\.weight holds 3\.4e\+38, .*: give --dtype float32"),
+    (7e4, "bfloat16", None),
+    (math.inf, "float16", None),
+])  # fmt: skip
+def test_a_weight_beyond_the_dtype_is_refused_by_name(
+    value: float, dtype: str, message: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_hf_llama().save_pretrained(tmp_path / "theirs")
+    edit_tensors(tmp_path / "theirs", lambda tensors: tensors["lm_head.weight"].view(-1)[5:6].fill_(value))
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    words = (str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--dtype", dtype)
+    if message is not None:
+        with pytest.raises(UsageError, match=message):
+            run_convert(*words)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+        return
+    assert run_convert(*words) == 0
+    assert ("NaN or infinity in head.weight" in capsys.readouterr().err) == math.isinf(value)

@@ -279,6 +279,9 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
         assert_close(reference, converted)
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")
+    build_hf_encoder("BertForMaskedLM").save_pretrained(tmp_path / "pair" / "discriminator")
+    with pytest.raises(UsageError, match="discriminator: a BertForMaskedLM, but a discriminator is a ElectraForPreT"):
+        megatfm.load(tmp_path / "pair")
 
 
 @pytest.mark.parametrize("version", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])

@@ -337,6 +337,7 @@ def test_a_config_json_that_megatfm_lacks_is_refused_by_key(name: str, keys: dic
     ("LongformerForMaskedLM", {}, {"attention.pattern.width": 5}, "width = 5: transformers' windows are even"),
     ("SwitchTransformersForConditionalGeneration", {}, {"layer_type.sparse.ffn.expert_capacity": None},
      "model.ffn.expert_capacity is not set"),
+    ("SwitchTransformersForConditionalGeneration", {}, {"layer_types": ["sparse", "dense"]}, "in these layers of the"),
     ("CLIPModel", {}, {"text_tower.causal": False}, "text_tower.causal = False .* the class .* has causal"),
     ("LlavaForConditionalGeneration", {"text_config": {"vocab_size": 32001}}, {"vision_tower.final_norm": True},
      "vision_tower.final_norm = true: LLaVA's connector has two matrices"),
@@ -352,11 +353,19 @@ def test_a_model_that_a_class_of_transformers_lacks_is_refused_by_key(
         architecture.config_to_hf(config)
 
 
-def test_a_model_without_stages_is_no_swin() -> None:
-    vit = ARCHITECTURES.get("ViTForImageClassification").parse_config({}, "ViTForImageClassification")
-    config = vit.with_changes({"attention.pattern": {"name": "windows_2d", "window": 7}})
-    with pytest.raises(UsageError, match=r"model\.family = 'encoder' has no stages"):
-        ARCHITECTURES.get("SwinForImageClassification").config_to_hf(config)
+@pytest.mark.parametrize(("name", "other", "changes", "message"), [
+    ("SwinForImageClassification", "ViTForImageClassification",
+     {"attention.pattern": {"name": "windows_2d", "window": 7}}, r"model\.family = 'encoder' has no stages"),
+    ("CLIPModel", "LlamaForCausalLM", {}, r"model\.family = 'decoder' has no two towers"),
+    ("LlavaForConditionalGeneration", "LlamaForCausalLM", {}, r"family = 'decoder' reads no images beside text"),
+    ("AlbertForMaskedLM", "BertForMaskedLM", {}, r"without model\.distinct_layers this is an ELECTRA generator's"),
+])  # fmt: skip
+def test_a_model_of_another_kind_is_refused_by_a_class(
+    name: str, other: str, changes: dict[str, Any], message: str
+) -> None:
+    config = ARCHITECTURES.get(other).parse_config({}, other)
+    with pytest.raises(UsageError, match=message):
+        ARCHITECTURES.get(name).config_to_hf(config.with_changes(changes) if changes else config)
 
 
 def test_classes_are_a_list_of_names() -> None:

@@ -1,6 +1,8 @@
 """Folders of vision models, both ways: transformers' own files, both spellings, older buffers, pixels and gradients."""
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +10,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoImageProcessor, PreTrainedModel
 
 import megatfm
+from megatfm import checkpoint
 from megatfm.commands.from_model import continue_from_config
+from megatfm.config import load_config
 from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
-from megatfm.convert.convert import convert
+from megatfm.convert.convert import convert, open_best_checkpoint, write_model
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
 from megatfm.objectives import build_objective
+from megatfm.objectives.images import make_image_reader
 from tests.support.hf_folders import (
     check_same_tensors,
     convert_there_and_back,
@@ -55,7 +61,7 @@ def test_image_models_survive_conversion_there_and_back(name: str, tmp_path: Pat
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     size = HF_IMAGES[name]["image_size"]
     assert {key: written[key] for key in PIXELS} == PIXELS
-    assert written["size"] == dict.fromkeys(("height", "width"), any_size.get("image_size", size))
+    assert written["crop_size"] == dict.fromkeys(("height", "width"), any_size.get("image_size", size))
     logits = image_logits(expected, size, is_megatfm=False, name=name)
     assert torch.equal(image_logits(copy_to_aligned_memory(loaded), size, is_megatfm=False, name=name), logits)
     for folder in ("theirs", "ours"):
@@ -100,6 +106,68 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: P
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS | change))
     with pytest.raises(UsageError, match="divides pixels by 255"):
         HfFolder(tmp_path)
+
+
+CROPPED = {"do_resize": True, "do_center_crop": True, "do_rescale": True, "do_normalize": True, **PIXELS}
+IMAGES = [(40, 20), (20, 60), (31, 31), (9, 9)]
+"""Widths and heights of images whose margins transformers cuts alike with and without torchvision."""
+
+
+@pytest.mark.parametrize(("preprocessor", "options", "note"), [
+    ({"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16}, "resample": 3}, {}, None),
+    ({"size": {"shortest_edge": 22}, "crop_size": 16, "resample": 2}, {"interpolation": "bilinear"}, None),
+    ({"size": 16, "crop_size": 16, "resample": 1}, {"crop_pct": 1.0, "interpolation": "lanczos"}, None),
+    ({"size": {"shortest_edge": 16}, "do_center_crop": False}, {"crop_pct": 1.0}, "stretches images to a square"),
+    ({"size": {"height": 16, "width": 16}, "do_center_crop": False}, {"crop_pct": 1.0}, "stretches images to a sq"),
+    ({"size": {"shortest_edge": 36}, "crop_size": 32}, {"crop_pct": 16 / 18}, "have 32 pixels a side, and .* is 16"),
+    ({"size": {"shortest_edge": 18}, "crop_size": 16, "resample": 5}, {}, "resample = 5 is none of megatfm's filters"),
+    ({"do_resize": False, "resample": 2}, {"crop_pct": 0.875, "interpolation": "bilinear"}, None),
+], ids=str)  # fmt: skip
+def test_images_are_prepared_as_transformers_does(
+    preprocessor: dict[str, Any], options: dict[str, Any], note: str | None, tmp_path: Path
+) -> None:
+    """The folder says how; what megatfm can't do is said, and the file comes back as it was."""
+    save_hf_image_model("ViTForImageClassification", tmp_path / "theirs")
+    stored = {"image_processor_type": "CLIPImageProcessor", **CROPPED, **preprocessor}
+    (tmp_path / "theirs" / "preprocessor_config.json").write_text(json.dumps(stored))
+    output = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    images = load_config(tmp_path / "ours").data.images
+    assert {key: getattr(images, key) for key in options} == options
+    assert (re.search(note, "\n".join(output)) is not None) if note else "preprocessor_config.json" not in str(output)
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
+    if "size" in preprocessor and options.get("crop_pct") != 0.875:
+        assert written == stored
+    if note is None and "size" in preprocessor:
+        compare_pixels(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 1.0, 0.7])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+def test_transformers_prepares_images_as_the_run_did(crop_pct: float, interpolation: str, tmp_path: Path) -> None:
+    save_hf_image_model("ViTForImageClassification", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    path, _, config = open_best_checkpoint(tmp_path / "ours", trust_plugins=False)
+    changed = config.with_changes({"data.images.crop_pct": crop_pct, "data.images.interpolation": interpolation})
+    tensors = iter(checkpoint.read_tensors(path).items())
+    write_model(tmp_path / "run", changed, tensors, {"tokenizer": None}, "")
+    convert(tmp_path / "run", tmp_path / "back", "hf")
+    compare_pixels(tmp_path / "back", tmp_path / "run")
+
+
+def compare_pixels(theirs: Path, ours: Path) -> None:
+    """Values of pixels by transformers' processor, and by megatfm's reader of images in evaluation."""
+    processor, config = AutoImageProcessor.from_pretrained(theirs), load_config(ours)
+    reader = make_image_reader(config.data.images, config.model, "image_classification", 17, training=False)
+    mean, std = (np.array(values, np.float32) for values in PIXELS.values())
+    for number, size in enumerate(IMAGES):
+        pixels = np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), np.uint8)
+        for mode, extension in (("RGB", "png"), ("L", "png"), ("P", "png"), ("CMYK", "jpeg")):
+            file = io.BytesIO()
+            Image.fromarray(pixels).convert(mode).save(file, extension.upper())
+            expected = processor(images=Image.open(file), return_tensors="np")["pixel_values"][0]
+            actual = reader.read({extension: file.getvalue()}, (0,)).astype(np.float32) / 255
+            np.testing.assert_allclose((actual - mean) / std, expected.transpose(1, 2, 0), atol=1e-5, rtol=0)
 
 
 def test_training_continues_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

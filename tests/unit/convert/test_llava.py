@@ -202,7 +202,7 @@ def test_two_towers_there_and_back(name: str, tmp_path: Path) -> None:
     assert {key: getattr(loaded.config.text_config, key) for key in IDS} == IDS
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
-    assert written["size"] == {"height": 16, "width": 16}
+    assert written["crop_size"] == {"height": 16, "width": 16}
     images = [draw_pixels(16, 16, seed=seed) for seed in (1, 2)]
     tokens = torch.tensor([caption + [3] * (7 - len(caption)) for caption in CAPTIONS])
     logits = answers(expected, images, tokens)

@@ -90,6 +90,17 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         match_weights(shapes[1], shapes[0], (), dense)
 
 
+def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
+    with pytest.raises(MegatfmError, match=r"a would be \[2\], but \[3\] in the mixture's model: report it"):
+        list(Upcycling(2).tensors({"a": torch.zeros(2)}, {"a": (3,)}))
+
+
+def test_a_network_of_a_plugin_is_refused() -> None:
+    plugged = SMALL_DECODER.model_copy(update={"ffn": SMALL_DECODER.ffn.model_copy(update={"name": "plugged"})})
+    with pytest.raises(UsageError, match=r"model\.ffn\.name = 'plugged': only dense networks can become experts"):
+        Upcycling(2).model(plugged)
+
+
 def test_a_config_that_goes_with_no_experts_is_a_usage_error(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ def test_full_tensors_travel_to_their_owners_and_back(
         modelled = flows_by_rank[rank * parallel.pp // ranks_of(parallel)]
         assert modelled.by_member
         for key in modelled.by_member:
-            assert modelled.of_rank(key, rank, axes) == executed_flows[key], (rank, key)
+            assert modelled.get_sent_bytes(key, rank, axes) == executed_flows[key], (rank, key)
 
 
 @pytest.mark.parametrize("preset", extend(["clip-b32", "siglip-b16"], kept=["clip-b32"]))

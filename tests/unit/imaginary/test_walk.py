@@ -5,7 +5,6 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.estimate.devices import load_cluster
-from tests.support.layouts import EXTENDED, SLOW
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
@@ -18,8 +17,6 @@ TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
 """Presets with as many relative positions as a row has tokens: scores of those look like scores of all pairs."""
 POOLED_SIDE = 28
 """MViTv2's biases depend on queries, so their gradients are as large as scores: of 28 × 28 pooled tokens at most."""
-SOONER = ("gpt2-124m", "bert-base", "llama3-70b")
-"""Extended; the others are slow. `make test` compares a rank of Llama 3 70B in test_imaginary.py."""
 SAME_BYTES = 0.002
 SAVED, SAVED_WITH_MERGING = 0.02, 0.05
 """Share by which the activations that blocks save may be off; of hierarchical models the estimate counts the merging of
@@ -29,11 +26,11 @@ PEAK = 0.03
 
 
 def case(layout: Recommended) -> object:
-    marks = EXTENDED if layout.preset in SOONER else SLOW
     rows = next((word for word in layout.overrides if word.startswith("data.")), "")
-    return pytest.param(layout, id=f"{layout.preset} {rows}".strip(), marks=marks)
+    return pytest.param(layout, id=f"{layout.preset} {rows}".strip())
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("forked_traces")
 @pytest.mark.parametrize("layout", [case(layout) for layout in recommended()])

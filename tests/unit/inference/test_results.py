@@ -8,13 +8,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
+from torch import nn
 
 from megatfm.commands.finetuning import print_results, print_spread
 from megatfm.config import load_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference import harness, task_evaluation
+from megatfm.inference import evaluate, harness, samples, task_evaluation
 from megatfm.inference.evaluation_tasks import PREDICTIONS, EvaluatedTask, write_results
 from megatfm.inference.harness import run_harness
+from megatfm.inference.image_evaluation import make_image_evaluation
 from megatfm.inference.task_evaluation import EvaluatedFile, TaskResults, evaluate_task, predict_file
 from megatfm.inference.text import TextModel
 from megatfm.tasks.question_scores import Likelihood, average_metrics, score_cloze
@@ -36,13 +38,47 @@ def open_with_task(monkeypatch: pytest.MonkeyPatch, run: Path, task: dict[str, s
     monkeypatch.setattr(task_evaluation, "_open_run", lambda *_: (config, None))
 
 
-@pytest.mark.parametrize("search", [{"length_penalty": 0.5}, {"length_penalty": 0.5, "beams": 1}])
-def test_a_length_penalty_without_a_beam_search_is_refused(
-    search: dict[str, float], run: Path, monkeypatch: pytest.MonkeyPatch
+GENERATION = {"form": "generation", "train": "a.jsonl", "label": "b"}
+CLASSIFICATION = {"form": "classification", "train": "a.jsonl", "label": "b"}
+
+
+@pytest.mark.parametrize(("task", "search", "message"), [
+    (GENERATION, {"length_penalty": 0.5}, "--length-penalty: is for a beam search"),
+    (GENERATION, {"length_penalty": 0.5, "beams": 1}, "--length-penalty: is for a beam search"),
+    (CLASSIFICATION, {"beams": 2}, "--beams and --length-penalty: its task, form = 'classification', generates no an"),
+    ({"form": "chat", "train": "a.jsonl"}, {}, "form = 'chat', has no labels to predict: use `megatfm generate`"),
+    (CLASSIFICATION, {}, "new.jsonl: there is no such file: give one with column 'text'"),
+], ids=str)  # fmt: skip
+def test_predictions_that_a_task_does_not_make_are_refused(
+    task: dict[str, str], search: dict[str, float], message: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_with_task(monkeypatch, run, {"form": "generation", "train": "a.jsonl", "label": "b"})
-    with pytest.raises(UsageError, match="--length-penalty: is for a beam search"):
+    open_with_task(monkeypatch, run, task)
+    with pytest.raises(UsageError, match=message):
         predict_file(run, "new.jsonl", search=search)
+
+
+def test_predictions_do_not_overwrite_their_rows(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_with_task(monkeypatch, run, CLASSIFICATION)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+    with pytest.raises(UsageError, match=r"rows\.jsonl: the predictions would overwrite the rows: give another file"):
+        predict_file(run, str(rows), str(rows))
+
+
+def test_what_an_engine_or_a_run_lacks_is_refused(run: Path) -> None:
+    """An engine that can't run its model by itself; a run on images has no text to compress, and none to continue."""
+    config, images = load_config(run / "config.toml"), load_config("quickstart-vision")
+    engine: Any = SimpleNamespace(model=None)
+    with pytest.raises(UsageError, match=r"parallel.engine = 'native' can't generate answers, which task.text_metrics"):
+        task_evaluation._generate_answers(engine, cast(Any, None), config, "rows.jsonl")
+    with pytest.raises(UsageError, match=r"--images: parallel.engine = 'native' can't run its model on examples"):
+        make_image_evaluation(images, engine, 3)
+    with pytest.raises(UsageError, match=r"--baselines: objective.name = 'image_classification' reads no text"):
+        evaluate._check_text(images, None)
+    with pytest.raises(UsageError, match=r"--baselines: .* does not keep every text as it is, so nothing compares"):
+        evaluate._check_text(config, cast(Any, SimpleNamespace(lossless=False)))
+    with pytest.raises(UsageError, match=r"evaluate.sample_prompts: the run reads no text: leave them out"):
+        samples._make_text_model(nn.Identity(), None, images)
 
 
 @pytest.mark.parametrize(("loss", "stored_loss", "perplexity"), [

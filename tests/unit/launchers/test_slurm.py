@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_the_dry_run_prints_the_script_and_the_config(capsys: pytest.CaptureFixt
     assert "\nsteps = 77\n" in output.out
     assert output.err == ""
     assert not (folder / "runs").exists()
+
+
+def test_commands_for_a_folder_with_blanks_can_be_pasted(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "4711\n")
+    assert run_launch(*CLUSTER_FLAGS, "run_dir=my runs/a", *FITS) == 0
+    commands = [
+        line.split("    (")[0].split()[1:] for line in capsys.readouterr().out.splitlines() if "megatfm" in line
+    ]
+    assert [shlex.split(" ".join(words))[-1] for words in commands] == [str(folder / "my runs" / "a")] * 3
 
 
 def test_submit_writes_the_files_and_says_where_to_look(

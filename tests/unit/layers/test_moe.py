@@ -13,7 +13,6 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.switch_transformers import modeling_switch_transformers
 
-from megatfm.config import Config, load_config
 from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.layers.initialisation import initialise, make_initialiser
 from megatfm.layers.loss_terms import BlockOutput
@@ -255,13 +254,6 @@ def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
     cost = compute_module_cost(module, TokenCounts(5.0))
     assert cost.matmul_macs == 5 * (E * D + 3 * expert_size + 2 * expert_size)
     assert cost.inactive_parameters == (E - 3) * expert_size
-
-
-def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
-    values = load_config("mixtral-8x7b").model_dump()
-    values["train"] |= {"compile": True, "recompute": "full"}
-    with pytest.raises(ValidationError, match=r"train\.recompute = 'full': blocks with .* compiled around their"):
-        Config.model_validate(values)
 
 
 def test_families_whose_streams_have_no_padding_are_refused() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megatfm.engines.activation_checkpointing import recompute
 from megatfm.layers.moe import experts
 from megatfm.layers.moe import experts as dispatch
 from megatfm.layers.moe.experts import expert_capacity, find_within_capacity, sort_by_expert
@@ -18,10 +20,13 @@ from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, looped
 from tests.support.models import B, D, E, T, build_moe, moe_inputs, moe_sequence
 
 
-def test_rows_beyond_the_last_expert_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows, and the gradients of its rows, may be anything."""
+@pytest.mark.parametrize("padding", [(slice(1, 2), slice(3, None)), (slice(None), slice(None))], ids=["some", "all"])
+def test_rows_beyond_the_last_expert_reach_nothing(
+    padding: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows, and the gradients of its rows, may be anything, also if no expert has any token."""
     documents = torch.zeros(B, T, dtype=torch.int64)
-    documents[1, 3:] = -1
+    documents[padding] = -1
 
     def poisoned(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
         beyond_M1 = (torch.arange(len(x_MI)) >= ends_G[-1])[:, None]
@@ -66,6 +71,43 @@ def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPat
     assert not on_a_gpu.found
 
 
+class Passes(TorchDispatchMode):
+    """Counts reads and writes of matrices of `size` elements, but views and new memory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func._schema.name and func._schema.name != "aten::detach":
+            tensors = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
+            self.found += sum(x.dim() > 1 and x.numel() == self.size for x in tensors)
+        return output
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_on_a_gpu_each_row_of_an_expert_is_read_and_written_once(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch writes rows, combine reads them; backward combine writes gradients and reads rows, dispatch reads."""
+    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
+    generator, tokens, top_k, n_experts = torch.Generator().manual_seed(0), 40, 3, 5
+    choices = torch.rand(tokens, n_experts + 2, generator=generator).argsort(-1)[:, :top_k].flatten()
+    if padded:
+        choices = choices % n_experts
+    order, ends = sort_by_expert(choices, n_experts)
+    rows = dispatch.SortedRows(order, ends, top_k, padded=padded)
+    x = torch.randn(tokens, D, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.rand(len(choices), dtype=torch.float64, generator=generator).requires_grad_()
+    direction = torch.randn(tokens, D, dtype=torch.float64, generator=generator)
+    with Passes(len(choices) * D) as passes:
+        y = rows.combine(rows.dispatch(x), weights)
+        actual = y, *torch.autograd.grad(y, [x, weights], direction)
+    assert passes.found == 2 + 3
+    sums = (weights * (choices < n_experts)).view(tokens, top_k, 1).expand(-1, -1, D).sum(1) * x
+    for result, expected in zip(actual, (sums, *torch.autograd.grad(sums, [x, weights], direction)), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
 class Names(TorchDispatchMode):
     """Notes the names of operators."""
 
@@ -91,8 +133,8 @@ def test_rows_are_put_in_order_by_reads_alone_in_both_passes() -> None:
     assert names.found - {"detach", "argsort", "sort", "sin"} == {"index_select"}
 
 
-def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """Stand-in for grouped_gemm.ops.gmm, with readable errors."""
+def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+    """Stand-in for grouped_gemm.backend.gmm, with readable errors."""
     assert a.dtype == b.dtype == torch.bfloat16
     assert a.is_contiguous()
     assert b.is_contiguous()
@@ -100,12 +142,46 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
     assert batch_sizes.device.type == "cpu"
     assert int(batch_sizes.sum()) == len(a) > 0
     parts = a.split(batch_sizes.tolist())
+    if trans_a:
+        others = b.split(batch_sizes.tolist())
+        return torch.stack([part.T @ other for part, other in zip(parts, others, strict=True)])
     return torch.cat([part @ (weight.T if trans_b else weight) for part, weight in zip(parts, b, strict=True)])
 
 
-def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def install_stand_in(monkeypatch: pytest.MonkeyPatch, function: Any = gmm) -> None:
     monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
-    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
+    monkeypatch.setitem(sys.modules, "grouped_gemm.backend", types.SimpleNamespace(gmm=function))
+
+
+class TwoProducts(nn.Module):
+    """A block of two grouped products with an activation between them."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.kernel = kernel
+        self.up = nn.Parameter(torch.randn(4, 24, D, generator=generator).bfloat16())
+        self.down = nn.Parameter(torch.randn(4, D, 24, generator=generator).bfloat16())
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.kernel(self.kernel(x, self.up, ends).relu(), self.down, ends).sin()
+
+
+def test_selective_recomputation_repeats_no_product_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = []
+    install_stand_in(monkeypatch, lambda *inputs: (products.append(1), gmm(*inputs))[1])
+    ends, counts, gradients = torch.tensor([3, 3, 9, 11], dtype=torch.int32), {}, {}
+    for how in ("none", "selective", "full"):
+        block = TwoProducts(grouped_mm.megablocks_linear)
+        recompute(block, [block], how)
+        x = torch.arange(11.0 * D).view(11, D).sin().bfloat16().requires_grad_()
+        products.clear()
+        gradients[how] = torch.autograd.grad(block(x, ends).sum(), [x, *block.parameters()])
+        counts[how] = len(products)
+    assert counts == {"none": 6, "selective": 6, "full": 8}
+    for how in ("selective", "full"):
+        for gradient, expected in zip(gradients[how], gradients["none"], strict=True):
+            assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize(("dtype_", "kernel"), [

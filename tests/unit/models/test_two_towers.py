@@ -48,13 +48,9 @@ def test_the_factor_has_a_bound() -> None:
 
 
 def test_unequal_numbers_of_images_and_captions_are_refused() -> None:
-    model = build(TOWER_MODELS["softmax"])
+    model, batch = build(TOWER_MODELS["softmax"]), tower_batch("softmax")
     with pytest.raises(MegatfmError, match="2 images and 3 captions"):
         model.compare({"images": torch.eye(3)[:2], "texts": torch.eye(3), "scale": torch.ones(1)})
-
-
-def test_a_row_with_an_image_too_many_is_named() -> None:
-    model, batch = build(TOWER_MODELS["softmax"]), tower_batch("softmax")
     batch["documents"][1] = torch.where(batch["documents"][1] == 1, -1, batch["documents"][1])
     with pytest.raises(MegatfmError, match="row 1 has 2 images and 1 captions"):
         model(**batch)

@@ -64,17 +64,11 @@ def test_random_texts_have_one_prompt_end(placement: str) -> None:
         assert (fields["tokens"] == 9).sum() == 1
 
 
-def test_a_prompt_end_that_is_another_token_is_refused() -> None:
-    with pytest.raises(UsageError, match="prompt_end_token_id = 55 is the image's token or the begin token"):
-        objective(prompt_end_token_id=IMG)
-
-
-def test_an_image_token_that_pads_begins_or_ends_is_refused() -> None:
-    for special in ({"bos": IMG}, {"eos": IMG}, {"pad": IMG}):
-        roles = SpecialTokens(**({"bos": BOS, "eos": EOS, "pad": PAD, "vocab_size": VOCABULARY} | special))
-        model = ModelConfig.from_dotted(LLAVA)
-        with pytest.raises(UsageError, match=f"image_token_id = {IMG} is the tokenizer's begin, end or padding token"):
-            build_objective(ImageToTextObjective(), model, roles, (10, 40), ImagesConfig(size=8))
+@pytest.mark.parametrize("role", ["bos", "eos", "pad"])
+def test_an_image_token_that_pads_begins_or_ends_is_refused(role: str) -> None:
+    roles = SpecialTokens(**({"bos": BOS, "eos": EOS, "pad": PAD, "vocab_size": VOCABULARY} | {role: IMG}))
+    with pytest.raises(UsageError, match=f"image_token_id = {IMG} is the tokenizer's begin, end or padding token"):
+        build_objective(ImageToTextObjective(), ModelConfig.from_dotted(LLAVA), roles, (10, 40), ImagesConfig(size=8))
 
 
 def test_a_long_text_is_cut_off_at_the_row() -> None:
@@ -119,15 +113,16 @@ def test_samples_are_refused(text: list[int], options: dict[str, Any], message: 
         build(text, **options)
 
 
-@pytest.mark.parametrize(("lengths", "images", "message"), [
-    ((10, 5), {}, r"data\.target_length = 5 is too short for an image, which takes 4 tokens"),
-    ((4, 30), {}, r"data\.sequence_length = 4 is too short for an image"),
-    ((10, 30), {"mixup": 0.5}, "a mixed image has no text"),
-    ((10, 30), {"size": 9}, r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4"),
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prompt_end_token_id": IMG}, "prompt_end_token_id = 55 is the image's token or the begin token"),
+    ({"lengths": (10, 5)}, r"data\.target_length = 5 is too short for an image, which takes 4 tokens"),
+    ({"lengths": (4, 30)}, r"data\.sequence_length = 4 is too short for an image"),
+    ({"images": {"mixup": 0.5}}, "a mixed image has no text"),
+    ({"images": {"size": 9}}, r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4"),
 ])  # fmt: skip
-def test_rows_and_images_are_refused(lengths: tuple[int, int], images: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_rows_images_or_tokens_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        objective(lengths=lengths, images=images)
+        objective(**options)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

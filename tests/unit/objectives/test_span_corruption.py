@@ -119,13 +119,10 @@ def test_a_decoder_reads_the_input_as_its_prefix() -> None:
     assert (one.loss_weights.keys(), two.loss_weights.keys()) == ({"causal"}, {"span"})
 
 
-def test_too_few_sentinels_name_the_number_that_is_needed() -> None:
+def test_too_few_sentinels_and_a_missing_length_name_what_is_needed() -> None:
     few = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=500, sentinels=range(10))
     with pytest.raises(UsageError, match=r"up to 28 spans .* has 10 sentinels: .*tokenizer\.sentinels=28"):
         make_objective("span_corruption", rows=(512, 114), special=few)
-
-
-def test_the_decoders_row_must_have_a_length() -> None:
     with pytest.raises(UsageError, match=r"fills two rows: set data\.target_length, .* data\.target_length=128"):
         make_objective("span_corruption", rows=(512,))
 

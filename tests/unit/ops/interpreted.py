@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatfm.engines.interface import ShardLocation
 from megatfm.ops import cross_entropy as module
 from megatfm.ops import cross_entropy_triton
 from megatfm.ops.cross_entropy import (
@@ -18,6 +19,8 @@ from megatfm.ops.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
 )
+from megatfm.optim import adamw_triton, optimizers
+from megatfm.optim.optimizers import BF16StateAdamW
 
 M, D, V = 13, 6, 45
 VARIANTS = LogitOptions(), LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)
@@ -58,10 +61,11 @@ BOUNDS = 0, 20, V
 """First rows of two shards of the vocabulary, and its end."""
 
 
-def check_shards(dtype: torch.dtype, variant: LogitOptions, hidden_shard: int | None) -> None:
+def check_shards(kernels: Any, dtype: torch.dtype, variant: LogitOptions, hidden_shard: int | None) -> None:
     """Two shards give the loss, and together the gradients, of the full vocabulary. Each runs twice: the first time,
-    it leaves its statistics for the other. hidden_shard: one whose tokens a bias of −∞ hides."""
-    module._choose_kernels = lambda logits: cross_entropy_triton
+    it leaves its statistics for the other. kernels: None for torch's operators. hidden_shard: one whose tokens a bias
+    of −∞ hides."""
+    module._choose_kernels = lambda logits: kernels
     trained, targets = inputs(dtype)
     if hidden_shard is not None:
         with torch.no_grad():
@@ -120,6 +124,30 @@ def check_hidden_tokens() -> None:
     torch.testing.assert_close(logits.double(), gradient, rtol=1e-6, atol=1e-6)
 
 
+def check_adamw(sizes: tuple[int, ...], offsets: tuple[int, ...], can_skip: bool) -> None:
+    """A shard of a weight, and its moments in bfloat16, after two steps: moments are rounded alike, to the bit."""
+    shape, generator = (7, 6, 5), torch.Generator().manual_seed(3)
+    start = torch.randn(sizes, generator=generator)
+    gradients = [torch.randn(sizes, generator=generator) for _ in range(2)]
+    results = []
+    for update in (None, adamw_triton.update):
+        optimizers._choose_kernel = lambda _, chosen=update: chosen
+        weight = start.clone()
+        optimizer = BF16StateAdamW([{"params": [weight], "weight_decay": 0.1}], lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
+        optimizer.set_shard_locations({weight: ShardLocation("a", shape, offsets)})
+        for found_inf, gradient in zip((0.0, float(can_skip)), gradients, strict=True):
+            weight.grad = gradient
+            if can_skip:
+                optimizer.found_inf = torch.tensor(found_inf)
+            optimizer.step()
+        results.append((weight, optimizer.state[weight]))
+    (expected, expected_state), (actual, state) = results
+    assert not torch.equal(actual, start)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(state[name], expected_state[name]), (sizes, name)
+
+
 if __name__ == "__main__":
     cross_entropy_triton.BLOCK = 16  # several blocks a row
     for dtype, variant in itertools.product(CLOSE, VARIANTS):
@@ -130,7 +158,13 @@ if __name__ == "__main__":
         (torch.float32, VARIANTS[-1], None),
         (torch.bfloat16, VARIANTS[0], None),
     ):
-        check_shards(dtype, variant, hidden_shard)
+        check_shards(cross_entropy_triton, dtype, variant, hidden_shard)
+        check_shards(None, dtype, variant, hidden_shard)
     check_no_number()
     check_hidden_tokens()
+    adamw_triton.BLOCK = 64
+    for sizes, offsets in (
+        ((7, 6, 5), (0, 0, 0)), ((3, 6, 5), (4, 0, 0)), ((7, 2, 5), (0, 3, 0)), ((3, 2, 4), (2, 1, 1)),
+    ):  # fmt: skip
+        check_adamw(sizes, offsets, can_skip=sizes[0] == 3)
     print("all alike")

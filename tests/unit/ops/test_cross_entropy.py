@@ -143,6 +143,10 @@ def test_the_kernels_compile_for_a_gpu_without_spills() -> None:
             actual = script.compile_cross_entropy("bf16", name=name, **options)
             assert actual.registers <= 96, (name, options)
             assert actual.spilled == 0, (name, options)
+    for is_run in (True, False):
+        update = script.compile_adamw(is_run=is_run)
+        assert update.registers <= 64, is_run
+        assert update.spilled == 0, is_run
 
 
 class LogitsSized(TorchDispatchMode):

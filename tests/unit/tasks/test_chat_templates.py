@@ -1,5 +1,6 @@
 """Chat templates of published models read more than roles and contents: all that transformers gives them."""
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,21 @@ def test_a_template_reads_what_transformers_gives_it(name: str, roles: dict[str,
     tokenizer, reference = open_tokenizers(tmp_path, TEMPLATES[name], **roles)
     expected = reference.apply_chat_template(ROWS, tokenize=False)
     assert load_chat_template(tmp_path, tokenizer, None).render(ROWS) == expected
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_template_spells_tokens_that_the_files_name(file: str, tmp_path: Path) -> None:
+    template = "{{ bos_token }}|{{ image_token }}|{{ video_token }}" + TURNS
+    tokenizer, _ = open_tokenizers(tmp_path, template, eos_token=MARKS[3])
+    named = {"bos_token": MARKS[2], "image_token": MARKS[4], "extra_special_tokens": {"video_token": MARKS[5]}}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["extra_special_tokens"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    content = config | named if file == "tokenizer_config.json" else named
+    (tmp_path / file).write_text(json.dumps(content))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(ROWS, tokenize=False)
+    assert load_chat_template(tmp_path, tokenizer, None).render(ROWS) == expected
+    assert expected.startswith("|".join((MARKS[2], *MARKS[4:])))
 
 
 def test_special_tokens_of_a_folder_that_names_none(tmp_path: Path) -> None:

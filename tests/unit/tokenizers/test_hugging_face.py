@@ -18,6 +18,7 @@ from megatfm.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
     load,
+    read_tokenizer_files,
     train_byte_bpe,
     train_sentencepiece,
 )
@@ -231,6 +232,47 @@ def test_a_token_that_only_the_config_calls_special_is_special(changed: Changed)
     assert message.mask not in message.encode("a <mask> b")
 
 
+SPECIAL = {"content": "def", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+ROLES_ALONE = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(("config", "names"), [
+    ({"extra_special_tokens": ["def", "<new>"]}, None),
+    ({"additional_special_tokens": ["def", "<new>"]}, None),
+    ({"extra_special_tokens": ["def"], "additional_special_tokens": ["return"]}, None),
+    ({}, {"additional_special_tokens": ["def", "<new>"], **ROLES_ALONE}),
+    ({}, {"extra_special_tokens": [SPECIAL, "<new>"], "eos_token": "<extra_1>"}),
+    ({"eos_token": "</s>"}, {"eos_token": "<extra_1>"}),
+    ({"eos_token": "</s>"}, {"eos_token": {**SPECIAL, "content": "</s>"}}),
+    ({"added_tokens_decoder": {}, **ROLES_ALONE}, {"eos_token": "<extra_1>"}),
+    (None, {"additional_special_tokens": ["def"], **ROLES_ALONE}),
+], ids=str)  # fmt: skip
+def test_further_special_tokens_are_read_from_the_files_that_transformers_reads(
+    config: dict[str, Any] | None, names: dict[str, Any] | None, plain: File, tmp_path: Path
+) -> None:
+    class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"tokenizer.json": plain, "tokenizer_config.json": config and config | class_}
+    files |= {"special_tokens_map.json": names}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    actual = load(tmp_path)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert actual.vocab_size == len(reference)
+    for word in ("def", "return", "<new>"):
+        is_special = reference.convert_tokens_to_ids(word) in reference.all_special_ids
+        assert actual.encode_with_offsets(word)[0].tolist() == reference.encode(word), word
+        assert is_special == (word in actual.reserved_spellings), word
+        assert actual.decode(actual.encode(word)) == word, "a text that spells it is no such token"
+    if reference.eos_token is not None:
+        assert actual.eos == reference.eos_token_id
+    (tmp_path / "copy").mkdir()
+    for name, data in read_tokenizer_files(tmp_path).items():
+        (tmp_path / "copy" / name).write_bytes(data)
+    copied = load(tmp_path / "copy")
+    assert (copied.hash, copied.special) == (actual.hash, actual.special)
+
+
 def test_words_that_end_with_a_mark_begin_nowhere(changed: Changed) -> None:
     """GPT-1's kind: whether a piece begins a word is told by the piece before it."""
 
@@ -255,6 +297,7 @@ def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
     (b"{", None, "not a tokenizer.json of the tokenizers library"),
     (None, b"[]", "tokenizer_config.json beside it is not valid"),
     (None, b"{", "tokenizer_config.json beside it is not valid"),
+    (None, b'{"extra_special_tokens": "<x>", "pad_token": "<nowhere>"}', "beside it calls its pad_token"),
     (None, b'{"pad_token": "<nowhere>"}', "has no '<nowhere>', which tokenizer_config.json beside it calls"),
 ])  # fmt: skip
 def test_broken_files_are_one_line(plain: File, data: bytes | None, config: bytes | None, message: str) -> None:

@@ -307,7 +307,7 @@ def test_a_resume_on_another_machine_is_logged() -> None:
     ("trouble", None), ("trouble", []), ("trouble.losses", 1), ("trouble.losses", ["1"]), ("trouble.in_a_row", "x"),
     ("trouble.skipped", -1), ("best", []), ("best", {}), ("best", {"step": None, "value": 1.0}),
     ("best", {"step": 1}), ("best", {"step": 1, "value": "x"}),
-    ("best", {"step": 1, "value": 1, "evaluations_since": []}),
+    ("best", {"step": 1, "value": 1, "evaluations_since": []}), ("unevaluated", [5]), ("unevaluated", {"step": 4}),
 ])  # fmt: skip
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
     with pytest.raises(

@@ -30,6 +30,7 @@ from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, 
 from tests.support.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+EXPERTS = ["model.ffn.name=moe", "model.ffn.n_experts=4", "model.ffn.top_k=2"]
 
 
 @pytest.mark.parametrize(("overrides", "on_gpu", "on_cpu"), [
@@ -38,7 +39,8 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
     (["train.compile=autotune"], True, True),
     (["train.compile=false"], False, False),
     (["train.recompute=2 GB"], False, False),
-    (["parallel.cp=2"], False, False),
+    (["parallel.cp=2"], True, False),
+    ([*EXPERTS, "train.recompute=full"], True, False),
     (["model.attention.pattern=bigbird"], False, False),
     (["parallel.pp=2", "parallel.pp_schedule=zbv"], False, False),
 ])  # fmt: skip

@@ -1,0 +1,106 @@
+"""Collections of garbage at chosen steps, and what a step leaves to them."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.train.garbage_collection import GarbageCollection
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
+from tests.support.workers import Workers
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Calls of the module gc, by name, while automatic collections are on."""
+    was_enabled, calls = gc.isenabled(), list[str]()
+    gc.enable()
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    yield calls
+    if not was_enabled:
+        gc.disable()
+
+
+def run_steps(every: int, steps: range, calls: list[str]) -> dict[int, list[str]]:
+    """Calls after each step that made any."""
+    made = {}
+    with GarbageCollection(every) as garbage:
+        for step in steps:
+            assert gc.isenabled() == (every == 0)
+            garbage.after_step(step)
+            if calls:
+                made[step] = [*calls]
+            calls.clear()
+    return made
+
+
+def test_garbage_is_collected_at_steps_and_after_the_first_one(collected: list[str]) -> None:
+    """Ranks of a resumed run start at the same step."""
+    assert run_steps(5, range(8, 17), collected) == {8: ["collect", "freeze"], 10: ["collect"], 15: ["collect"]}
+    assert collected == ["unfreeze"]
+    assert gc.isenabled()
+
+
+def test_an_error_leaves_automatic_collections_on(collected: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), GarbageCollection(5):
+        _ = 1 / 0
+    assert gc.isenabled()
+
+
+def test_python_collects_by_itself_without_an_interval(collected: list[str]) -> None:
+    assert run_steps(0, range(1, 9), collected) == {}
+    assert collected == []
+
+
+def test_a_caller_that_collects_itself_is_left_alone(collected: list[str]) -> None:
+    gc.disable()
+    with GarbageCollection(1) as garbage:
+        garbage.after_step(1)
+    assert collected == []
+    assert not gc.isenabled()
+
+
+def count_tensors_in_cycles(model: ModelConfig, parallel: ParallelConfig, recomputed: str) -> Counter[str]:
+    """Types of the objects that two steps leave in reference cycles."""
+    engine = build_engine(model, parallel, ADAMW, precision="bf16", recomputed=recomputed)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for step in range(4):
+            if step == 2:
+                gc.collect()
+            engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
+            engine.step(1e-2, clip=1.0)
+            engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return Counter(type(x).__name__ for x in gc.garbage if isinstance(x, Tensor))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        if was_enabled:
+            gc.enable()
+
+
+EXPERTS: dict[str, Any] = {"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}}
+
+
+@pytest.mark.parametrize(("model", "parallel", "recomputed"), [
+    (TIED_MODEL, ParallelConfig(dp_shard=2), "full"),
+    (TIED_MODEL, ParallelConfig(dp_shard=2, zero=1), "none"),
+    (TIED_MODEL, ParallelConfig(tp=2), "selective"),
+    (TIED_MODEL, ParallelConfig(pp=2, pp_schedule="zbv"), "none"),
+    (TIED_MODEL.with_changes(EXPERTS), ParallelConfig(dp_shard=2, ep=2), "full"),
+], ids=["zero 3", "zero 1", "tp", "pp", "ep"])  # fmt: skip
+def test_a_step_leaves_no_tensors_in_reference_cycles(
+    workers: Workers, model: ModelConfig, parallel: ParallelConfig, recomputed: str
+) -> None:
+    """Their memory would be held until the next collection."""
+    assert workers.run(count_tensors_in_cycles, 2, model, parallel, recomputed) == [Counter()] * 2
