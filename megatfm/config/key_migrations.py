@@ -83,7 +83,7 @@ RENAMED_KEYS = list_renames({
     },
     "deepspeed": {"hpz": "zero_hpz_partition_size"},
 })  # fmt: skip
-"""(Old key, new key) of training configs, in the order of their renaming."""
+"""(Old key, new key) of training configs, in the order of their translation: a renamed section before its keys."""
 RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("parallel.cp_method", "heads", "ulysses"),
     ("parallel.grad_accumulation", "whole", "unsharded"),
