@@ -312,6 +312,9 @@ def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
 @show_log()
 def explain_oom_command(args: argparse.Namespace) -> int:
     """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
+    from megatfm.launchers.status import resolve_run_dir
+
+    folder = resolve_run_dir(args.folder)
     log.info("%s: estimating the memory of a step", args.folder)
     from megatfm.estimate.recorded import read_recorded, run_estimator  # imports torch
     from megatfm.estimate.text import (
@@ -321,9 +324,7 @@ def explain_oom_command(args: argparse.Namespace) -> int:
         make_memory_table,
         make_phases_table,
     )
-    from megatfm.launchers.status import resolve_run_dir
 
-    folder = resolve_run_dir(args.folder)
     recorded = read_recorded(folder)
     with run_estimator(folder, recorded, args.device, args.hardware) as estimator:
         estimate = estimator.estimate(estimator.base)
