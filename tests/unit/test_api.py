@@ -162,7 +162,7 @@ def test_results_that_can_not_be_written_are_shown(
     caplog.clear()
     assert megatfm.load(run).evaluate() == {"held-out": {"loss": 1.2345}, "again": {"loss": 1.2345}}
     assert "evaluation.json: can't write it: Read-only file system" in caplog.messages
-    monkeypatch.setattr(evaluate, "_find_newest", refuse)
+    monkeypatch.setattr(evaluate, "open_engine", refuse)
     with pytest.raises(MegatfmError, match="Read-only"):
         megatfm.load(run).evaluate()
 
