@@ -308,6 +308,20 @@ def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dty
         assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 
 
+@on_a_gpu
+def test_kernels_of_vocabulary_shards_and_of_bf16_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases that are interpreted on a CPU."""
+    from tests.support import triton_kernels as cases
+
+    monkeypatch.setattr(cases.module, "_choose_kernels", None)  # set by each case, and restored at the end
+    monkeypatch.setattr(cases.optimizers, "_choose_kernel", None)
+    monkeypatch.setattr(cases.cross_entropy_triton, "BLOCK", 16)
+    for case in cases.SHARDED:
+        cases.check_shards(cases.cross_entropy_triton, *case, device="cuda")
+    for sizes, offsets in cases.BLOCKS:
+        cases.check_adamw(sizes, offsets, can_skip=sizes[0] == 3, device="cuda")
+
+
 def check_shards(device: str, dtype: torch.dtype, bound: float) -> None:
     """Compare attention to the keys of two ranks, as a ring adds it up, with the softmax of all pairs in float64."""
     length, documents = 1088, torch.tensor([[0] * 700 + [1] * 388, [0] * 1088])

@@ -128,7 +128,7 @@ with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, rea
 
 @with_triton
 def test_the_interpreted_triton_kernel_equals_the_reference() -> None:
-    command = [sys.executable, "-m", "tests.unit.ops.interpreted"]
+    command = [sys.executable, "-m", "tests.support.triton_kernels"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.stdout.endswith("all alike\n"), ran.stderr[-2000:]

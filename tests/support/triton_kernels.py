@@ -1,6 +1,7 @@
-"""`python -m tests.unit.ops.interpreted`, with TRITON_INTERPRET=1: our Triton kernels on a CPU, against the references.
+"""Our Triton kernels against the references, on a GPU or interpreted on a CPU.
 
-A process of its own, since Triton decides when it is imported whether it interprets.
+`TRITON_INTERPRET=1 python -m tests.support.triton_kernels` is a process of its own, since Triton decides when it is
+imported whether it interprets.
 """
 
 import itertools
@@ -61,12 +62,15 @@ BOUNDS = 0, 20, V
 """First rows of two shards of the vocabulary, and its end."""
 
 
-def check_shards(kernels: Any, dtype: torch.dtype, variant: LogitOptions, hidden_shard: int | None) -> None:
+def check_shards(
+    kernels: Any, dtype: torch.dtype, variant: LogitOptions, hidden_shard: int | None, device: str = "cpu"
+) -> None:
     """Two shards give the loss, and together the gradients, of the full vocabulary. Each runs twice: the first time,
     it leaves its statistics for the other. kernels: None for torch's operators. hidden_shard: one whose tokens a bias
     of −∞ hides."""
     module._choose_kernels = lambda logits: kernels
     trained, targets = inputs(dtype)
+    trained, targets = [x.detach().to(device).requires_grad_() for x in trained], targets.to(device)
     if hidden_shard is not None:
         with torch.no_grad():
             trained[2][slice(*BOUNDS[hidden_shard : hidden_shard + 2])] = -torch.inf
@@ -124,11 +128,11 @@ def check_hidden_tokens() -> None:
     torch.testing.assert_close(logits.double(), gradient, rtol=1e-6, atol=1e-6)
 
 
-def check_adamw(sizes: tuple[int, ...], offsets: tuple[int, ...], can_skip: bool) -> None:
-    """A shard of a weight, and its moments in bfloat16, after two steps: moments are rounded alike, to the bit."""
+def check_adamw(sizes: tuple[int, ...], offsets: tuple[int, ...], can_skip: bool, device: str = "cpu") -> None:
+    """A shard of a weight, and its moments in bfloat16, after two steps: moments are rounded alike, on a CPU to the
+    bit."""
     shape, generator = (7, 6, 5), torch.Generator().manual_seed(3)
-    start = torch.randn(sizes, generator=generator)
-    gradients = [torch.randn(sizes, generator=generator) for _ in range(2)]
+    start, *gradients = (torch.randn(sizes, generator=generator).to(device) for _ in range(3))
     results = []
     for update in (None, adamw_triton.update):
         optimizers._choose_kernel = lambda _, chosen=update: chosen
@@ -138,33 +142,38 @@ def check_adamw(sizes: tuple[int, ...], offsets: tuple[int, ...], can_skip: bool
         for found_inf, gradient in zip((0.0, float(can_skip)), gradients, strict=True):
             weight.grad = gradient
             if can_skip:
-                optimizer.found_inf = torch.tensor(found_inf)
+                optimizer.found_inf = torch.tensor(found_inf, device=device)
             optimizer.step()
         results.append((weight, optimizer.state[weight]))
     (expected, expected_state), (actual, state) = results
     assert not torch.equal(actual, start)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(state[name], expected_state[name]), (sizes, name)
+        share = (state[name] == expected_state[name]).double().mean()
+        assert share >= (1 if device == "cpu" else 0.99), (sizes, name)
+
+
+SHARDED = (
+    (torch.float32, VARIANTS[0], 0),
+    (torch.float32, VARIANTS[0], 1),
+    (torch.float32, VARIANTS[-1], None),
+    (torch.bfloat16, VARIANTS[0], None),
+)
+"""Cases of `check_shards`: dtype, variant, and the shard that is hidden."""
+BLOCKS = ((7, 6, 5), (0, 0, 0)), ((3, 6, 5), (4, 0, 0)), ((7, 2, 5), (0, 3, 0)), ((3, 2, 4), (2, 1, 1))
+"""Cases of `check_adamw`: sizes and offsets."""
 
 
 if __name__ == "__main__":
     cross_entropy_triton.BLOCK = 16  # several blocks a row
     for dtype, variant in itertools.product(CLOSE, VARIANTS):
         check(dtype, variant)
-    for dtype, variant, hidden_shard in (
-        (torch.float32, VARIANTS[0], 0),
-        (torch.float32, VARIANTS[0], 1),
-        (torch.float32, VARIANTS[-1], None),
-        (torch.bfloat16, VARIANTS[0], None),
-    ):
+    for dtype, variant, hidden_shard in SHARDED:
         check_shards(cross_entropy_triton, dtype, variant, hidden_shard)
         check_shards(None, dtype, variant, hidden_shard)
     check_no_number()
     check_hidden_tokens()
     adamw_triton.BLOCK = 64
-    for sizes, offsets in (
-        ((7, 6, 5), (0, 0, 0)), ((3, 6, 5), (4, 0, 0)), ((7, 2, 5), (0, 3, 0)), ((3, 2, 4), (2, 1, 1)),
-    ):  # fmt: skip
+    for sizes, offsets in BLOCKS:
         check_adamw(sizes, offsets, can_skip=sizes[0] == 3)
     print("all alike")
