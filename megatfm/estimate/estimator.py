@@ -238,7 +238,9 @@ def open_estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = (
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
     with fake_ranks(ranks):
-        yield Estimator(resolved, cluster)
+        estimator = Estimator(resolved, cluster)
+        _ = estimator.description  # a model that can't be built is refused here
+        yield estimator
 
 
 def _resolve_precision(config: Config, device: Device) -> Config:

@@ -9,11 +9,12 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern, local
-from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.bigbird import BigBird, draw_random_blocks
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
@@ -278,3 +279,11 @@ def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture) -
         f"attention Full(causal=True) on cpu in {dtype} runs in kernel fused, with its causal mask"
         for dtype in ("float32", "float64")
     ]
+
+
+def test_random_blocks_that_a_fake_pass_drew_first_are_real() -> None:
+    """The table is kept for all passes of a process: an estimate's must not leave a fake one."""
+    seed = 9_173  # of no other test
+    with FakeTensorMode():
+        draw_random_blocks(12, 2, 1, seed)
+    assert not isinstance(draw_random_blocks(12, 2, 1, seed), FakeTensor)

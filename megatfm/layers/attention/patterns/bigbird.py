@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
@@ -157,7 +158,8 @@ def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
         for head in range(n_heads):
             random_blocks = [block for block in generator.permutation(n_candidates) if block not in excluded]
             table[head, row] = random_blocks[:n_random]
-    return torch.from_numpy(table)
+    with _disable_current_modes():  # a fake tensor would be kept for real passes
+        return torch.from_numpy(table)
 
 
 @PATTERNS.register("bigbird")
