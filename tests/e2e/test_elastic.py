@@ -279,7 +279,7 @@ def test_all_end_well(start: Start, machines: str) -> None:
     (signal.SIGKILL, 3), pytest.param(signal.SIGKILL, 2, marks=EXTENDED),
     *(pytest.param(signal.SIGKILL, rank, marks=SLOW) for rank in (0, 4)),
     (signal.SIGSTOP, 2), *(pytest.param(signal.SIGSTOP, rank, marks=SLOW) for rank in (0, 3)),
-])  # fmt: skip
+], ids=lambda value: getattr(value, "name", None))  # fmt: skip
 def test_a_killed_or_stopped_rank_is_named_on_all_machines(start: Start, number: signal.Signals, blamed: int) -> None:
     is_killed = number == signal.SIGKILL
     ranks = start() if is_killed else start(hang_timeout=3.0)
