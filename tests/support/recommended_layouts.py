@@ -130,10 +130,10 @@ def traced_layout(case: Recommended) -> TracedLayout:
 
 
 def few_layers(config: Config) -> list[str]:
-    """Overrides that leave a block of each kind, and two for each stage of a pipeline or of a hierarchical model."""
+    """Overrides that leave a block of each kind, and two for each pipeline stage."""
     model, parallel = config.model, config.parallel
     if model.stages is not None:
-        return [f"model.stages.layers={[min(2, layers) for layers in model.stages.layers]}"]
+        return []
     if model.text_tower is not None:
         return [f"model.{tower}n_layers=2" for tower in ("", "text_tower.")]
     kinds = [model.layer_types.index(kind) + 1 for kind in set(model.layer_types)]
