@@ -6,6 +6,7 @@ imported whether it interprets.
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -135,15 +136,15 @@ def check_adamw(sizes: tuple[int, ...], offsets: tuple[int, ...], can_skip: bool
     start, *gradients = (torch.randn(sizes, generator=generator).to(device) for _ in range(3))
     results = []
     for update in (None, adamw_triton.update):
-        optimizers._choose_kernel = lambda _, chosen=update: chosen
         weight = start.clone()
         optimizer = BF16StateAdamW([{"params": [weight], "weight_decay": 0.1}], lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
         optimizer.set_shard_locations({weight: ShardLocation("a", shape, offsets)})
         for found_inf, gradient in zip((0.0, float(can_skip)), gradients, strict=True):
             weight.grad = gradient
             if can_skip:
-                optimizer.found_inf = torch.tensor(found_inf, device=device)
-            optimizer.step()
+                vars(optimizer)["found_inf"] = torch.tensor(found_inf, device=device)
+            with mock.patch.object(optimizers, "_choose_kernel", return_value=update):
+                optimizer.step()
         results.append((weight, optimizer.state[weight]))
     (expected, expected_state), (actual, state) = results
     assert not torch.equal(actual, start)
