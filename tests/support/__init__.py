@@ -8,6 +8,7 @@ Compare numbers
     source_losses       the loss of each source of rows
     reference_gradients transformers as an oracle; its small models are in `hf_decoders`, `hf_encoders`, `hf_images`
     deepspeed_runs      steps under DeepSpeed; `deepspeed_state` has what it saves
+    triton_kernels      our Triton kernels beside the references, interpreted or on a GPU
     golden_curves       loss curves and parameter names that are stored
     tensors             drawn tensors, values and every gradient of two results
     sharded_engines     state that two ranks share

@@ -23,7 +23,7 @@ from tests.support.trained_runs import SMALL_DECODER, random_model, tokenizer_mo
 
 __all__ = ["tokenizer_model"]  # a fixture
 
-RECOMPILED = {"compile": True, "recompute": "full"}
+RECOMPILED = {"compile": True, "recompute": "50 %"}
 
 
 @pytest.fixture(params=[build_hf_gpt2, build_hf_llama], ids=["biases", "gated"])
@@ -107,7 +107,7 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
     state = read_state(find_checkpoint(dense))
     values = {**state, "config": {**state["config"], "train": {**state["config"]["train"], **RECOMPILED}}}
     monkeypatch.setattr("megatfm.checkpoint.read_state", lambda _: values)
-    with pytest.raises(UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"):
+    with pytest.raises(UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = '50 %'"):
         upcycle(dense, tmp_path / "moe", Upcycling(4))
     assert not (tmp_path / "moe").exists()
 

@@ -230,7 +230,8 @@ def test_fake_rows_for_experts_of_other_groups_stay_here() -> None:
         pytest.param(
             "olmoe-1b-7b", 0.002, "parallel.ep=4 train.global_batch=24 model.vocab_size=5030", marks=EXTENDED
         ),
-        ("olmoe-1b-7b", 0.002,
+        # The moment at which experts' gradients are reduced is modelled 20 MB higher than the fullest one.
+        ("olmoe-1b-7b", 0.005,
          "parallel.ep=4 train.global_batch=16 model.vocab_size=5030 parallel.grad_accumulation=sharded"),
     ],
     ids=["pipeline zero1", "zero3", "tied, one micro-batch", "zero1, one micro-batch", "whole tensors", "zero3 sharded",
