@@ -36,7 +36,7 @@ from tests.support.expert_parity import (
     tensor_parallel_layout,
     weighted_loss,
 )
-from tests.support.layouts import SLOW, list_traffic_mismatches, traffic_config
+from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
 from tests.support.parity import build_engine, compile_blocks_by, local_block, microbatches, model_gradient_errors
 from tests.support.workers import Workers
@@ -165,7 +165,7 @@ COMPILED = {"ep2": EP2, "zero3": ParallelConfig(dp_shard=2), "tp2": TP2}
     [
         ("top-k", ["ep2"], "eager", "none"),
         ("top-k", ["ep2"], "eager", "full"),
-        ("top-k", ["ep2"], "aot_eager", "selective"),
+        pytest.param("top-k", ["ep2"], "aot_eager", "selective", marks=EXTENDED),
         *(pytest.param("top-k", [*COMPILED], "aot_eager", how, marks=SLOW) for how in ("none", "full", "selective")),
         *(pytest.param("deepseek-v3", ["ep2"], "aot_eager", how, marks=SLOW) for how in ("full", "selective")),
     ],
