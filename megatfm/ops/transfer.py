@@ -66,7 +66,9 @@ def move_to_device(values: Tensor, device: torch.device) -> Tensor:
     From pageable memory, the host would wait for the copy and for all earlier work of the GPU. `to_host` returns the
     host's values without a copy back. Raises RuntimeError while a CUDA graph is captured.
     """
-    if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
+    if not values.numel():
+        return torch.empty(values.shape, dtype=values.dtype, device=device)  # nothing to copy, or to wait for
+    if values.device.type != "cpu" or device.type == "cpu":
         return values.to(device)
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a copy from the host can't be captured: a replay would read what its address holds by then")

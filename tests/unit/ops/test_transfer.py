@@ -126,6 +126,7 @@ def test_a_captured_pass_copies_nothing_from_the_host(monkeypatch: pytest.Monkey
     move_to_device(ROWS, torch.device("cuda"))
     assert len(pinned) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: ROWS[:0])
     move_to_device(ROWS[:0], torch.device("cuda"))
     with pytest.raises(RuntimeError, match="can't be captured"):
         move_to_device(ROWS, torch.device("cuda"))
