@@ -77,7 +77,7 @@ PASSES = {
 }
 """Title → kernel of the cross-entropy, and how often it reads or writes the logits."""
 ADAMW_BYTES = 20
-"""Of a weight in float32, read and written, its gradient, and two moments in bfloat16, read and written."""
+"""Bytes moved for each weight: weight (float32) and both moments (bfloat16) are read and written, its gradient read."""
 
 
 def compile_cross_entropy(

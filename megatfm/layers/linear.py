@@ -20,13 +20,7 @@ class Linear(nn.Module):
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        initial: InitDistribution,
-        *,
-        bias: bool = False,
-        heads: int | None = None,
+        self, d_in: int, d_out: int, initial: InitDistribution, *, bias: bool = False, heads: int | None = None
     ) -> None:
         super().__init__()
         self.heads, self.matmul = heads, F.linear

@@ -108,11 +108,7 @@ class PixelDecoderHead(nn.Module):
         self.prediction = Linear(d, n_values, make_initialiser(decoder, "encoder")("dense", d, n_values), bias=True)
 
     def forward(
-        self,
-        hidden_BTD: Tensor,
-        sequence: SequenceMetadata,
-        source_BT: Tensor,
-        patches_BTK: Tensor | None = None,
+        self, hidden_BTD: Tensor, sequence: SequenceMetadata, source_BT: Tensor, patches_BTK: Tensor | None = None
     ) -> Tensor:
         if patches_BTK is None:
             return self.prediction(hidden_BTD)

@@ -218,10 +218,7 @@ class TwoStreamStack(nn.Module):
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
             *(
                 SplitPoint(
-                    f"{path}.layers.{depth}",
-                    (f"{path}.layers.{name}", f"{path}.position"),
-                    tuple(streams),
-                    streams,
+                    f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(streams), streams
                 )
                 for depth, name in enumerate(self.layer_of_depth)
             ),

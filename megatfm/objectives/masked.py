@@ -176,11 +176,7 @@ class SpanBoundary(Objective):
     predicts_tokens = True
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: SpanBoundaryObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: SpanBoundaryObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         require_head(model, "boundary", config.name)
         special.require_word_starts(f"objective.name = {config.name!r}")
@@ -256,11 +252,7 @@ class ReplacedToken(Objective):
     allows_cross_document_attention = True
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: ReplacedTokenObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: ReplacedTokenObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.masking = Masking.from_config(config, special)
         self.cls, self.sep = special.require_frame(config.name)
@@ -283,7 +275,4 @@ class ReplacedToken(Objective):
         documents = batch.get("documents")
         # Without document ids, a row is one document and all its tokens count.
         documents_or_tokens = batch["original"] if documents is None else documents
-        return {
-            "generator": (batch["targets"] != IGNORE).sum(),
-            "discriminator": (documents_or_tokens >= 0).sum(),
-        }
+        return {"generator": (batch["targets"] != IGNORE).sum(), "discriminator": (documents_or_tokens >= 0).sum()}

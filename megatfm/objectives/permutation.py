@@ -41,11 +41,7 @@ class Permutation(Objective):
     predicts_tokens = True
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: PermutationObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: PermutationObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.config = config
         self.cls, self.sep = special.require_frame(config.name)

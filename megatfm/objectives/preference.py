@@ -41,10 +41,7 @@ class Preferences(Objective):
     def __init__(
         self, special: SpecialTokens, config: PreferenceObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
-        refused_options = {
-            "lm_head.label_smoothing": model.lm_head.label_smoothing,
-            "n_mtp_heads": model.n_mtp_heads,
-        }
+        refused_options = {"lm_head.label_smoothing": model.lm_head.label_smoothing, "n_mtp_heads": model.n_mtp_heads}
         for key, value in refused_options.items():
             if value:
                 raise UsageError(

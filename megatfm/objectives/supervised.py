@@ -147,11 +147,7 @@ class TextClassification(LabelledExamples):
     head_class, term = TextClassifierHeadConfig, "sentence"
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: TextClassificationObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: TextClassificationObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.predicts_classes = self.head.loss == "cross_entropy"
@@ -189,11 +185,7 @@ class MultipleChoice(LabelledExamples):
     head_class, term = MultipleChoiceHeadConfig, "choice"
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: MultipleChoiceObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: MultipleChoiceObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.fields |= {"choice_targets": Field(pad_value=IGNORE), "parts": Field()}
@@ -222,11 +214,7 @@ class SpanExtraction(LabelledExamples):
     head_class, term = SpanExtractionHeadConfig, "answer_span"
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: SpanExtractionObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: SpanExtractionObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], 0.0)
         self.fields["answer_marks"] = Field()

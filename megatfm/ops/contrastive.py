@@ -97,12 +97,7 @@ class _ContrastiveLoss(torch.autograd.Function):
 
 
 def _forward(
-    images: Tensor,
-    texts: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    options: LossOptions,
-    lengths: Sequence[int],
+    images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, options: LossOptions, lengths: Sequence[int]
 ) -> _Sums:
     ring, is_softmax = options.ring, options.kind == "softmax"
     rows_M = images.new_full((len(images),), -torch.inf)

@@ -199,11 +199,7 @@ def _compute_logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, ou
 
 
 def _to_gradient(
-    logits: Tensor,
-    targets_M: Tensor,
-    options: LogitOptions,
-    shard: VocabularyShard | None,
-    losses_M: Tensor | None,
+    logits: Tensor, targets_M: Tensor, options: LogitOptions, shard: VocabularyShard | None, losses_M: Tensor | None
 ) -> Tensor:
     """Return the loss of a chunk, and overwrite its logits [M, W] with their gradient.
 

@@ -32,14 +32,7 @@ class PooledAttention(nn.Module):
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
 
     def __init__(
-        self,
-        config: ModelConfig,
-        initial: Initialiser,
-        *,
-        d_in: int,
-        stride: int,
-        kv_stride: int,
-        size: MapSize,
+        self, config: ModelConfig, initial: Initialiser, *, d_in: int, stride: int, kv_stride: int, size: MapSize
     ) -> None:
         super().__init__()
         options = require_variant(config.attention, PooledAttentionConfig, "model.attention")

@@ -49,10 +49,7 @@ class SwitchRouter(Router):
         probabilities_BTE = logits_BTE.softmax(-1)
         choices_BT1 = stable_topk(probabilities_BTE, 1)
         return RouterOutput(
-            choices_BT1,
-            probabilities_BTE.gather(-1, choices_BT1).to(x_BTD.dtype),
-            logits_BTE,
-            probabilities_BTE,
+            choices_BT1, probabilities_BTE.gather(-1, choices_BT1).to(x_BTD.dtype), logits_BTE, probabilities_BTE
         )
 
 

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, require_variant
-from megatfm.config.ffn import (
-    DeepSeekV2RouterConfig,
-    DeepSeekV3RouterConfig,
-    MoEConfig,
-    TopKRouterConfig,
-)
+from megatfm.config.ffn import DeepSeekV2RouterConfig, DeepSeekV3RouterConfig, MoEConfig, TopKRouterConfig
 from megatfm.layers.initialisation import Constant, Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry

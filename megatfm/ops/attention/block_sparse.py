@@ -143,12 +143,7 @@ class _BlockSparse(torch.autograd.Function):
 
 
 def compute_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng_keys: Tensor | None,
-    plan: BlockAttentionPlan,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, rng_keys: Tensor | None, plan: BlockAttentionPlan, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over these keys, −∞ where none is seen.
 

@@ -212,14 +212,7 @@ MAX_TILE_SCORES = 2**21
 
 
 def compute_tile(
-    band: Band,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    plan: BlockAttentionPlan,
+    band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, plan: BlockAttentionPlan
 ) -> None:
     """Write output and log-sum-exp of a band to `out` and `lse` [B, N, T, ·], or merge them with existing values.
 
