@@ -12,8 +12,7 @@ from megatfm.layers.feed_forward import FFN
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSequence, MapSize, to_maps, to_rows
-from megatfm.layers.norm import make_norm
-from megatfm.layers.residual import PreNorm, ResidualDropout
+from megatfm.layers.norm import PreNorm, ResidualDropout, make_norm
 
 # B batch, T tokens of a row, S tokens before pooling or after merging, D model width, I images, H rows and W columns
 

@@ -15,7 +15,7 @@ from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.layers.patch_embedding import make_normalisation
+from megatfm.layers.patches import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import MODELS, Model, Output

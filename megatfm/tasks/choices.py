@@ -17,8 +17,7 @@ from megatfm.tasks.examples import (
     require_tokens,
     truncate_longest,
 )
-from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
-from megatfm.tasks.labels import find_class_index, format_label
+from megatfm.tasks.files import Row, find_class_index, format_label, locate_rows, read_row_text, require_columns
 from megatfm.tokenizers import Tokenizer
 
 

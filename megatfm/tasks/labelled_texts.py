@@ -21,8 +21,15 @@ from megatfm.tasks.examples import (
     require_tokens,
     truncate_longest,
 )
-from megatfm.tasks.files import Row, locate_rows, read_row_text, require_columns
-from megatfm.tasks.labels import LABEL_SEPARATOR, find_class_index, format_label
+from megatfm.tasks.files import (
+    LABEL_SEPARATOR,
+    Row,
+    find_class_index,
+    format_label,
+    locate_rows,
+    read_row_text,
+    require_columns,
+)
 from megatfm.tokenizers import Tokenizer
 
 

@@ -21,8 +21,8 @@ from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.examples import ExampleFormat, build_frame, truncate_longest
+from megatfm.tasks.files import collect_labels, format_label
 from megatfm.tasks.labelled_texts import LabelledTextEncoder
-from megatfm.tasks.labels import collect_labels, format_label
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 
