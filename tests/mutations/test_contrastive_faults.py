@@ -52,13 +52,13 @@ def the_temperature_s_gradient_is_counted_in_every_micro_batch(patch: Patch) -> 
 
 
 def gradients_of_captions_stay_where_they_are(patch: Patch) -> None:
-    real = contrastive._backward
+    real = contrastive._ContrastiveLoss.backward
 
-    def backward(images: Tensor, texts: Tensor, *others: Any) -> Any:
-        of_images, _, of_scale, of_bias = real(images, texts, *others)
-        return of_images, torch.zeros_like(texts), of_scale, of_bias
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        images_grad, texts_grad, *other_grads = real(ctx, gradient)
+        return images_grad, torch.zeros_like(texts_grad), *other_grads
 
-    patch.setattr(contrastive, "_backward", backward)
+    patch.setattr(contrastive._ContrastiveLoss, "backward", staticmethod(backward))
 
 
 def the_second_pass_drops_others(patch: Patch) -> None:
