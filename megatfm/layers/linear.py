@@ -33,11 +33,6 @@ class Linear(nn.Module):
         y = self.matmul(x, self.weight, self.bias)
         return y if self.lora is None else y + self.lora(x)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x Wᵀ + b for the given (shard of) W and b, plus the adapter's output."""
-        y = self.matmul(x, weight, bias)
-        return y if self.lora is None else y + self.lora(x)
-
     def compute_matrix(self) -> Tensor:
         """Return W plus the adapter's update, for layers that use the matrix directly."""
         return self.weight if self.lora is None else self.weight + self.lora.compute_matrix()

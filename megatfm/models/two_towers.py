@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from megatfm.config import ContrastiveConfig, ModelConfig
 from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.errors import MegatfmError
-from megatfm.layers.classifier import AttentionPool, ImageMean, index_documents
+from megatfm.layers.classifier import AttentionPool, ImageMean, find_boundary_tokens, index_documents
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import Constant, make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.base import MODELS, Model, Output
 from megatfm.models.batch_fields import list_sequence_fields, make_sequence
 from megatfm.models.stack import Stack
 from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, compute_retrieval_ranks, contrastive_loss
-from megatfm.ops.transfer import find_true_indices
 from megatfm.split_points import SplitPoint
 
 # B batch, S tokens of an image row, T of a text row, M documents or pairs of all rows, D width of a tower
@@ -81,23 +79,6 @@ class FeatureHead(nn.Module):
         x_MD = self.pool(hidden_BTD, index_documents(sequence, token_M, captions), sequence)
         y_MW: Tensor = x_MD if self.projection is None else self.projection(x_MD)
         return F.normalize(y_MW.to(torch.promote_types(y_MW.dtype, torch.float32)), dim=-1)
-
-
-def find_boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
-    """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
-    host = sequence.on_host()
-    row = host.full_sequence
-    chosen_BT = row.positions == 0
-    if last and row.documents is None:  # each row is one document
-        chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
-    elif last and row.documents is not None:
-        next_BT = F.pad(row.documents[:, 1:], (0, 1), value=-1)
-        chosen_BT = row.documents != next_BT
-    if row.documents is not None:  # padding has position 0 as well
-        chosen_BT = chosen_BT & (row.documents >= 0)
-    if isinstance(host, SequenceShard):
-        chosen_BT = chosen_BT[:, host.token_indices]
-    return find_true_indices(chosen_BT.flatten(), sequence.positions.device)[0]
 
 
 def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
-from megatfm.ops.attention.by_document import attend_by_document
 from megatfm.ops.attention.flex import MIN_HEAD_WIDTH, flex
 from megatfm.ops.attention.fused import sdpa_attention, supports_device
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
-from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.reference import AttentionOptions, attend_by_document, attention_reference
 from megatfm.ops.attention.relative_bias import is_relative
 from megatfm.ops.attention.varlen import supports_head_dims, varlen
 
