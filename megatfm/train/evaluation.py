@@ -132,7 +132,7 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 
 class Sampler(Protocol):
-    """Continues the prompts of a config, as `megatfm.inference.samples.PromptSampler` does."""
+    """Continues the prompts of a config, as `megatfm.inference.text.PromptSampler` does."""
 
     def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
         """Raise UsageError for a prompt that the model can't continue."""

@@ -14,8 +14,7 @@ from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluation_tasks import evaluate_questions
-from megatfm.inference.samples import PromptSampler
-from megatfm.inference.text import generate_text, open_text_model
+from megatfm.inference.text import PromptSampler, generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks

@@ -30,16 +30,16 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def run_steps(every: int, steps: range, calls: list[str]) -> dict[int, list[str]]:
-    """Calls after each step that made any."""
-    made = {}
+    """Return the calls after each step, without steps that have none."""
+    calls_by_step = {}
     with GarbageCollection(every) as garbage:
         for step in steps:
             assert gc.isenabled() == (every == 0)
             garbage.after_step(step)
             if calls:
-                made[step] = [*calls]
+                calls_by_step[step] = [*calls]
             calls.clear()
-    return made
+    return calls_by_step
 
 
 def test_garbage_is_collected_at_steps_and_after_the_first_one(collected: list[str]) -> None:
