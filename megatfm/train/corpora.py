@@ -282,10 +282,7 @@ class _CorpusOpener:
             return self.open_rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine, turn=turn)
         sources = {
             name: self.open_rows(
-                source.path,
-                shuffle=data.shuffle,
-                seed=make_source_seed(seed, name),
-                quarantine=source.quarantine,
+                source.path, shuffle=data.shuffle, seed=make_source_seed(seed, name), quarantine=source.quarantine
             )
             for name, source in data.mixture.items()
         }
