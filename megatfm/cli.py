@@ -22,10 +22,7 @@ from megatfm.version import __version__
 
 COMMANDS = {
     "prep": ("megatfm.commands.data", "prepare a corpus: text → tokens → shards"),
-    "train": (
-        "megatfm.commands.training",
-        "train or resume; one process, or a rank under torchrun, srun or mpirun",
-    ),
+    "train": ("megatfm.commands.training", "train or resume; one process, or a rank under torchrun, srun or mpirun"),
     "finetune": (
         "megatfm.commands.finetuning",
         "fine-tune a pretrained model on labelled files, or resume; then evaluate",
@@ -37,10 +34,7 @@ COMMANDS = {
         "megatfm.commands.runs",
         "show a run's logs: the job's or rank 0's, and those of ranks with errors; -f follows them",
     ),
-    "cancel": (
-        "megatfm.commands.runs",
-        "end a run's jobs and processes; the run saves first if time is left",
-    ),
+    "cancel": ("megatfm.commands.runs", "end a run's jobs and processes; the run saves first if time is left"),
     "generate": ("megatfm.commands.generation", "sample text from a run"),
     "convert": (
         "megatfm.commands.conversion",
@@ -51,10 +45,7 @@ COMMANDS = {
         "evaluate a run's loss and bits per byte, beside gzip and xz; or a model on tasks, without training",
     ),
     "report": ("megatfm.commands.runs", "write one self-contained HTML page about a run"),
-    "compare": (
-        "megatfm.commands.runs",
-        "compare runs: their settings, results and curves",
-    ),
+    "compare": ("megatfm.commands.runs", "compare runs: their settings, results and curves"),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
     "describe": ("megatfm.commands.estimate", "show modules, parameter counts and FLOPs of a config's model"),
     "estimate": (

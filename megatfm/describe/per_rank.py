@@ -94,8 +94,7 @@ def count_rank_state(config: Config) -> RankState | None:
 
 def _compute_min_dp_shard(parallel: ParallelConfig) -> int:
     """Return the fewest ranks of dp_shard over which `ep` divides the experts."""
-    other_ranks = parallel.cp * (parallel.tp if parallel.expert_tp == "folded" else 1)
-    return parallel.ep // math.gcd(parallel.ep, other_ranks)
+    return parallel.ep // math.gcd(parallel.ep, parallel.expert_mesh_size // parallel.dp_shard)
 
 
 def _count_shard_elements(tensor: TensorLayout, mesh: Mesh) -> int:

@@ -125,11 +125,7 @@ def _format_table(
         name = plan_rows[path][0].modules if plan_rows[path] else path
         rows.setdefault((name, style), []).append(path)
     width = 2 + max(len(name) for name, _ in rows)
-    lines = [
-        f"mesh  {mesh.describe()}",
-        "",
-        f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
-    ]
+    lines = [f"mesh  {mesh.describe()}", "", f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient"]
     layouts_by_module: dict[str, list[TensorLayout]] = {}
     for layout in layouts.values():
         layouts_by_module.setdefault(layout.name.rpartition(".")[0], []).append(layout)

@@ -8,14 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import (
-    Config,
-    ModelConfig,
-    PreferenceObjective,
-    SentenceHeadConfig,
-    TaskConfig,
-    make_usage_error,
-)
+from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig, make_usage_error
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -30,10 +23,7 @@ TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
 HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score", "xlnet": "sentence"}
 """Family → module name of the task's head. An encoder's has the name of BERT's head, to load its pooler."""
-FAMILIES_OF_FORM = {
-    "generation": ["decoder", "encoder_decoder"],
-    "chat": ["decoder"],
-}
+FAMILIES_OF_FORM = {"generation": ["decoder", "encoder_decoder"], "chat": ["decoder"]}
 """Task form → families that support it. Other forms are supported by all families of HEAD_OF_FAMILY."""
 LOSSES = {
     "classification": "cross_entropy",
@@ -142,12 +132,8 @@ def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 
 def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
-    name, kind, form, family = (
-        get_head_name(config),
-        TASK_HEADS.get(task.form),
-        task.form,
-        config.model.family,
-    )
+    name, kind = get_head_name(config), TASK_HEADS.get(task.form)
+    form, family = task.form, config.model.family
     if form == "span_extraction" and task.lm_weight:
         raise UsageError(
             f"task.lm_weight = {task.lm_weight:g}: form = 'span_extraction' has no auxiliary loss: leave lm_weight out"

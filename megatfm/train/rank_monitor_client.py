@@ -26,12 +26,7 @@ import torch.distributed as dist
 
 from megatfm.errors import EXIT_FAILED, MegatfmError, UsageError
 from megatfm.files import open_nofollow
-from megatfm.object_collectives import (
-    all_gather_object,
-    get_machine_name,
-    run_on_all_ranks,
-    run_on_rank_0_raising,
-)
+from megatfm.object_collectives import all_gather_object, get_machine_name, run_on_all_ranks, run_on_rank_0_raising
 from megatfm.parallel.distributed import ProcessInfo
 from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, ENDED_SILENTLY, Diagnosis, Heartbeat
 from megatfm.train.json_connection import JsonConnection
@@ -51,15 +46,7 @@ WAITING_CALLS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
 
 GLOO_PEER_LOSS = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
 """Texts in errors of gloo and of the store after a peer is gone; these errors have no type of their own."""
-NCCL_PEER_LOSS = (
-    "remote error",
-    "ncclRemoteError",
-    "remote process",
-    "remote peer",
-    "aborted",
-    "imeout",
-    "timed out",
-)
+NCCL_PEER_LOSS = ("remote error", "ncclRemoteError", "remote process", "remote peer", "aborted", "imeout", "timed out")
 """Texts in errors of NCCL after a peer is gone."""
 
 Report = Callable[[str, int, list[int], list[str], bool], None]
@@ -151,13 +138,7 @@ class RankMonitor:
         def start_server() -> tuple[str, int]:
             token, listener = secrets.token_hex(16), _listen(single_host) if len(machines) > 1 else None
             self._hub = RankMonitorServer(
-                self._hosts,
-                self._hang_timeout,
-                self._heartbeat_interval,
-                token,
-                listener,
-                self._relays,
-                self._warn,
+                self._hosts, self._hang_timeout, self._heartbeat_interval, token, listener, self._relays, self._warn
             )
             return token, listener.getsockname()[1] if listener else 0
 

@@ -3,8 +3,7 @@
 from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.config import Config
 from megatfm.config.parts import find_unread_key
-from megatfm.config.root import list_global_batches
-from megatfm.data.loader import check_global_batch
+from megatfm.config.world_size import check_global_batches
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
@@ -65,8 +64,7 @@ def train(
         requested, config = config, adapt_layout(config, process.world_size)
         mesh = build_mesh(config.parallel, process.world_size, process.device.type)
         make_batch_schedule(config)  # refuses stages of `data.rampup` that don't fit
-        for batch, key in list_global_batches(config).items():
-            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks, key)
+        check_global_batches(config, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
         with RunDirectory(folder, process.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:

@@ -15,6 +15,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint.directory import name_checkpoint
 from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
 from megatfm.config import Config
+from megatfm.config.world_size import list_layout_changes
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import EpochCounter
 from megatfm.engines.interface import Engine
@@ -32,7 +33,6 @@ from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
 from megatfm.train.build import describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.decision_log import DecisionLog
-from megatfm.train.elastic import list_layout_changes
 from megatfm.train.evaluation import Evaluator
 from megatfm.train.garbage_collection import GarbageCollection
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
