@@ -266,7 +266,7 @@ class Trainer:
         return not self.unevaluated and (self.step >= self.config.train.steps or self.best.is_stale)
 
     def _log_event(self, event: str, detail: str) -> None:
-        log.info("%s: %s", event, detail)
+        log.info("%s%s: %s", f"step {self.step}  " * (event in ("skipped", "spike", "rolled back")), event, detail)
         self.run.log_event(event, detail, self.step)
 
     def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
