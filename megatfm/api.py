@@ -28,8 +28,14 @@ from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarke
 from megatfm.inference.evaluate import Baselines, Results, evaluate_run
 from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
 from megatfm.inference.prompts import PromptOptions
-from megatfm.inference.samples import PromptSampler
-from megatfm.inference.text import TextModel, attach_tokenizer, generate_text, generate_text_beam, load_model
+from megatfm.inference.text import (
+    PromptSampler,
+    TextModel,
+    attach_tokenizer,
+    generate_text,
+    generate_text_beam,
+    load_model,
+)
 from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.run import train

@@ -103,8 +103,8 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         print(folder / RESOLVED_CONFIG)
         return EXIT_OK, None
     from megatfm.describe.description import flops_per_token
-    from megatfm.inference.samples import PromptSampler
     from megatfm.inference.task_evaluation import evaluate_task
+    from megatfm.inference.text import PromptSampler
     from megatfm.train.run import train
 
     with remove_on_refusal(new_paths):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
-from megatfm.ops.attention.flash import has_flash
+from megatfm.ops.attention.fused import has_flash
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.log_once import constant_when_compiled, log_once
 from megatfm.ops.transfer import move_to_device

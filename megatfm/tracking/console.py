@@ -203,4 +203,4 @@ def _format_mfu(record: Mapping[str, Any]) -> str:
     """Format MFU, with all of attention and with its causal half only. A CPU's is often below one percent."""
     if "mfu" not in record:
         return ""
-    return f"  MFU {100 * record['mfu']:.3g} % ({100 * record['mfu_causal']:.3g} % causal)"
+    return f"  MFU {100 * record['mfu']:#.3g} % ({100 * record['mfu_causal']:#.3g} % causal)"

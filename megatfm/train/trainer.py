@@ -115,7 +115,7 @@ class Trainer:
 
     def _evaluate(self, record: dict[str, Any], agreed: Agree) -> str | None:
         """Add the results of an evaluation, if one is due, to a step's metrics. Return the signal that interrupted it,
-        between two batches; None if none did."""
+        between two batches or sampled tokens; None if none did."""
         state = self.state
         if not self._is_due(self.config.evaluate.every):
             return None

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
-from megatfm.layers import contrastive as features
 from megatfm.layers.classifier import index_documents
 from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.models import two_towers
 from megatfm.ops import contrastive
 from megatfm.parallel import cp_plans, parallelize
 from tests.support.faults import EVERYTHING, list_expected_errors
@@ -52,13 +52,13 @@ def the_temperature_s_gradient_is_counted_in_every_micro_batch(patch: Patch) -> 
 
 
 def gradients_of_captions_stay_where_they_are(patch: Patch) -> None:
-    real = contrastive._backward
+    real = contrastive._ContrastiveLoss.backward
 
-    def backward(images: Tensor, texts: Tensor, *others: Any) -> Any:
-        of_images, _, of_scale, of_bias = real(images, texts, *others)
-        return of_images, torch.zeros_like(texts), of_scale, of_bias
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        images_grad, texts_grad, *other_grads = real(ctx, gradient)
+        return images_grad, torch.zeros_like(texts_grad), *other_grads
 
-    patch.setattr(contrastive, "_backward", backward)
+    patch.setattr(contrastive._ContrastiveLoss, "backward", staticmethod(backward))
 
 
 def the_second_pass_drops_others(patch: Patch) -> None:
@@ -93,7 +93,7 @@ def only_data_ranks_are_compared(patch: Patch) -> None:
 
 
 def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
-    real = features.find_boundary_tokens
+    real = two_towers.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         is_side = not isinstance(sequence, SequenceShard)
@@ -103,21 +103,21 @@ def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
         row = other or sequence
         return index_documents(sequence, at, row.full_sequence if isinstance(row, SequenceShard) else row)
 
-    real_pool = features.BoundaryVector.forward
+    real_pool = two_towers.BoundaryVector.forward
 
     def pool(self: Any, hidden: Tensor, at: Tensor, sequence: Any) -> Tensor:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(features, "find_boundary_tokens", real)
-            inner.setattr(features, "index_documents", index_documents)
+            inner.setattr(two_towers, "find_boundary_tokens", real)
+            inner.setattr(two_towers, "index_documents", index_documents)
             return real_pool(self, hidden, at, sequence)
 
-    patch.setattr(features, "find_boundary_tokens", tokens)
-    patch.setattr(features, "index_documents", index)
-    patch.setattr(features.BoundaryVector, "forward", pool)
+    patch.setattr(two_towers, "find_boundary_tokens", tokens)
+    patch.setattr(two_towers, "index_documents", index)
+    patch.setattr(two_towers.BoundaryVector, "forward", pool)
 
 
 def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
-    real = features.find_boundary_tokens
+    real = two_towers.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         if not last:
@@ -132,7 +132,7 @@ def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
             last=True,
         )
 
-    patch.setattr(features, "find_boundary_tokens", tokens)
+    patch.setattr(two_towers, "find_boundary_tokens", tokens)
 
 
 def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
@@ -140,7 +140,7 @@ def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
         indices = index_documents(sequence, at, other)
         return indices if other is None else indices.clamp(max=sequence.max_documents_per_row)
 
-    patch.setattr(features, "index_documents", index)
+    patch.setattr(two_towers, "index_documents", index)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

@@ -15,7 +15,7 @@ from tests.support.page_cache import leave_files_in_page_cache
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
-    "megatfm.engines.native.engine", "megatfm.inference.samples", "megatfm.describe.description",
+    "megatfm.engines.native.engine", "megatfm.inference.text", "megatfm.describe.description",
     "megatfm.commands.training",  # and the launchers, which most commands import
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs

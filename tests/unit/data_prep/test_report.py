@@ -211,3 +211,19 @@ def test_markup_and_long_lines_are_said_as_they_are() -> None:
     line = "note: [bold]a[/bold] " + "x" * 300
     Reporter(Console(file=log, width=40)).log(line)
     assert log.getvalue()[8:] == f" {line}\n"
+
+
+def test_the_table_has_each_reason_whole_on_a_line() -> None:
+    reasons = {"int_not_text_as_field_content": 1_207, "near_validation_document_of_another_part": 2}
+    dropped = {reason: {"documents": count} for reason, count in reasons.items()}
+    step = {"step": "read", "documents_out": 10, "bytes_out": 3 * 10**12, "changed": 0, "dropped": dropped}
+    split = {"documents": 1, "text_bytes": 5, "tokens": 0, "shards": 1}
+    table = PrepSummary("out", {"steps": [step], "train": split, "validation": split}, False).to_table()
+    wide, narrow = io.StringIO(), io.StringIO()
+    Console(file=wide, width=200).print(table)
+    Console(file=narrow, width=60).print(table)
+    cells = [line.split("│")[-2].strip() for line in wide.getvalue().splitlines() if "│" in line]
+    assert cells[:2] == ["1,207 int_not_text_as_field_content", "2 near_validation_document_of_another_part"]
+    assert cells[2:] == ["1 shard", "1 shard"]
+    assert "3.00 TB" in wide.getvalue()
+    assert "…" not in narrow.getvalue()

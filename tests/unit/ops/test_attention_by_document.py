@@ -11,10 +11,14 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import by_document
-from megatfm.ops.attention.by_document import attend_by_document, is_faster
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import DocumentSpans
-from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.reference import (
+    AttentionOptions,
+    attend_by_document,
+    attention_reference,
+    is_faster_by_document,
+)
 from tests.support.tensors import assert_same_gradients, draw
 
 N, T, H = 4, 45, 3
@@ -76,10 +80,10 @@ def test_other_masks_and_unpacked_rows_use_the_reference(
 
 def test_many_short_documents_use_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [(0, start, start + 8) for start in range(0, 256, 8)]
-    assert is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
+    assert is_faster_by_document(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
     monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 10_000)
-    assert not is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)
-    assert is_faster(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
+    assert not is_faster_by_document(DocumentSpans(spans, causal=False), 1, 4, 256)
+    assert is_faster_by_document(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
 
 
 @pytest.mark.parametrize(("changes", "name"), [

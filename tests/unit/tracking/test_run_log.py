@@ -65,7 +65,7 @@ def test_a_log_line_has_mfu_and_time_left(tmp_path: Path, monkeypatch: pytest.Mo
         screen.step(RECORD | {"step": 502}, is_due=True)
         screen.step(RECORD | {"step": 1003}, is_due=True)
     lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
-    assert "tokens/s  MFU 41.2 % (38 % causal)  lr" in lines[0]
+    assert "tokens/s  MFU 41.2 % (38.0 % causal)  lr" in lines[0]
     assert lines[0].endswith("grad norm 0.50  0:33:28 left"), "502 steps of 4 seconds"
     assert lines[1].endswith("grad norm 0.50  0:25:03 left"), "501 steps of 3 seconds"
     assert lines[2].endswith("grad norm 0.50")
