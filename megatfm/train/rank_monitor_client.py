@@ -26,7 +26,13 @@ import torch.distributed as dist
 
 from megatfm.errors import EXIT_FAILED, MegatfmError, UsageError
 from megatfm.files import open_nofollow
-from megatfm.object_collectives import all_gather_object, get_machine_name, run_on_all_ranks, run_on_rank_0_raising
+from megatfm.object_collectives import (
+    all_gather_object,
+    format_error_line,
+    get_machine_name,
+    run_on_all_ranks,
+    run_on_rank_0_raising,
+)
 from megatfm.parallel.distributed import ProcessInfo
 from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, ENDED_SILENTLY, Diagnosis, Heartbeat
 from megatfm.train.json_connection import JsonConnection
@@ -346,9 +352,4 @@ def is_peer_loss(error: BaseException | None) -> bool:
 
 def _describe_error(error: BaseException, lost_peer: bool) -> dict[str, Any]:
     """Return the last message of a rank that ends with an error."""
-    return {"failed": _format_one_line(error), "lost_peer": lost_peer, "refused": isinstance(error, UsageError)}
-
-
-def _format_one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n", 1)[0][:2000]
-    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return {"failed": format_error_line(error)[:2000], "lost_peer": lost_peer, "refused": isinstance(error, UsageError)}

@@ -119,7 +119,8 @@ def test_a_field_has_a_chart_of_its_own_whatever_its_name(prepared: PrepSummary)
 
 def test_report_formats_numbers_and_bars() -> None:
     assert [format_count(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
-    assert [format_file_size(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
+    sizes = [12, 999, 12_345, 999_400, 3_214_000, 999_999_999]
+    assert [format_file_size(size) for size in sizes] == ["12 B", "999 B", "12.3 KB", "999 KB", "3.21 MB", "1 GB"]
     assert [bar.percent for bar in make_bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
     assert make_bars([("a", 0)])[0].percent == 0
 

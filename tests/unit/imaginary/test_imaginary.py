@@ -21,9 +21,9 @@ from megatfm.estimate.traffic import make_axes
 from megatfm.imaginary.guard import build_guard, load_guard
 from megatfm.imaginary.ledger import Ledger
 from megatfm.imaginary.step import make_batches
-from megatfm.parallel.data_ring import DataRing
 from megatfm.parallel.expert_parallel import dispatch_and_combine
 from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
+from megatfm.parallel.parallelize import DataRing
 from megatfm.verify.shrink import shrink
 from tests.support.layouts import EXTENDED, count_sent_bytes, extend
 from tests.support.workers import Workers

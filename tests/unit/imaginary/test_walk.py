@@ -10,7 +10,7 @@ from tests.support.recommended_layouts import Recommended, recommended, traced_l
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
 """Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Dense models have none.
 The numbers may only fall."""
-WAITS_OF_FAMILIES = {"two_towers": {"parallel/data_ring.py": 1}}
+WAITS_OF_FAMILIES = {"two_towers": {"parallel/parallelize.py": 1}}
 """Waits for each micro-batch of families that read on the host what was computed on the device: samples of each rank.
 The numbers may only fall."""
 TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
