@@ -1,6 +1,7 @@
 """Parts that a config names: sections chosen by name, names that nothing registers, and keys that no part reads."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import GetCoreSchemaHandler, ValidationInfo
@@ -65,13 +66,26 @@ def iter_part_names(
 
     siblings: names of the variants of the section's union.
     """
-    for key, field in type(section).model_fields.items():
+    for key, part, variants in _list_fields(type(section)):
         value = getattr(section, key)
-        if part := next((item for item in field.metadata if isinstance(item, PartName)), None):
+        if part:
             known = part if part.names else part._replace(names=tuple(siblings))
             yield from ((f"{path}{key}", name, known) for name in ([value] if isinstance(value, str) else value or ()))
         for place, inner in _iter_inner_sections(f"{path}{key}", value):
-            yield from iter_part_names(inner, f"{place}.", list_variant_names(field.annotation))
+            yield from iter_part_names(inner, f"{place}.", variants)
+
+
+@cache
+def _list_fields(section: type[Section]) -> list[tuple[str, PartName | None, list[str]]]:
+    """Return key, `PartName` and names of the variants of each field."""
+    return [
+        (
+            key,
+            next((item for item in field.metadata if isinstance(item, PartName)), None),
+            list_variant_names(field.annotation),
+        )
+        for key, field in section.model_fields.items()
+    ]
 
 
 def explain_unknown_name(names: Iterable[tuple[str, str, PartName]], plugins: Sequence[str]) -> str | None:

@@ -130,10 +130,14 @@ def traced_layout(case: Recommended) -> TracedLayout:
 
 
 def few_layers(config: Config) -> list[str]:
-    """Overrides that leave a block of each kind, and two for each pipeline stage."""
+    """Overrides that leave a block of each kind, and two for each pipeline stage.
+
+    A hierarchical model keeps up to six blocks a stage: beside fewer, the merging of patches weighs too much.
+    """
     model, parallel = config.model, config.parallel
     if model.stages is not None:
-        return []
+        by_stage = [min(layers, 6) for layers in model.stages.layers]
+        return [f"model.n_layers={sum(by_stage)}", f"model.stages.layers={by_stage}"]
     if model.text_tower is not None:
         return [f"model.{tower}n_layers=2" for tower in ("", "text_tower.")]
     kinds = [model.layer_types.index(kind) + 1 for kind in set(model.layer_types)]
