@@ -7,12 +7,15 @@ one rank are waited for by all others in the next collective, so that a step may
 import gc
 from typing import Self
 
+MANY_OBJECTS = 100_000
+"""Too many to traverse at each collection. PyTorch alone makes half a million, which a caller may have frozen."""
+
 
 class GarbageCollection:
     """Context manager that collects every `every` steps, and at no other time; 0: leaves collections to Python.
 
     After the first step, all objects are taken for permanent (`gc.freeze`), so that a collection traverses only newer
-    ones. A caller that has frozen most objects before keeps them frozen. Does nothing if the caller has disabled
+    ones; not if the caller has done so before, whose objects stay frozen. Does nothing if the caller has disabled
     automatic collections, as it then collects on its own.
     """
 
@@ -22,8 +25,9 @@ class GarbageCollection:
 
     def __enter__(self) -> Self:
         self._is_active = self._every > 0 and gc.isenabled()
+        n_objects = len(gc.get_objects()) if self._is_active else 0
         # `gc.unfreeze` would release what the caller has frozen, too. Python 3.12 freezes a few objects itself.
-        self._freezes = self._is_active and gc.get_freeze_count() < len(gc.get_objects())
+        self._freezes = n_objects > MANY_OBJECTS and gc.get_freeze_count() < n_objects
         if self._is_active:
             gc.disable()
         return self

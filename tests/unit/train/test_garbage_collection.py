@@ -18,10 +18,11 @@ from tests.support.workers import Workers
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Calls of the module gc, by name, while automatic collections are on and nothing is frozen."""
+    """Calls of the module gc, by name, while automatic collections are on and no object is frozen."""
     was_enabled, calls = gc.isenabled(), list[str]()
     gc.enable()
-    monkeypatch.setattr(gc, "get_freeze_count", int)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "get_objects", lambda: range(500_000))
     for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
     yield calls
