@@ -202,7 +202,7 @@ class RunLog:
 
 
 def _format_mfu(record: Mapping[str, Any]) -> str:
-    """Format MFU, with all of attention and, where it differs, with its causal half only. A CPU's is often below 1 %."""
+    """Format MFU, with all of attention and, where it differs, with its causal half only. A CPU's is often small."""
     if "mfu" not in record:
         return ""
     full, causal = (f"{100 * record[key]:#.3g} %" for key in ("mfu", "mfu_causal"))
