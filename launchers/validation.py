@@ -83,6 +83,12 @@ def _find_linked_checkpoints(run: Path) -> Iterator[str]:
 
 def find_launch_warnings(job: Job, site: Site, partition: scheduler.SlurmPartition | None) -> Iterator[str]:
     """Yield one line for each doubt about a SLURM job that does not prevent its submission."""
+    per_node = job.resources.nproc_per_node
+    if isinstance(job.config, Config) and per_node % job.config.parallel.tp:
+        yield (
+            f"parallel.tp = {job.config.parallel.tp} does not divide a node's {per_node} processes, so that traffic of "
+            "every block crosses the network: choose a tp that stays inside a node"
+        )
     if site.container:
         for problem in find_missing_paths(job):
             yield f"{problem}; make sure that it exists in the container"

@@ -22,7 +22,7 @@ from megatfm.config.sources import ConfigFile, is_stored_by_us, read_files
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
-from megatfm.terminal import make_table, print_table
+from megatfm.terminal import format_counted, make_table, print_table
 
 if TYPE_CHECKING:
     from megatfm.inference.task_evaluation import TaskResults
@@ -278,5 +278,5 @@ def predict_command(args: argparse.Namespace) -> int:
         raise UsageError("--beams, --length-penalty: choose 1 or more beams, and a penalty of 0 or more")
     result = predict_file(Path(args.run_dir), args.file, args.out, search=search, trust_plugins=args.trust_plugins)
     if result is not None:
-        print(f"{result[0]}: {result[1]:,} predictions")
+        print(f"{result[0]}: {format_counted(result[1], 'prediction')}")
     return EXIT_OK

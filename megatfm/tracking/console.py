@@ -202,7 +202,8 @@ class RunLog:
 
 
 def _format_mfu(record: Mapping[str, Any]) -> str:
-    """Format MFU, with all of attention and with its causal half only. A CPU's is often below one percent."""
+    """Format MFU, with all of attention and, where it differs, with its causal half only. A CPU's is often small."""
     if "mfu" not in record:
         return ""
-    return f"  MFU {100 * record['mfu']:#.3g} % ({100 * record['mfu_causal']:#.3g} % causal)"
+    full, causal = (f"{100 * record[key]:#.3g} %" for key in ("mfu", "mfu_causal"))
+    return f"  MFU {full}" + f" ({causal} causal)" * (causal != full)

@@ -199,6 +199,14 @@ def test_a_name_that_no_plugin_registers_is_refused(
     assert re.search(note, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("tp", "is_noted"), [(2, False), (4, True)])
+def test_tensor_parallelism_across_nodes_is_a_note(tp: int, is_noted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nodes", "2", "--nproc", "2", f"parallel.tp={tp}", "model.attention.n_heads=4")
+    assert run_launch("--slurm", *words, "--dry-run") == 0
+    note = "note: parallel.tp = 4 does not divide a node's 2 processes, so that traffic of every block crosses"
+    assert (note in capsys.readouterr().err) == is_noted
+
+
 def test_a_closed_partition_is_a_note(fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert run_launch("--slurm", "--time", "6") == 0

@@ -62,12 +62,13 @@ def test_a_log_line_has_mfu_and_time_left(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("megatfm.tracking.console.time.monotonic", lambda: next(now))
     with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1003) as screen:
         screen.step(RECORD | {"step": 501, "mfu": 0.4123, "mfu_causal": 0.38}, is_due=True)
-        screen.step(RECORD | {"step": 502}, is_due=True)
+        screen.step(RECORD | {"step": 502, "mfu": 0.06101, "mfu_causal": 0.06101}, is_due=True)
         screen.step(RECORD | {"step": 503}, is_due=True)
         screen.step(RECORD | {"step": 1003}, is_due=True)
     lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
     assert "tokens/s  MFU 41.2 % (38.0 % causal)  lr" in lines[0]
     assert lines[0].endswith("grad norm 0.50"), "the time before the first step says nothing about the others"
+    assert "tokens/s  MFU 6.10 %  lr" in lines[1], "a bidirectional model has one figure"
     assert lines[1].endswith("grad norm 0.50  0:33:24 left"), "501 steps of 4 seconds"
     assert lines[2].endswith("grad norm 0.50  0:29:10 left"), "500 steps of 3.5 seconds"
     assert lines[3].endswith("grad norm 0.50")
