@@ -79,7 +79,7 @@ def compile_cross_entropy(
     floats = {"softcap", "smoothing", "spread"}
     pointers = {"logits_MW": f"*{element}", "targets_M": "*i64"}
     pointers |= dict.fromkeys(("losses_M", "statistics_SM", "max_logits_M", "sums_M"), "*fp32")
-    fixed = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "SHARDED": sharded}
+    fixed: dict[str, int | None] = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "SHARDED": sharded}
     fixed |= {
         "BLOCK": cross_entropy_triton.BLOCK,
         **dict.fromkeys(["losses_M"] if sharded else ["max_logits_M", "sums_M"]),
