@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatfm.commands.arguments import (
-    add_config_and_overrides,
-    add_source_argument,
-    add_trust_argument,
-    split_config,
-)
+from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, add_trust_argument, split_config
 from megatfm.commands.training import (
     enable_expandable_segments,
     print_notes,
@@ -52,9 +47,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="train N runs, NAME-seed-0, …; print mean and deviation")
     parser.add_argument(
-        "--export",
-        metavar="DIR",
-        help="at the end, export the best checkpoint to DIR in the Hugging Face format",
+        "--export", metavar="DIR", help="at the end, export the best checkpoint to DIR in the Hugging Face format"
     )
 
 
@@ -283,13 +276,7 @@ def predict_command(args: argparse.Namespace) -> int:
     search = {key: value for key, value in options.items() if value is not None}
     if search.get("beams", 1) < 1 or search.get("length_penalty", 0) < 0:
         raise UsageError("--beams, --length-penalty: choose 1 or more beams, and a penalty of 0 or more")
-    result = predict_file(
-        Path(args.run_dir),
-        args.file,
-        args.out,
-        search=search,
-        trust_plugins=args.trust_plugins,
-    )
+    result = predict_file(Path(args.run_dir), args.file, args.out, search=search, trust_plugins=args.trust_plugins)
     if result is not None:
         print(f"{result[0]}: {result[1]:,} predictions")
     return EXIT_OK

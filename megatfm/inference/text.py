@@ -205,11 +205,18 @@ def generate_text_beam(
     return decoder.add(result.tokens.tolist()) + decoder.end()
 
 
+@dataclass(frozen=True)
 class LockstepSampling(Sampling):
-    """Sampling by ranks that run the model together: all take rank 0's token, so that all run equally many steps."""
+    """Sampling by ranks that run the model together: all take rank 0's token, so that all run equally many steps.
+
+    on_token: called for each token, on all ranks alike.
+    """
+
+    on_token: Callable[[], None] = lambda: None
 
     def sample(self, logits_BV: Tensor, position: object) -> Tensor:
         """Return the next token [B] of each row. Collective if there is a process group."""
+        self.on_token()
         token_B = super().sample(logits_BV, position)  # type: ignore[arg-type]
         if dist.is_initialized():
             dist.broadcast(token_B, 0)
@@ -233,10 +240,13 @@ class PromptSampler:
                 )
 
     @torch.no_grad()
-    def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
-        """Return the continuation of each prompt. Collective."""
+    def generate(
+        self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int, on_token: Callable[[], None]
+    ) -> list[str]:
+        """Return the continuation of each prompt. on_token: called for each token. Collective."""
         loaded = _make_text_model(model, tokenizer, config, step)
-        sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=loaded.tokenizer.vocab_size)
+        n_ids = loaded.tokenizer.vocab_size
+        sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=n_ids, on_token=on_token)
         n_tokens = config.evaluate.sample_tokens
         return [generate_text(loaded, prompt, sampling, n_tokens, 1)[0] for prompt in config.evaluate.sample_prompts]
 

@@ -80,12 +80,7 @@ def warn_of_blocks(q: Tensor, fused_width: int | None, pattern: str) -> None:
 
 
 def compute_partial_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    dropout_keys: Tensor | None,
-    plan: BlockAttentionPlan,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_keys: Tensor | None, plan: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over some keys. bias: by distance in the row."""
     queries, v_width = q.shape[2], v.shape[3]

@@ -14,7 +14,7 @@ from megatfm.layers.classifier import index_documents
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import two_towers
 from megatfm.ops import contrastive
-from megatfm.parallel import cp_plans, data_ring
+from megatfm.parallel import cp_plans, parallelize
 from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
@@ -25,13 +25,13 @@ Patch = pytest.MonkeyPatch
 
 
 def one_rank_s_negatives_are_missing(patch: Patch) -> None:
-    real = data_ring.DataRing.shift
+    real = parallelize.DataRing.shift
 
     def shift(self: Any, tensors: Sequence[Tensor], length: int) -> list[Tensor]:
         received = real(self, tensors, length)
         return [torch.zeros_like(x) if x.dim() > 1 and self._rank == 1 else x for x in received]
 
-    patch.setattr(data_ring.DataRing, "shift", shift)
+    patch.setattr(parallelize.DataRing, "shift", shift)
 
 
 def each_rank_compares_its_own(patch: Patch) -> None:
@@ -89,7 +89,7 @@ def gradients_of_pooled_vectors_stay_on_their_rank(patch: Patch) -> None:
 
 
 def only_data_ranks_are_compared(patch: Patch) -> None:
-    patch.setattr(data_ring, "DENSE_DATA_AXES", SimpleNamespace(all=("dp_shard", "dp_replicate")))
+    patch.setattr(parallelize, "DENSE_DATA_AXES", SimpleNamespace(all=("dp_shard", "dp_replicate")))
 
 
 def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:

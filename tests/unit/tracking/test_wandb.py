@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -224,23 +224,42 @@ metrics.WeightsAndBiases.FINISH_SECONDS = 1.0
 import urllib.request
 urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/outage")
 for step"""
+OUTAGES = ("refuses", "hangs", "fails")
+InterruptedRun = tuple[Path, "subprocess.Popen[str]"]
+"""Folder and process."""
 
 
-@pytest.mark.extended  # half a minute each: W&B's own process takes it to give up
-@pytest.mark.parametrize("outage", ["refuses", "hangs", "fails"])
-def test_a_run_ends_when_the_server_of_wandb_is_gone(tmp_path: Path, outage: str) -> None:
-    """All steps are in metrics.jsonl and in W&B's file on disk, and one warning names it."""
+@pytest.fixture(scope="module")
+def interrupted_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, InterruptedRun]]:
+    """A run for each outage, in which its server ends so. All run at once: each waits for half a minute."""
     pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
     program = WANDB_RUN.replace("import sys", "import os, sys", 1).replace("\nfor step", OUTAGE)
-    with serve_wandb(outage) as url:
-        completed = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path), "0", "5"],
-            env=os.environ | {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40},
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    (warning,) = [line for line in completed.stderr.splitlines() if "W&B has stopped (TimeoutError" in line]
-    (file,) = tmp_path.glob("wandb/run-*/*.wandb")
+    with ExitStack() as stack:
+        runs = {}
+        for outage in OUTAGES:
+            folder, url = tmp_path_factory.mktemp(outage), stack.enter_context(serve_wandb(outage))
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, str(folder), "0", "5"],
+                env=os.environ | {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            runs[outage] = folder, process
+        yield runs
+
+
+@pytest.mark.extended  # W&B's own process takes half a minute to give up
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_a_run_ends_when_the_server_of_wandb_is_gone(
+    interrupted_runs: Mapping[str, InterruptedRun], outage: str
+) -> None:
+    """All steps are in metrics.jsonl and in W&B's file on disk, and one warning names it."""
+    folder, process = interrupted_runs[outage]
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    (warning,) = [line for line in errors.splitlines() if "W&B has stopped (TimeoutError" in line]
+    (file,) = folder.glob("wandb/run-*/*.wandb")
     assert f"`wandb sync {file.parent}` sends them" in warning
     assert [row["step"] for row in wandb_records(file)[1]] == ["1", "2", "3", "4", "5"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5

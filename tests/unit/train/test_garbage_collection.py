@@ -18,9 +18,10 @@ from tests.support.workers import Workers
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Calls of the module gc, by name, while automatic collections are on."""
+    """Calls of the module gc, by name, while automatic collections are on and nothing is frozen."""
     was_enabled, calls = gc.isenabled(), list[str]()
     gc.enable()
+    monkeypatch.setattr(gc, "get_freeze_count", int)
     for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
     yield calls
@@ -65,6 +66,20 @@ def test_a_caller_that_collects_itself_is_left_alone(collected: list[str]) -> No
         garbage.after_step(1)
     assert collected == []
     assert not gc.isenabled()
+
+
+def count_frozen_objects() -> int:
+    """Frozen objects after three steps of a worker, which freezes all that it has imported."""
+    with GarbageCollection(2) as garbage:
+        for step in range(1, 4):
+            garbage.after_step(step)
+    return gc.get_freeze_count()
+
+
+def test_what_a_caller_has_frozen_stays_frozen(workers: Workers) -> None:
+    """Each later collection would traverse all of it, in half a second."""
+    (count,) = workers.run(count_frozen_objects, 1)
+    assert count > 100_000
 
 
 def count_tensors_in_cycles(model: ModelConfig, parallel: ParallelConfig, recomputed: str) -> Counter[str]:
