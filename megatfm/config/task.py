@@ -20,8 +20,15 @@ METRICS = {
 }
 """Form → its metrics, the default first. More is better, except of the loss."""
 
-FORM_OF_KEY = {"no_answer": "span_extraction", "text_metrics": "generation"}
-"""Key → the only form that has it."""
+FORMS_OF_KEY = {
+    "labels": ("classification", "multilabel", "tagging", "multiple_choice"),
+    "class_weights": ("classification", "tagging"),
+    "no_answer": ("span_extraction",),
+    "text_metrics": ("generation",),
+    "prefix": ("generation",),
+    "chat_template": ("chat", "preference"),
+}
+"""Key → the forms that have it."""
 
 
 class TaskConfig(Section):
@@ -121,24 +128,18 @@ class TaskConfig(Section):
             )
         if len(set(self.labels)) != len(self.labels):
             raise ValueError(f"labels = {self.labels}: one is named twice: name each label once")
-        if self.form == "regression" and self.labels:
-            raise ValueError("labels: form = 'regression' predicts numbers: leave labels out")
         if self.form == "tagging" and self.text_pair:
             raise ValueError("text_pair: form = 'tagging' labels the words of one text: leave text_pair out")
         if bool(self.choices) != (self.form == "multiple_choice"):
             raise ValueError(
                 "choices: name the columns of the choices for form = 'multiple_choice', and for no other form"
             )
-        if self.class_weights and self.form not in ("classification", "tagging"):
-            raise ValueError(
-                f"class_weights: are for form = 'classification' and 'tagging', and this one is {self.form!r}: leave "
-                "class_weights out"
-            )
         if self.both_orders and (not self.text_pair or self.form not in ("classification", "multilabel", "regression")):
             raise ValueError("both_orders: is for pairs with a label: set text_pair, or leave both_orders out")
-        for key, form in FORM_OF_KEY.items():
-            if getattr(self, key) and self.form != form:
-                raise ValueError(f"{key}: is for form = {form!r}, and this one is {self.form!r}: leave {key} out")
+        for key, forms in FORMS_OF_KEY.items():
+            if getattr(self, key) and self.form not in forms:
+                forms_with_key = " or ".join(map(repr, forms))
+                raise ValueError(f"{key}: is for form = {forms_with_key}, and this one is {self.form!r}: leave it out")
         return self
 
     @property

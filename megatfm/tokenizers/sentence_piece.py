@@ -58,8 +58,6 @@ class SentencePieceTokenizer(Tokenizer):
             raise UsageError(
                 f"{name}: not a SentencePiece model: give the tokenizer.model of a prepared corpus"
             ) from None
-        if not model:
-            raise UsageError(f"{name}: is empty: give the tokenizer.model of a prepared corpus")
         settings = read_settings(model)
         self._word_start_is_marked = not settings["treat_whitespace_as_suffix"]
         self.kind = _KINDS.get(settings["model_type"], "sentencepiece")

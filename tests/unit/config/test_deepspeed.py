@@ -112,6 +112,9 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     removed.write_text('{"a": ' * 100_000)
     with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json': can't read it: maximum recursion"):
         make_deepspeed_json(read, "fp32")
+    removed.write_text("[]")
+    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' is no JSON object: give one"):
+        make_deepspeed_json(read, "fp32")
     removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
         make_deepspeed_json(read, "fp32")

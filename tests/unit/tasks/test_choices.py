@@ -101,6 +101,12 @@ def test_columns_and_names_of_choices(bert: Path) -> None:
     ({"both_orders": True}, "both_orders: is for pairs with a label"),
     ({"no_answer": True}, "no_answer: is for form = 'span_extraction'"),
     ({"text_metrics": ["bleu"]}, "text_metrics: is for form = 'generation'"),
+    *(
+        ({"form": form, "choices": [], "labels": ["a", "b"]}, f"labels: is for .*, and this one is '{form}'")
+        for form in ("regression", "span_extraction", "generation", "chat", "preference")
+    ),
+    ({"prefix": "question: "}, "prefix: is for form = 'generation'"),
+    ({"chat_template": "chat.jinja"}, "chat_template: is for form = 'chat' or 'preference'"),
 ])  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -206,7 +206,7 @@ def test_weights_are_as_many_as_labels() -> None:
     assert compute_class_weights(named) == [1, 5]
     with pytest.raises(UsageError, match=r"task.class_weights has 2 weights for 3 labels \(x, y, z\)"):
         compute_class_weights(named.model_copy(update={"labels": ["x", "y", "z"]}))
-    with pytest.raises(ValidationError, match="class_weights: are for form = 'classification' and 'tagging'"):
+    with pytest.raises(ValidationError, match="class_weights: is for form = 'classification' or 'tagging'"):
         TaskConfig(train="a.csv", form="regression", class_weights="balanced")
 
 

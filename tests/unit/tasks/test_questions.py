@@ -162,6 +162,7 @@ def test_the_fingerprint_of_tasks_depends_on_their_questions(tmp_path: Path) -> 
     (CHOICE + 'labels = ["A"]\n', {}, "1 names for 2 choices"),
     (CHOICE + LABELS + "shots = 7\n", {}, "shots = 7: .* has 6 other examples"),
     ('kind = "cloze"\n' + CHOICE, {}, "kind = 'cloze' has none"),
+    ('kind = "retrieval"\ndata = "rows.jsonl"\nprompt = ""\nshots = 1', {}, "shots: kind = 'retrieval' compares"),
     ('kind = "cloze"\ndata = "rows.jsonl"\nprompt = ""\nanswer = "a"', {"a": ""}, "column 'a' is empty"),
     (CHOICE + "shot = 1\n", {}, "shot"),
 ])  # fmt: skip
