@@ -61,34 +61,32 @@ class KernelResources:
     shared: int
 
 
-CROSS_ENTROPY = {
-    "kernel": {"targets_M": "*i64", "losses_M": "*fp32", "stride": "i32", "vocabulary": "i32", "softcap": "fp32",
-               "smoothing": "fp32"},
-    "statistics_kernel": {"targets_M": "*i64", "statistics_SM": "*fp32", "stride": "i32", "n_rows": "i32",
-                          "width": "i32", "first": "i32", "softcap": "fp32"},
-    "gradient_kernel": {"targets_M": "*i64", "max_logits_M": "*fp32", "sums_M": "*fp32", "stride": "i32",
-                        "width": "i32", "first": "i32", "softcap": "fp32", "smoothing": "fp32", "spread": "fp32"},
-}  # fmt: skip
-"""Kernels of the cross-entropy; types of their arguments but the first."""
 PASSES = {
-    "cross-entropy": ("kernel", 3),
-    "statistics of a vocabulary shard": ("statistics_kernel", 1),
-    "gradient of a vocabulary shard": ("gradient_kernel", 2),
+    "cross-entropy": ("gradient_kernel", False, 3),
+    "statistics of a vocabulary shard": ("statistics_kernel", True, 1),
+    "gradient of a vocabulary shard": ("gradient_kernel", True, 2),
 }
-"""Title → kernel of the cross-entropy, and how often it reads or writes the logits."""
+"""Title → kernel of the cross-entropy, whether it runs on a shard, and how often it reads or writes the logits."""
 ADAMW_BYTES = 20
-"""Of a weight in float32, read and written, its gradient, and two moments in bfloat16, read and written."""
+"""Bytes moved for each weight: weight (float32) and both moments (bfloat16) are read and written, its gradient read."""
 
 
 def compile_cross_entropy(
-    element: str, *, name: str = "kernel", capped: bool = False, smoothed: bool = False
+    element: str, *, name: str = "gradient_kernel", sharded: bool = False, capped: bool = False, smoothed: bool = False
 ) -> KernelResources:
     """Compile a kernel of the cross-entropy for logits of type `element` (Triton's name)."""
     kernel = getattr(cross_entropy_triton, name)
-    fixed = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "BLOCK": cross_entropy_triton.BLOCK}
+    floats = {"softcap", "smoothing", "spread"}
+    pointers = {"logits_MW": f"*{element}", "targets_M": "*i64"}
+    pointers |= dict.fromkeys(("losses_M", "statistics_SM", "max_logits_M", "sums_M"), "*fp32")
+    fixed: dict[str, int | None] = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "SHARDED": sharded}
+    fixed |= {
+        "BLOCK": cross_entropy_triton.BLOCK,
+        **dict.fromkeys(["losses_M"] if sharded else ["max_logits_M", "sums_M"]),
+    }
     fixed = {key: value for key, value in fixed.items() if key in kernel.arg_names}
-    signature = {kernel.arg_names[0]: f"*{element}", **CROSS_ENTROPY[name], **dict.fromkeys(fixed, "constexpr")}
-    return compile_kernel(kernel, signature, fixed, cross_entropy_triton.WARPS)
+    signature = {key: pointers.get(key, "fp32" if key in floats else "i32") for key in kernel.arg_names}
+    return compile_kernel(kernel, signature | dict.fromkeys(fixed, "constexpr"), fixed, cross_entropy_triton.WARPS)
 
 
 def compile_adamw(*, is_run: bool = True) -> KernelResources:
@@ -136,8 +134,8 @@ def run_resources(args: argparse.Namespace) -> None:
             ("", {}),
             (", soft cap, smoothed", {"capped": True, "smoothed": True}),
         )
-        for (title, (name, passes)), (how, options) in itertools.product(PASSES.items(), variants):
-            use = compile_cross_entropy(element, name=name, **options)
+        for (title, (name, sharded, passes)), (how, options) in itertools.product(PASSES.items(), variants):
+            use = compile_cross_entropy(element, name=name, sharded=sharded, **options)
             moved = passes * TOKENS * VOCABULARY * size
             page.add(
                 f"| {title}, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "

@@ -18,6 +18,7 @@ from megatfm.corpus.remote import RemoteFile, RemoteFolder
 from megatfm.data_prep.readers import find_format
 from megatfm.data_prep.readers.record import replace_surrogates
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.terminal import format_counted
 
 # The standard library, without tests and without installed packages, which lie in the same folder.
 STDLIB_INCLUDE = ("*.py",)
@@ -26,6 +27,9 @@ USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
     "images": tuple(f"*.{spelling}" for extension in _IMAGE_EXTENSIONS for spelling in (extension, extension.upper())),
 }
+_COMPANIONS = {"megatron": ("*.idx",)}
+"""Patterns of files that are read with another: not counted as left out."""
+MAX_EXAMPLES = 3
 # Files that Hugging Face `datasets` puts beside the data: descriptions and caches.
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
@@ -65,9 +69,11 @@ class InputFiles:
         is_stdlib = config.folder is None
         default_include = STDLIB_INCLUDE if is_stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
         self._include = config.include or default_include
+        self._companions = _COMPANIONS.get(config.format or "", ())
         self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if is_stdlib else ()))
         self._skip_bad = config.on_error == "skip"
         self.n_excluded = 0
+        self._excluded_examples: list[str] = []
         self.bad: list[BadFile] = []
         self.folders: list[str] = []
         """Names of local folders below the corpus folder, those without files included."""
@@ -82,7 +88,18 @@ class InputFiles:
     @property
     def notes(self) -> list[str]:
         """Notes for the log on files that were left out."""
-        return [f"left out by name: {self.n_excluded:,} files or folders"] if self.n_excluded else []
+        if not self.n_excluded:
+            return []
+        examples = ", ".join(self._excluded_examples) + ", …" * (self.n_excluded > MAX_EXAMPLES)
+        counted = format_counted(self.n_excluded, "file or folder", "files or folders")
+        return [f"left out by name: {counted} ({examples})"]
+
+    def _count_excluded(self, name: str) -> None:
+        if matches_path(name, self._companions):
+            return
+        self.n_excluded += 1
+        if len(self._excluded_examples) < MAX_EXAMPLES:
+            self._excluded_examples.append(name)
 
     def compute_fingerprint(self) -> str:
         """Hash the files' names, sizes and versions: the hash changes with the corpus."""
@@ -164,7 +181,8 @@ class InputFiles:
                 name = file.name.replace("#", "%23")
                 self._remote_files[name] = file
                 yield InputFile(f"{remote.url}/{file.name}", name, file.size, file.version)
-        self.n_excluded += len(excluded_paths)
+        for components in sorted(excluded_paths):
+            self._count_excluded("/".join(components))
 
     def _list_excluded_patterns(self, names: Iterable[str]) -> Sequence[str]:
         """Return the patterns of files to exclude from a folder with these names."""
@@ -192,7 +210,7 @@ class InputFiles:
                     self.folders.append(_make_name(path.relative_to(root)))
                     stack.append((self._list_entries(path), identity))
             elif not matches_path(path.name, self._include):
-                self.n_excluded += 1
+                self._count_excluded(_make_name(path.relative_to(root)))
             elif stat.S_ISREG(status.st_mode):
                 yield InputFile(str(path), _make_name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
             else:
@@ -207,7 +225,7 @@ class InputFiles:
         exclude = self._list_excluded_patterns(path.name for path in paths)
         for path in paths:
             if matches_path(path.name, (".*", *exclude)):
-                self.n_excluded += 1
+                self._count_excluded(_make_name(path.relative_to(str(self.root))))
             else:
                 yield path
 

@@ -131,8 +131,8 @@ HELD_OUT = "held_out"
 MAX_NAMES = 10**6
 """Largest number of records that are held out by name; more are held out by their hashes."""
 NOTES = {
-    "file": "split by file: too few larger units",
-    "record": "split by record: too few larger units",
+    "file": "whole files are held out: too few folders",
+    "record": "single records are held out: too few files",
     "part of a file": "split by part of a file: parts of one text are in training and in validation, whose loss will "
     "look better than that of new text: add files or records, or name those to hold out in split.validation_files",
 }

@@ -17,10 +17,9 @@ from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.feed_forward import ACTIVATIONS, FFNS
 from megatfm.layers.initialisation import INITIALISATIONS
 from megatfm.layers.moe import ROUTERS
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import NORMS, RESIDUALS
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.residual import RESIDUALS
 from megatfm.models import MODELS
 from megatfm.objectives import OBJECTIVES
 from megatfm.optim.lr_schedules import SCHEDULES

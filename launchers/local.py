@@ -15,16 +15,7 @@ from typing import Any
 import psutil
 
 from megatfm.config import Config
-from megatfm.errors import (
-    EXIT_FAILED,
-    EXIT_OK,
-    EXIT_REQUEUE,
-    EXIT_USAGE,
-    LOCKED,
-    NO_PROGRESS,
-    MegatfmError,
-    UsageError,
-)
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS, MegatfmError, UsageError
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths
 from megatfm.launchers.attempts import FINAL_EXIT_REASONS, RESTARTS, UNFINISHED, Attempt, AttemptLog
 from megatfm.launchers.job import Job, make_python_path

@@ -202,9 +202,12 @@ def _queue_script(script: Path, dependency: str) -> str:
         raise UsageError(f"{error}, or look at the script with --dry-run") from None
     except MegatfmError as error:
         raise MegatfmError(f"sbatch refused {script}: {str(error).partition(': ')[2]}") from None
-    job_id = output.strip().split(";")[0]
+    job_id = output.rstrip().rpartition("\n")[2].split(";")[0]  # below what a site's own sbatch prints
     if not job_id.isdecimal():
-        raise MegatfmError(f"sbatch refused {script}: {' '.join(output.split())}")
+        raise MegatfmError(
+            f"sbatch took {script}, but its last line is no job's number ({' '.join(output.split())!r}): look for the "
+            "job by squeue"
+        )
     return job_id
 
 

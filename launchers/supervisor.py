@@ -246,7 +246,10 @@ class _ChildGroup:
                 text = file.read().decode(errors="replace").rstrip()
         except OSError as error:
             return f"{message}; {log} can't be read: {error.strerror}"
-        return "\n".join([f"{message}; the end of {log}:", *(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])])
+        lines = text.splitlines()[-TAIL_LINES:]
+        if lines and lines[-1].startswith("error: "):  # it says why: the traceback above it is for the log
+            lines = lines[-1:]
+        return "\n".join([f"{message}; the end of {log}:", *(f"  {line}" for line in lines)])
 
 
 def _is_terminal() -> bool:

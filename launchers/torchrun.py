@@ -3,8 +3,8 @@
 `python -m megatfm.launchers.torchrun agent --processes N train CONFIG …` runs on each node. By itself, torchrun dies of
 USR1, kills its workers half a minute after TERM, which is too short for a large checkpoint, and returns 1 for every
 failure. So the agent starts it with both signals blocked (the workers inherit this until they install their handlers)
-and forwards signals to the workers. Each worker writes its exit code to a file; the agent returns the code on which
-they agree. The agent imports no torch.
+and forwards signals to the workers. Each worker leaves an empty file named by its exit code, which even a full disk
+takes; the agent returns the code on which they agree. The agent imports no torch.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKE
 from megatfm.launchers.supervisor import Child, supervise
 
 EXIT_CODE_DIR = "MEGATFM_EXIT_CODES"
-"""Environment variable with the folder to which workers write their exit codes."""
+"""Environment variable with the folder in which workers leave their exit codes, as files RANK-CODE."""
 
 # Below Linux's default range of ephemeral ports, and apart from the range for tasks that srun starts.
 FIRST_PORT, N_PORTS = 22_000, 10_000
@@ -106,23 +106,22 @@ def _iter_workers(pid: int) -> Iterator[psutil.Process]:
 
 
 def find_common_exit_code(code: int, folder: Path) -> int:
-    """Return the exit code that all workers wrote, if they agree; else 1. `code` is torchrun's own."""
+    """Return the exit code that all workers left, if they agree; else 1. `code` is torchrun's own."""
     if code == EXIT_OK:
         return EXIT_OK
-    # Workers that torchrun killed after another's exit wrote none. A file is empty if its worker died while writing.
-    texts = {path.read_text() for path in folder.iterdir()}
-    exit_codes = {int(text) if text.isdecimal() else EXIT_FAILED for text in texts}
+    # Workers that torchrun killed after another's exit left none.
+    exit_codes = {int(path.name.partition("-")[2]) for path in folder.iterdir()}
     common_code = exit_codes.pop() if len(exit_codes) == 1 else EXIT_FAILED
     return common_code if common_code in (EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED) else EXIT_FAILED
 
 
 def run_worker() -> None:
-    """Run megatfm with the arguments of `sys.argv`; write its exit code to this worker's file, and exit with it."""
+    """Run megatfm with the arguments of `sys.argv`; leave its exit code for the agent, and exit with it."""
     try:
         runpy.run_module("megatfm", run_name="__main__", alter_sys=True)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        (Path(os.environ[EXIT_CODE_DIR]) / os.environ["RANK"]).write_text(str(code))
+        (Path(os.environ[EXIT_CODE_DIR]) / f"{os.environ['RANK']}-{code}").touch()
         raise
 
 

@@ -1,6 +1,5 @@
 """Checks of a job before it is queued: layout and batch against processes, paths, time limits. Imports no torch."""
 
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,55 +7,21 @@ from pathlib import Path
 from megatfm.config import Config
 from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.config.prep import PrepConfig
-from megatfm.config.root import list_global_batches
-from megatfm.config.section import list_divisors
+from megatfm.config.world_size import check_world_size
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
 from megatfm.launchers.record import find_latest_checkpoint_step, is_finished, list_checkpoint_steps
 from megatfm.launchers.slurm_site import FROM_SHELL, Site
 
-AXES = ("dp_replicate", "tp", "pp", "cp")
-"""Axes of fixed size; dp_shard = -1 takes all remaining ranks."""
-
 
 def explain_layout_error(config: Config, processes: int) -> str | None:
     """Return why a run can't train on this number of processes; None if it can."""
-    parallel, train = config.parallel, config.train
-    if config.resilience.elastic:  # the run itself adapts its layout and micro-batch
-        model_ranks = parallel.tp * parallel.pp * parallel.cp
-        for batch, key in list_global_batches(config).items():
-            if processes % model_ranks or batch % (processes // model_ranks):
-                return f"{key} = {batch} and {model_ranks} ranks a model do not divide {processes} processes"
-        return None
-    sizes = {axis: int(getattr(parallel, axis)) for axis in AXES}
-    fixed = math.prod(sizes.values())
-    shard = processes // fixed if parallel.dp_shard == -1 else parallel.dp_shard
-    if fixed * shard != processes:
-        all_sizes = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
-        layout = " × ".join(f"{axis} {size}" for axis, size in all_sizes.items() if size > 1)
-        return f"the layout {layout} does not divide {processes} processes"
-    expert_ranks = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # -1 over -1 where dp_shard is -1
-    if expert_ranks % parallel.ep:
-        return f"parallel.ep = {parallel.ep} does not divide the {expert_ranks} ranks that share the experts"
-    data_ranks = sizes["dp_replicate"] * shard
-    batches = list_global_batches(config)
-    for batch, key in batches.items():
-        if batch % (train.micro_batch * data_ranks):
-            return (
-                f"{key} = {batch} is not a multiple of train.micro_batch = {train.micro_batch} on "
-                f"{data_ranks} data ranks{_suggest_micro_batch(math.gcd(*batches), train.micro_batch, data_ranks)}"
-            )
+    try:
+        check_world_size(config, processes)
+    except UsageError as error:
+        return str(error)
     return None
-
-
-def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
-    """Return the end of an error message: the largest micro-batch below the present one that works, if any."""
-    if batch % data_ranks:
-        return ""
-    rows = batch // data_ranks
-    largest_fitting = max(n for n in list_divisors(rows) if n <= micro_batch)
-    return f" (train.micro_batch = {largest_fitting} would)"
 
 
 def find_max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
@@ -118,6 +83,12 @@ def _find_linked_checkpoints(run: Path) -> Iterator[str]:
 
 def find_launch_warnings(job: Job, site: Site, partition: scheduler.SlurmPartition | None) -> Iterator[str]:
     """Yield one line for each doubt about a SLURM job that does not prevent its submission."""
+    per_node = job.resources.nproc_per_node
+    if isinstance(job.config, Config) and per_node % job.config.parallel.tp:
+        yield (
+            f"parallel.tp = {job.config.parallel.tp} does not divide a node's {per_node} processes, so that traffic of "
+            "every block crosses the network: choose a tp that stays inside a node"
+        )
     if site.container:
         for problem in find_missing_paths(job):
             yield f"{problem}; make sure that it exists in the container"

@@ -28,8 +28,8 @@ from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarke
 from megatfm.inference.evaluate import Baselines, Results, evaluate_run
 from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
 from megatfm.inference.prompts import PromptOptions
-from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
+    PromptSampler,
     TextModel,
     attach_tokenizer,
     generate_text,

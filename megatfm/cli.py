@@ -22,10 +22,7 @@ from megatfm.version import __version__
 
 COMMANDS = {
     "prep": ("megatfm.commands.data", "prepare a corpus: text → tokens → shards"),
-    "train": (
-        "megatfm.commands.training",
-        "train or resume; one process, or a rank under torchrun, srun or mpirun",
-    ),
+    "train": ("megatfm.commands.training", "train or resume; one process, or a rank under torchrun, srun or mpirun"),
     "finetune": (
         "megatfm.commands.finetuning",
         "fine-tune a pretrained model on labelled files, or resume; then evaluate",
@@ -37,10 +34,7 @@ COMMANDS = {
         "megatfm.commands.runs",
         "show a run's logs: the job's or rank 0's, and those of ranks with errors; -f follows them",
     ),
-    "cancel": (
-        "megatfm.commands.runs",
-        "end a run's jobs and processes; the run saves first if time is left",
-    ),
+    "cancel": ("megatfm.commands.runs", "end a run's jobs and processes; the run saves first if time is left"),
     "generate": ("megatfm.commands.generation", "sample text from a run"),
     "convert": (
         "megatfm.commands.conversion",
@@ -51,10 +45,7 @@ COMMANDS = {
         "evaluate a run's loss and bits per byte, beside gzip and xz; or a model on tasks, without training",
     ),
     "report": ("megatfm.commands.runs", "write one self-contained HTML page about a run"),
-    "compare": (
-        "megatfm.commands.runs",
-        "compare runs: their settings, results and curves",
-    ),
+    "compare": ("megatfm.commands.runs", "compare runs: their settings, results and curves"),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
     "describe": ("megatfm.commands.estimate", "show modules, parameter counts and FLOPs of a config's model"),
     "estimate": (
@@ -156,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         overrides = getattr(parsed, "overrides", None)
         unknown = [argument for argument in unparsed if overrides is None or not _is_override(argument)]
         if unknown:
-            hint = _suggest_setting(parsed.command, unknown[0], unparsed) if overrides is not None else ""
+            hint = _suggest_settings(parsed.command, unparsed) if overrides is not None else ""
             if unknown[0].partition("=")[0] in LAUNCH_FLAGS and hasattr(parsed, "source"):
                 hint = f": `train` is one process; `megatfm launch CONFIG {unknown[0]} …` starts several"
             hint = hint or f": `megatfm {parsed.command} --help` lists those that there are"
@@ -183,18 +174,22 @@ class Parser(argparse.ArgumentParser):
         super().error(message.replace(", key=value", ""))  # argparse counts what may be left out among what is missing
 
 
-def _suggest_setting(command: str, flag: str, arguments: Sequence[str]) -> str:
-    """Return the setting that an unknown flag may mean, such as another framework's --micro-batch-size."""
+def _suggest_settings(command: str, arguments: Sequence[str]) -> str:
+    """Return the settings that unknown flags may mean, such as another framework's --micro-batch-size."""
     from megatfm.config import Config
     from megatfm.config.load import find_keys
     from megatfm.config.prep import PrepConfig
 
-    key, equals, value = flag.lstrip("-").partition("=")
-    following = arguments[arguments.index(flag) + 1 :]
-    if not equals:
-        value = following[0] if following and not following[0].startswith("-") else "…"
-    keys = [key] if "." in key else find_keys(key.replace("-", "_"), PrepConfig if command == "prep" else Config)
-    return f": settings have no dashes: {' or '.join(f'{key}={value}' for key in keys)}" if keys else ""
+    settings = []
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        key, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-"):
+            continue
+        if not equals:
+            value = "…" if following.startswith("-") else following
+        keys = [key] if "." in key else find_keys(key.replace("-", "_"), PrepConfig if command == "prep" else Config)
+        settings += [" or ".join(f"{candidate}={value}" for candidate in keys)] if keys else []
+    return f": settings have no dashes: {' '.join(settings)}" if settings else ""
 
 
 def _is_override(argument: str) -> bool:

@@ -189,13 +189,13 @@ def collective_errors(action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise MegatfmError(f"{action}: the ranks lost each other: {one_line(error)}") from error
+        raise MegatfmError(f"{action}: the ranks lost each other: {format_error_line(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """Return an error's first line, since torch appends stacks; with its type unless it is a MegatfmError."""
     text = str(error).strip().split("\n", 1)[0]
-    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _make_portable(error: Exception) -> Exception:
@@ -203,16 +203,16 @@ def _make_portable(error: Exception) -> Exception:
     try:
         restored = pickle.loads(pickle.dumps(error))
     except Exception:  # constructors of third-party errors may raise anything
-        return MegatfmError(one_line(error))
+        return MegatfmError(format_error_line(error))
     is_equal = type(restored) is type(error) and str(restored) == str(error)
-    return error if is_equal else MegatfmError(one_line(error))
+    return error if is_equal else MegatfmError(format_error_line(error))
 
 
 def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Failure | None]:
     try:
         return work(), None, None
     except Exception as error:
-        return None, error, (socket.gethostname(), one_line(error))
+        return None, error, (socket.gethostname(), format_error_line(error))
 
 
 def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | None) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Generic, TypeVar
@@ -122,14 +123,14 @@ def import_plugins(packages: Iterable[str]) -> None:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # third-party code may raise anything
-            if isinstance(error, ImportError) and _find_location(error) is None:
+            place = _find_location(error)
+            if place is None:
                 raise UsageError(
                     f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
                     "directory, install it, or put its folder on PYTHONPATH"
                 ) from error
             raise UsageError(
-                f"plugins: {package!r} stopped at {_find_location(error) or 'its first line'} with "
-                f"{type(error).__name__}: {error}: mend it there"
+                f"plugins: {package!r} stopped at {place} with {type(error).__name__}: {error}: mend it there"
             ) from error
 
 
@@ -195,10 +196,9 @@ def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None
 
     Folders are appended, so that they shadow neither installed packages nor PYTHONPATH.
     """
+    importlib.invalidate_caches()
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        candidates = (folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir())
-        if (folder := next(candidates, None)) is not None:
-            sys.path.append(str(folder.resolve()))
-            importlib.invalidate_caches()
+        paths = [str(folder.resolve()) for folder in folders]
+        sys.path += [path for path in paths if PathFinder.find_spec(name, [path]) is not None][:1]

@@ -182,7 +182,7 @@ def log_progress(items: Sequence[T], task: str, unit: str) -> Iterator[T]:
 def format_file_size(count: float) -> str:
     """Format the bytes of a file or of text: 3.21 MB."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= limit:
+        if count >= 0.9995 * limit:  # rounded to three digits, at least 1
             return f"{count / limit:.3g} {unit}"
     return f"{count:.0f} B"
 

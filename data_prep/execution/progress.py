@@ -97,8 +97,9 @@ class PrepSummary:
         table = Table(*headings, title=str(self.out), title_justify="left")
         for column in table.columns[1:4]:
             column.justify = "right"
+        table.columns[4].overflow = "fold"  # no reason is cut
         for step in self.result["steps"]:
-            dropped = "; ".join(f"{drop['documents']:,}: {reason}" for reason, drop in step["dropped"].items())
+            dropped = "\n".join(f"{drop['documents']:,} {reason}" for reason, drop in step["dropped"].items())
             table.add_row(
                 step["step"],
                 f"{step['documents_out']:,}",
@@ -124,6 +125,8 @@ class PrepSummary:
 
 def _format_bytes(count: int) -> str:
     """Format a number of bytes."""
+    if count >= 10**12:
+        return f"{count / 1e12:.2f} TB"
     if count >= 10**9:
         return f"{count / 1e9:.2f} GB"
     return f"{count / 1e6:.2f} MB" if count >= 10**5 else f"{count:,} B"

@@ -1,5 +1,6 @@
 """Files of token ids: Megatron-LM's `.bin` with `.idx`, and plain files with an id that ends each document."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import BadFileError
+from megatfm.errors import UsageError
 
 Ids = NDArray[Any]
 
@@ -21,7 +23,7 @@ _CHUNK = 2**22
 
 
 def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
-    """Yield the ids [n] of each document of a file. Raises BadFileError at damage."""
+    """Yield the ids [n] of each document of a file. Raises BadFileError at damage, UsageError for a wrong eos_id."""
     try:
         if config.format == "megatron":
             yield from _read_megatron(path, config.tokens.eos_id)
@@ -48,13 +50,21 @@ def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
     data = (
         np.memmap(path, dtype, mode="r", shape=(length // item_bytes,)) if length >= item_bytes else np.empty(0, dtype)
     )
+    last_ids = Counter[int]()
     for first, last in pairwise(edges):
         parts = [
             data[pointers[sequence] // item_bytes : pointers[sequence] // item_bytes + sizes[sequence]]
             for sequence in range(int(first), int(last))
         ]
         ids = np.array(parts[0]) if len(parts) == 1 else np.concatenate([data[:0], *parts])  # perhaps no sequence
+        last_ids.update(ids[-1:].tolist())
         yield ids[:-1] if eos_id is not None and len(ids) and ids[-1] == eos_id else ids
+    if eos_id is not None and last_ids and eos_id not in last_ids:
+        usual_id, count = last_ids.most_common(1)[0]
+        raise UsageError(
+            f"{path}: no document ends with read.tokens.eos_id = {eos_id}, and {count:,} of {last_ids.total():,} end "
+            f"with {usual_id}: correct eos_id, or leave it out if no id was appended"
+        )
 
 
 def _parse_index(

@@ -207,8 +207,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
         return []
     for path, _ in list_replaced(folder):
         log.warning(
-            "%s is a damaged checkpoint, kept until a later one is verified; delete it if you need the space",
-            path,
+            "%s is a damaged checkpoint, kept until a later one is verified; delete it if you need the space", path
         )
     with name_disk_errors("list", folder):
         leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))

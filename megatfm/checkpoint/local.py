@@ -30,13 +30,7 @@ from megatfm.checkpoint.directory import (
     try_to_remove,
 )
 from megatfm.checkpoint.file_format import FileEntry
-from megatfm.checkpoint.metadata import (
-    METADATA_FILENAME,
-    Metadata,
-    NewerFormatError,
-    encode_metadata,
-    parse_metadata,
-)
+from megatfm.checkpoint.metadata import METADATA_FILENAME, Metadata, NewerFormatError, encode_metadata, parse_metadata
 from megatfm.checkpoint.planner import WriteItem, WritePlan
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor

@@ -146,9 +146,7 @@ class Saver:
         self.wait_for_save()
         action = f"checkpoint of step {step} not saved"
         shards, plain = object_collectives.run_on_all_ranks(
-            action,
-            lambda: (to_sharded_tensors(tensors), check_json_round_trip(state)),
-            self._group,
+            action, lambda: (to_sharded_tensors(tensors), check_json_round_trip(state)), self._group
         )
         plan = self._get_write_plan(action, shards)
         self._step, self._is_local, self._pinned = step, local, pinned
@@ -239,10 +237,7 @@ class Saver:
         self._write(state, plan, staged_pieces)
 
     def _write(
-        self,
-        state: dict[str, JsonValue],
-        plan: WritePlan,
-        pieces: Callable[[], Mapping[WriteItem, Tensor]],
+        self, state: dict[str, JsonValue], plan: WritePlan, pieces: Callable[[], Mapping[WriteItem, Tensor]]
     ) -> None:
         """Write, commit and apply retention. Stores an error for `wait_for_save`."""
         start = time.perf_counter()

@@ -78,10 +78,7 @@ class ShardedTensor:
             return [((), ())]
         rows = max(1, PIECE_BYTES * sizes[0] // self.tensor.nbytes)
         return [
-            (
-                (self.offsets[0] + start, *self.offsets[1:]),
-                (min(rows, sizes[0] - start), *sizes[1:]),
-            )
+            ((self.offsets[0] + start, *self.offsets[1:]), (min(rows, sizes[0] - start), *sizes[1:]))
             for start in range(0, sizes[0], rows)
         ]
 

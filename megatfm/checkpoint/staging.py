@@ -142,8 +142,7 @@ class Staging:
             self._pinned = self._pin(self._buffer.data_ptr(), size)
             if not self._pinned:
                 log.warning(
-                    "could not pin %.2g GiB of host memory: staging copies of checkpoints will be slower",
-                    size / 2**30,
+                    "could not pin %.2g GiB of host memory: staging copies of checkpoints will be slower", size / 2**30
                 )
 
     def _pin(self, address: int, size: int) -> bool:

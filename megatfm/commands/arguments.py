@@ -20,12 +20,7 @@ def add_config_and_overrides(
 
     example: an override for the help text. optional: whether CONFIG may be omitted. sources: what CONFIG may be.
     """
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?" if optional else None,
-        help=sources,
-    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help=sources)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
 
 

@@ -61,10 +61,7 @@ def _call_function(name: str) -> dict[str, str]:
 
 def _iter_command_arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
     """Yield each command's name and arguments. An action such as `config show` has its command's name."""
-    yield (
-        command,
-        [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)],
-    )
+    yield (command, [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)])
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, subparser in action.choices.items():

@@ -38,9 +38,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="read SRC as a DeepSpeed universal checkpoint; this Hugging Face folder describes its model",
     )
     parser.add_argument(
-        "--base",
-        metavar="FOLDER",
-        help="if SRC is a PEFT adapter: the Hugging Face folder of its base model",
+        "--base", metavar="FOLDER", help="if SRC is a PEFT adapter: the Hugging Face folder of its base model"
     )
     add_trust_argument(parser)
     experts = parser.add_argument_group("with --to moe")
@@ -49,10 +47,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     experts.add_argument("--granularity", type=int, metavar="N", help="experts that a copy is cut into (1)")
     experts.add_argument("--every", type=int, metavar="N", help="every N-th block has experts (1: all)")
     experts.add_argument(
-        "--noise",
-        type=float,
-        metavar="X",
-        help="noise on experts' weights, as a multiple of their spread (0)",
+        "--noise", type=float, metavar="X", help="noise on experts' weights, as a multiple of their spread (0)"
     )
     experts.add_argument("--seed", type=int, metavar="N", help="seed of noise and routers (0)")
 

@@ -28,9 +28,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="describe a corpus, or print one of its samples")
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
     show.add_argument(
-        "--images",
-        metavar="FILE",
-        help="draw training images, after all transforms of --config, into this PNG",
+        "--images", metavar="FILE", help="draw training images, after all transforms of --config, into this PNG"
     )
     show.add_argument("--config", metavar="CONFIG", help="with --images: the training config or preset that reads them")
     show.add_argument("--count", type=int, metavar="N", help=f"with --images: images to draw ({DEFAULT_COUNT})")

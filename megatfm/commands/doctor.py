@@ -139,10 +139,7 @@ def check_packages() -> Iterator[Finding]:
     browsers = ("chromium", "chromium-browser", "google-chrome")
     browser = next((name for name in browsers if shutil.which(name)), None)
     yield Finding(
-        "chromium",
-        bool(browser),
-        f"{browser or 'not installed'}, for tests of the report",
-        "make system-deps",
+        "chromium", bool(browser), f"{browser or 'not installed'}, for tests of the report", "make system-deps"
     )
 
 

@@ -66,15 +66,10 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", action="store_true", help="try all layouts, and estimate the best one")
     parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="write the layout as a config, and a SLURM script beside it",
+        "--write", type=Path, metavar="FILE", help="write the layout as a config, and a SLURM script beside it"
     )
     parser.add_argument(
-        "--traced",
-        action="store_true",
-        help="compare the estimate with a traced step of a rank on an imaginary GPU",
+        "--traced", action="store_true", help="compare the estimate with a traced step of a rank on an imaginary GPU"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="with --traced: the rank to trace (0)")
     parser.add_argument(
@@ -228,10 +223,7 @@ def _print_traced_step(args: argparse.Namespace, estimator: "Estimator", estimat
 
     changes = make_trace_overrides(estimate.config, count_traced_microbatches(estimate))
     keys = {change.partition("=")[0] for change in changes}
-    overrides = [
-        *(override for override in args.overrides if override.partition("=")[0] not in keys),
-        *changes,
-    ]
+    overrides = [*(override for override in args.overrides if override.partition("=")[0] not in keys), *changes]
     traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
     config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
     bf16_estimate = estimator.estimate(config)

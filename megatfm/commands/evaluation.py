@@ -80,11 +80,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks.add_argument("--batch", type=int, metavar="N", help="rows per batch (16)")
     tasks.add_argument(
-        "--limit",
-        type=int,
-        default=0,
-        metavar="N",
-        help="only the first N questions of each task; 0: all (0)",
+        "--limit", type=int, default=0, metavar="N", help="only the first N questions of each task; 0: all (0)"
     )
     tasks.add_argument(
         "--dtype",
@@ -93,10 +89,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights; auto: as stored (float32)",
     )
     tasks.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda if available (auto)",
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available (auto)"
     )
     tasks.add_argument("--out", metavar="FOLDER", help="folder for results (RUN, if that is a run directory)")
 

@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatfm.commands.arguments import (
-    add_config_and_overrides,
-    add_source_argument,
-    add_trust_argument,
-    split_config,
-)
+from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, add_trust_argument, split_config
 from megatfm.commands.training import (
     enable_expandable_segments,
     print_notes,
@@ -27,7 +22,7 @@ from megatfm.config.sources import ConfigFile, is_stored_by_us, read_files
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.files import NewPaths
 from megatfm.parallel.startup_watch import start_sentinel
-from megatfm.terminal import make_table, print_table
+from megatfm.terminal import format_counted, make_table, print_table
 
 if TYPE_CHECKING:
     from megatfm.inference.task_evaluation import TaskResults
@@ -52,9 +47,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="train N runs, NAME-seed-0, …; print mean and deviation")
     parser.add_argument(
-        "--export",
-        metavar="DIR",
-        help="at the end, export the best checkpoint to DIR in the Hugging Face format",
+        "--export", metavar="DIR", help="at the end, export the best checkpoint to DIR in the Hugging Face format"
     )
 
 
@@ -110,8 +103,8 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         print(folder / RESOLVED_CONFIG)
         return EXIT_OK, None
     from megatfm.describe.description import flops_per_token
-    from megatfm.inference.samples import PromptSampler
     from megatfm.inference.task_evaluation import evaluate_task
+    from megatfm.inference.text import PromptSampler
     from megatfm.train.run import train
 
     with remove_on_refusal(new_paths):
@@ -283,13 +276,7 @@ def predict_command(args: argparse.Namespace) -> int:
     search = {key: value for key, value in options.items() if value is not None}
     if search.get("beams", 1) < 1 or search.get("length_penalty", 0) < 0:
         raise UsageError("--beams, --length-penalty: choose 1 or more beams, and a penalty of 0 or more")
-    result = predict_file(
-        Path(args.run_dir),
-        args.file,
-        args.out,
-        search=search,
-        trust_plugins=args.trust_plugins,
-    )
+    result = predict_file(Path(args.run_dir), args.file, args.out, search=search, trust_plugins=args.trust_plugins)
     if result is not None:
-        print(f"{result[0]}: {result[1]:,} predictions")
+        print(f"{result[0]}: {format_counted(result[1], 'prediction')}")
     return EXIT_OK

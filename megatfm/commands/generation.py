@@ -24,9 +24,7 @@ BEAM_DEFAULTS = {"length_penalty": 0.6}
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the prompt, and how tokens are chosen."""
     parser.add_argument(
-        "run_dir",
-        metavar="RUN",
-        help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder",
+        "run_dir", metavar="RUN", help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder"
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (none)")
     parser.add_argument(

@@ -117,9 +117,7 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
         "-n", "--lines", type=int, default=20, metavar="N", help="print the last N lines of each file (20)"
     )
     parser.add_argument(
-        "--all",
-        action="store_true",
-        help="print the logs of all ranks, not only of rank 0 and those with errors",
+        "--all", action="store_true", help="print the logs of all ranks, not only of rank 0 and those with errors"
     )
 
 
@@ -145,10 +143,7 @@ def logs_command(args: argparse.Namespace) -> int:
 
 def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="a run directory, for example runs/quickstart, or a SLURM job's number",
+        "runs", nargs="*", metavar="RUN", help="a run directory, for example runs/quickstart, or a SLURM job's number"
     )
     parser.add_argument("--all", action="store_true", help="end all runs under runs/")
 
@@ -188,10 +183,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs whose curves are drawn behind this one's, for example runs/baseline",
     )
     parser.add_argument(
-        "--hardware",
-        type=Path,
-        metavar="FILE",
-        help="description of your devices, for the estimate beside the run",
+        "--hardware", type=Path, metavar="FILE", help="description of your devices, for the estimate beside the run"
     )
 
 

@@ -89,7 +89,7 @@ def train_command(args: argparse.Namespace) -> int:
         config = load_training_config(args, new_paths)
         # After the config is loaded, so that a mistake in it is reported before torch is imported.
         from megatfm.describe.description import flops_per_token
-        from megatfm.inference.samples import PromptSampler
+        from megatfm.inference.text import PromptSampler
         from megatfm.train.run import train
 
         if folder := os.environ.get(NEW_RUN_VARIABLE):

@@ -121,10 +121,7 @@ def _verify_presets(args: argparse.Namespace) -> int:
     overrides += _override_engine(args.engine, read_values(Config, None, overrides))
     presets = [argument for argument in arguments if "=" not in argument]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
-    for kind, names, known_names in (
-        ("preset", presets, list_model_presets()),
-        ("layout", layouts, [*LAYOUTS]),
-    ):
+    for kind, names, known_names in (("preset", presets, list_model_presets()), ("layout", layouts, [*LAYOUTS])):
         for name in names:
             if name not in known_names:
                 raise UsageError(

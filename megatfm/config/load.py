@@ -247,7 +247,7 @@ def _parse(override: str, text: str) -> Any:
 
 
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """Return the first of a config's errors as `key = value: reason; way out`."""
+    """Return the first of a config's errors as `key = value: reason; way out`, or all keys that are unknown."""
     errors = error.errors(include_url=False)
     # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.
     unknown = [item for item in errors if item["type"] == "extra_forbidden"]
@@ -257,11 +257,16 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     message = first["msg"].removeprefix("Value error, ")
     n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(path) or "config"
-    if first["type"] == "extra_forbidden":
-        known_keys = list(section.model_fields) if section else []
-        hint = _suggest_keys(key, known_keys, config_class)
+    if len(unknown) > 1 or first["type"] == "extra_forbidden":
+        hints: dict[str, str] = {}
+        for item in unknown:
+            path, section, _ = _locate_error(item["loc"], config_class, values)
+            known_keys = list(section.model_fields) if section else []
+            hints[".".join(path)] = _suggest_keys(".".join(path), known_keys, config_class)
+        if len(hints) > 1:
+            return f"{len(hints)} unknown keys: {'; '.join(map(''.join, hints.items()))}"
         known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
-        return f"{key}: unknown key{hint}; {known_text}{n_more}"
+        return f"{key}: unknown key{hints[key]}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
         reason, example = _explain_by_name(values, path), _give_example(section, path)
         return f"{key}: is required{reason}{example}{_list_other_missing_keys(error) or n_more}"

@@ -227,7 +227,8 @@ def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: boo
             progress.advance()
             factors = {f"model.{factor}" for factor in name_factors(name)} & stored.keys()
             tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})
-            yield f"model.{name}", merge_lora(tensors, scale)[f"model.{name}"]
+            for key, merged in merge_lora(tensors, scale):
+                yield key, merged.to(tensors[key].dtype)
 
     kept_state: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop", "origin") if key in state
@@ -334,9 +335,8 @@ class _CheckpointReader:
         self._progress.advance(len(batch))
         adapters = [factor for name in batch for factor in name_factors(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
-        merged = merge_lora(stored, self.scale)
-        for name in batch:
-            tensor = merged[f"model.{name}"]
+        for key, tensor in merge_lora(stored, self.scale):
+            name = key.removeprefix("model.")
             self._pending[name] = cast_weights(name, tensor, self.tensors[name].dtype)
             self.non_finite += [name] * (not tensor.isfinite().all())
 

@@ -124,7 +124,7 @@ class ImageReader:
         size = self._choose_size(image)
         for number, transform in enumerate(self.transforms):
             image = transform(image, (*key, "transform", number), size)
-        if image.size != size and self.size is not None:
+        if self.size is not None and (image.size != size or not self.transforms):
             image = resize_and_crop(image, self.size, self.crop_pct, self.filter)
         elif image.size != size:
             image = image.resize(size, self.filter)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.ma  # np.unique would import it at its first call, which fails in two threads at once
 from numpy.typing import NDArray
 
+from megatfm.config.world_size import check_global_batch as check_global_batch
 from megatfm.data.dataset import RowDataset, join_rows
 from megatfm.data.order import BatchSchedule
 from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
@@ -251,16 +252,6 @@ def without_documents(batch: Fields) -> Fields:
     return {name: field for name, field in batch.items() if name not in names}
 
 
-def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int, key: str = "train.global_batch") -> None:
-    """Raise a UsageError unless the global batch, which `key` sets, is a multiple of micro-batch × data ranks."""
-    unit = micro_batch * data_ranks
-    if global_batch < 1 or global_batch % unit:
-        raise UsageError(
-            f"{key} = {global_batch} is not a multiple of train.micro_batch = {micro_batch} × {data_ranks} data ranks: "
-            f"the nearest that is one is {round_to_multiple(global_batch, unit)}"
-        )
-
-
 def split_rows(rows: Fields, splits_per_row: int) -> Fields:
     """Split rows [n, T, …] of one side into shorter ones, [n · splits_per_row, T / splits_per_row, …].
 
@@ -279,8 +270,3 @@ def split_rows(rows: Fields, splits_per_row: int) -> Fields:
     split["positions"] = np.where(is_first_document, positions - positions[:, :1], positions)
     split["documents"] = np.where(is_token, documents - first, PAD_DOCUMENT_ID)
     return split
-
-
-def round_to_multiple(batch: int, unit: int) -> int:
-    """Return the positive multiple of `unit` that is nearest to `batch`."""
-    return max(1, (batch + unit // 2) // unit) * unit

@@ -221,6 +221,9 @@ class _Planner:
                 reason = "whole documents don't fill such rows"
             keys = ["data.sequence_length", "data.target_length"][: len(self.row_lengths)]
             advice = f"choose shorter rows ({', '.join(keys)}), or prepare more text"
+            if len(self.row_lengths) > 1:
+                reason = "inputs and targets don't fill their rows alike"
+                advice = f"choose other lengths ({', '.join(keys)})"
             if getattr(self.objective, "reads_images", False):
                 reason, advice = "its images don't fill such rows", f"choose other lengths ({', '.join(keys)})"
             yield (

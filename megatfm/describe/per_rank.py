@@ -1,7 +1,7 @@
 """State on one rank of a layout: the model is parallelized in this process on torch's fake process group."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,18 +54,14 @@ def count_rank_state(config: Config) -> RankState | None:
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     optimizer = count_optimizer_state(config, model, weight_bytes)
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    holders: Mapping[str, tuple[int, ...]] = {}
-    if parallel.pp > 1:
-        holders = plan_pipeline_split(config, model).parameter_ranks
+    holders = plan_pipeline_split(config, model).parameter_ranks if parallel.pp > 1 else {}
     with fake_ranks(ranks):
         mesh = build_mesh(parallel, ranks, "cpu")
         layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.effective_zero
         local_numel = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
-        shard_numel = local_numel
-        if zero:
-            shard_numel = {name: _count_shard_elements(tensor, mesh) for name, tensor in layout.items()}
+        shard_numel = {n: _count_shard_elements(tensor, mesh) for n, tensor in layout.items()} if zero else local_numel
         gradient_numel = local_numel if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
         computed_numel = local_numel  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
@@ -94,8 +90,7 @@ def count_rank_state(config: Config) -> RankState | None:
 
 def _compute_min_dp_shard(parallel: ParallelConfig) -> int:
     """Return the fewest ranks of dp_shard over which `ep` divides the experts."""
-    other_ranks = parallel.cp * (parallel.tp if parallel.expert_tp == "folded" else 1)
-    return parallel.ep // math.gcd(parallel.ep, other_ranks)
+    return parallel.ep // math.gcd(parallel.ep, parallel.expert_mesh_size // parallel.dp_shard)
 
 
 def _count_shard_elements(tensor: TensorLayout, mesh: Mesh) -> int:

@@ -19,6 +19,7 @@ from megatfm.config import (
 )
 from megatfm.config.ffn import FFNConfig, MoEConfig
 from megatfm.config.stages import StagesConfig
+from megatfm.config.world_size import describe_sizes
 from megatfm.errors import UsageError
 from megatfm.terminal import format_counted
 
@@ -224,7 +225,7 @@ def _describe_engine(config: Config) -> list[Line]:
 
 def _describe_per_rank_state(config: Config) -> list[Line]:
     from megatfm.describe.per_rank import count_rank_state
-    from megatfm.parallel.mesh import ALL_AXES, describe_sizes
+    from megatfm.parallel.mesh import ALL_AXES
 
     try:
         state = count_rank_state(config)

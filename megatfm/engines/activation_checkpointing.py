@@ -118,8 +118,8 @@ def _checkpoint_compiled_call(block: nn.Module, call: Forward, *args: Any, **kwa
     the same compiled code runs, with the same saved tensors in the same order."""
     if not (block.training and torch.is_grad_enabled()):
         return call(*args, **kwargs)
-    found = [fork_cache(x) for x in args]
-    passes = chain([lambda: args], repeat(lambda: [fork_cache(x) for x in found]))
+    args_before_pass = [fork_cache(x) for x in args]
+    passes = chain([lambda: args], repeat(lambda: [fork_cache(x) for x in args_before_pass]))
     return checkpoint(
         lambda: call(*next(passes)(), **kwargs),
         use_reentrant=False,

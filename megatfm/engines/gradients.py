@@ -130,13 +130,7 @@ class LayerStatistics:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layout: ModelLayout,
-        mesh: Mesh,
-        global_norm: GlobalNorm,
-        *,
-        compiled: bool,
+        self, model: nn.Module, layout: ModelLayout, mesh: Mesh, global_norm: GlobalNorm, *, compiled: bool
     ) -> None:
         self._mesh, self._norm, self._is_watching = mesh, global_norm, False
         # Activations are reduced over all axes; replicas count equally often in squares and counts.

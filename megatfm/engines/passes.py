@@ -40,11 +40,7 @@ class ForwardBackward(Protocol):
     """One way to run forward and backward passes."""
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        objective: LossFunction,
-        scale_loss: LossScaler,
-        gradient_sync: GradientSync,
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, gradient_sync: GradientSync
     ) -> list[Terms]:
         """Accumulate the gradients of all micro-batches; returns the terms of each that this rank computed."""
 
@@ -59,11 +55,7 @@ class SequentialForwardBackward:
         self._model = model
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        objective: LossFunction,
-        scale_loss: LossScaler,
-        gradient_sync: GradientSync,
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, gradient_sync: GradientSync
     ) -> list[Terms]:
         if compares_samples(objective) and len(batches) > 1:
             return [step_in_two_passes(self._model, batches, objective, scale_loss, gradient_sync)]
@@ -110,11 +102,7 @@ class FeatureGradients:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        features: Sequence[Features],
-        objective: ComparingLoss,
-        scale_loss: LossScaler,
+        self, model: nn.Module, features: Sequence[Features], objective: ComparingLoss, scale_loss: LossScaler
     ) -> None:
         joined = concatenate_features(features)
         inputs = {name: x.detach().requires_grad_() for name, x in joined.items() if x.is_floating_point()}

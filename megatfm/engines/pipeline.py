@@ -136,11 +136,7 @@ class PipelineForwardBackward:
         return add_send_recv(orders, pipeline.stage_to_rank)[self._rank]
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        objective: LossFunction,
-        scale_loss: LossScaler,
-        gradient_sync: GradientSync,
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, gradient_sync: GradientSync
     ) -> list[Terms]:
         if not compares_samples(objective):
             return self._run_schedule(batches, objective, scale_loss, gradient_sync)
@@ -215,11 +211,7 @@ class PipelineForwardBackward:
         return _without_views(outputs), output.losses or {}, _without_views(features)
 
     def _run_stage(
-        self,
-        stage: PipelineStage,
-        batch: Batch,
-        carry: Carry,
-        objective: Callable[[nn.Module, Batch], Terms],
+        self, stage: PipelineStage, batch: Batch, carry: Carry, objective: Callable[[nn.Module, Batch], Terms]
     ) -> tuple[Carry, Terms]:
         """Call the objective with a stage as its model; returns the carry to the next stage, and the terms."""
         carried: Carry = {}

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.estimate.operators import COLLECTIVES
-from megatfm.ops.kernel_free import KERNEL_FREE
+from megatfm.ops.torch_private import KERNEL_FREE
 
 ROUNDS, MIN_ROUNDS = 24, 8
 MAX_SECONDS = 240.0

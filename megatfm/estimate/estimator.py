@@ -21,7 +21,7 @@ from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, estimate
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.rank_flows import StageSplit
-from megatfm.estimate.schedule import Timeline
+from megatfm.estimate.schedule import Timeline, list_running_passes
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
 from megatfm.estimate.step_time import StepTime, estimate_step
 from megatfm.estimate.traffic import Flows
@@ -139,9 +139,10 @@ class Estimator:
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
         memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
+        schedule = (parallel.pp_schedule, parallel.pp, parallel.stages_per_rank) if parallel.pp > 1 else ("1f1b", 1, 1)
         memory = [
-            estimate_rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), step.in_flight, sent_bytes))
-            for rank in range(parallel.pp)
+            estimate_rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), passes, sent_bytes))
+            for rank, passes in enumerate(list_running_passes(*schedule, microbatches))
         ]
         computed = step.time.step
         time = replace(

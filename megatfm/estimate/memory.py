@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatfm.config import Config
 from megatfm.estimate.moments import Moment, StageMemory
 from megatfm.estimate.part_profile import PartProfile, add_shared_inputs
+from megatfm.estimate.schedule import RunningPass
 from megatfm.estimate.weights import LocalWeight, RankBytes, count_rank_bytes
 
 
@@ -87,38 +88,30 @@ class RankStages:
     pipeline_rank: int
     parts: Mapping[int, Sequence[int]]
     """Stage → its split points."""
-    in_flight: Mapping[int, int]
-    """Stage → most micro-batches between their two passes."""
+    passes: Sequence[RunningPass]
+    """Passes that the rank runs."""
     sent_bytes: Mapping[int, int]
     """Stage → bytes of its output, if it goes to another rank: a stage keeps what it sent, as its backward pass starts
     there."""
 
 
 def estimate_rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
-    """Estimate the fullest moment of a rank's step.
-
-    It is taken to be in a pass of the rank's first stage, while all others wait for a backward pass, or in the
-    optimizer.
-    """
+    """Estimate the fullest moment of a rank's step: in a pass of one of its stages, or in the optimizer."""
     state = count_rank_bytes(step.config, step.weights, [index for parts in stages.parts.values() for index in parts])
     saved_bytes: dict[int, int] = {}
     for parts in stages.parts.values():
         profiles = [step.profiles[index] for index in parts]
         alone = [profile.count_saved_bytes(step.config.train.recompute, step.compiled) for profile in profiles]
         saved_bytes |= zip(parts, add_shared_inputs(profiles, alone), strict=True)
-    waiting = step.kept_bytes + _sum_waiting(stages, saved_bytes)
     moments = _list_moments(step, stages, state, saved_bytes)
     peak = max(moments, key=lambda moment: moment.n_bytes)
     phase_peaks = {moment.phase: moment.n_bytes for moment in sorted(moments, key=lambda moment: moment.n_bytes)}
-    # The first micro-batch gathers, and later ones have gradients.
-    is_single_pass = step.config.parallel.pp == 1 and step.microbatches == 1
-    gather_buffer = max(0, state.gather_buffer - (0 if is_single_pass else state.gradients))
     constant = state.at_rest + step.reserved
-    by_phase = {phase: constant + state.gathered + gather_buffer + waiting + n for phase, n in phase_peaks.items()}
+    by_phase = {phase: constant + state.gathered + n_bytes for phase, n_bytes in phase_peaks.items()}
     exchanged = max(state.regathered, state.exchanged)
     by_phase["optimizer"] = constant + state.reduced + exchanged
     if by_phase["optimizer"] > max(by_phase.get(phase, 0) for phase in ("forward", "backward")):
-        peak, gather_buffer, waiting = Moment("optimizer", 0, exchanged, state.reduced), 0, 0
+        peak = Moment("optimizer", 0, exchanged, state.reduced)
     return RankMemory(
         pipeline_rank=stages.pipeline_rank,
         weights=state.weights,
@@ -126,8 +119,8 @@ def estimate_rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
         gradients=peak.gradients,
         optimizer=state.optimizer,
         gathered=state.gathered if peak.phase != "optimizer" else 0,
-        activations=waiting + peak.activations + min(0, peak.workspace),
-        workspace=max(0, peak.workspace) + gather_buffer,
+        activations=peak.activations + min(0, peak.workspace),
+        workspace=max(0, peak.workspace),
         reserved=step.reserved,
         by_phase=by_phase,
         saved_in_blocks=sum(n_bytes for index, n_bytes in saved_bytes.items() if step.profiles[index].is_block),
@@ -137,27 +130,18 @@ def estimate_rank_memory(step: StepMemory, stages: RankStages) -> RankMemory:
 def _list_moments(
     step: StepMemory, stages: RankStages, state: RankBytes, saved_bytes: Mapping[int, int]
 ) -> list[Moment]:
-    """List the moments of a rank's first stage; it may have none."""
-    stage, parts = next(iter(stages.parts.items()), (0, ()))
-    memory = StageMemory(step.config, step.weights, parts, step.profiles, saved_bytes, state, step.compiled)
-    parallel = step.config.parallel
-    if parallel.pp == 1 and step.microbatches == 1:
-        return memory.list_moments(is_first=True, is_last=True)
-    middle = memory.list_moments(is_first=False, is_last=False)
-    starts_full = len(stages.parts) == 1 and 1 < step.microbatches <= stages.in_flight.get(stage, 1)
-    if parallel.effective_zero < 2 and starts_full:
-        # All passes forward come first: the first one backward has no gradients yet, the second one less is waiting.
-        freed = sum(saved_bytes[index] for index in parts)
-        later = [moment for moment in middle if moment.phase == "backward"]
-        first = memory.list_moments(is_first=True, is_last=False)
-        return first + [replace(moment, activations=moment.activations - freed) for moment in later]
-    return middle + memory.list_moments(is_first=False, is_last=True)
-
-
-def _sum_waiting(stages: RankStages, saved_bytes: Mapping[int, int]) -> int:
-    """Sum what a rank's stages keep for later backward passes, while its first stage runs: activations and outputs."""
-    waiting = sum(
-        max(0, stages.in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[index] for index in parts)
-        for place, (stage, parts) in enumerate(stages.parts.items())
-    )
-    return waiting + sum(stages.in_flight.get(stage, 1) * stages.sent_bytes.get(stage, 0) for stage in stages.parts)
+    """List the moments of a rank's passes, with what waits for later backward passes: activations and outputs."""
+    moments = []
+    memories = {
+        stage: StageMemory(step.config, step.weights, parts, step.profiles, saved_bytes, state, step.compiled)
+        for stage, parts in stages.parts.items()
+    }
+    for running in stages.passes:
+        kept = step.kept_bytes + stages.sent_bytes.get(running.stage, 0)
+        for stage, parts in stages.parts.items():
+            saved = sum(saved_bytes[index] for index in parts) + stages.sent_bytes.get(stage, 0)
+            kept_gradients = sum(step.profiles[index].kept_gradients for index in parts)
+            kept += running.waiting[stage] * saved + running.half_done[stage] * (saved + kept_gradients)
+        for moment in memories[running.stage].list_moments(running, is_alone=len(stages.parts) == 1):
+            moments.append(replace(moment, activations=moment.activations + kept))
+    return moments

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
+from megatfm.estimate.schedule import RunningPass
 from megatfm.estimate.weights import LocalWeight, RankBytes, count_pending_bytes, get_item_sizes, list_buckets
 
 
@@ -48,22 +49,38 @@ class StageMemory:
     compiled: bool
     """Whether blocks are compiled."""
 
-    def list_moments(self, *, is_first: bool, is_last: bool) -> list[Moment]:
-        """List the moments of a micro-batch. is_first, is_last: its backward pass is the first or last of the step."""
-        moments = list(self._iter_forward_moments(0 if is_first else self.state.gradients))
-        if self.config.parallel.effective_zero >= 2:
-            return moments + list(self._iter_sharded_backward_moments(is_first))
-        # Pipelines reduce after all passes, and without sharding nothing is freed.
-        reduces = is_last and self.config.parallel.effective_zero == 1 and self.config.parallel.pp == 1
-        return moments + list(self._iter_backward_moments(is_first, reduces))
+    @property
+    def _regathers(self) -> bool:
+        """Whether each pass gathers weights anew."""
+        return self.config.parallel.effective_zero == 3 and not self.config.parallel.splits_backward
 
-    def _iter_forward_moments(self, gradients: int) -> Iterator[Moment]:
+    def list_moments(self, running: RunningPass, *, is_alone: bool) -> list[Moment]:
+        """List the moments of a pass. is_alone: the rank has no other stage."""
+        parallel = self.config.parallel
+        if running.is_forward:
+            return list(self._iter_forward_moments(running.is_first))
+        is_first = running.is_first and is_alone  # else gradients of other stages count as if they were there
+        if parallel.effective_zero >= 2:
+            return list(self._iter_sharded_backward_moments(is_first, running.is_last and parallel.pp == 1))
+        # Pipelines reduce after all passes, and without sharding nothing is freed.
+        reduces = running.is_last and parallel.effective_zero == 1 and parallel.pp == 1
+        return list(self._iter_backward_moments(is_first, reduces))
+
+    def _iter_forward_moments(self, is_first: bool) -> Iterator[Moment]:
+        """Yield the moments of a forward pass. is_first: no backward pass has left gradients or, under ZeRO 2, gathered
+        weights."""
         saved, last_block = 0, max(self._list_blocks(), default=None)
+        gradients = 0 if is_first else self.state.gradients
+        gather_buffer = self.state.gather_buffer
+        if self._regathers:  # first outside of blocks, copied out of the buffer
+            yield Moment("forward", saved, gather_buffer, gradients)
+        if self._regathers or not is_first:
+            gather_buffer = 0
         for index in self.parts:
             profile = self.profiles[index]
             excess = self.state.forward_excess if profile.is_block else self.state.outside_excess
             excess -= self.state.prefetched * (index == last_block)
-            workspace = max(0, profile.forward_peak + excess) + profile.unsaved_input_bytes
+            workspace = max(0, profile.forward_peak + excess) + profile.unsaved_input_bytes + gather_buffer
             saved += self.saved_bytes[index]
             yield Moment("forward", saved, workspace, gradients)
 
@@ -72,42 +89,51 @@ class StageMemory:
         accumulation = GradientAccumulation(
             self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
         )
+        others = self.state.gradients - accumulation.total_bytes  # of the rank's other stages
         saved = sum(self.saved_bytes[index] for index in self.parts)
         for index, waiting in self._list_waiting():
             profile, recomputed = self.profiles[index], self._count_recomputed(index)
             eager, saved_by_part = (profile.count_saved_bytes("none", compiled) for compiled in (False, self.compiled))
             unsaved = max(0, eager - saved_by_part)
             for live, gradients in accumulation.run_backward(index, profile, unsaved, compiled=self.compiled):
-                yield Moment("backward", saved, live + recomputed + waiting, gradients)
-            saved -= self.saved_bytes[index]
+                yield Moment("backward", saved, live + recomputed + waiting, gradients + others)
+            saved += self._count_kept(index)
 
-    def _iter_sharded_backward_moments(self, is_first: bool) -> Iterator[Moment]:
-        """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end."""
+    def _iter_sharded_backward_moments(self, is_first: bool, is_last: bool) -> Iterator[Moment]:
+        """Yield the moments of a backward pass under ZeRO 2 and 3, which reduce the gradients of a block at its end.
+
+        A block's gathered weights are freed before that, under ZeRO 2 in the last pass of a step alone.
+        """
         config, state = self.config, self.state
         size, compute, _ = get_item_sizes(config)
         reduces_at_once = not state.keeps_whole_gradients
+        regathers = self._regathers
+        frees = regathers or (config.parallel.effective_zero == 2 and is_last)
+        freed = 0  # bytes of gathered weights: of the blocks that are computed, or those that no block is left to need
         reducing = 0  # bytes of the last block's gradients in a reduce-scatter
-        saved, first_block = (
-            sum(self.saved_bytes[index] for index in self.parts),
-            min(self._list_blocks(), default=None),
-        )
+        saved = sum(self.saved_bytes[index] for index in self.parts)
+        first_block = min(self._list_blocks(), default=None)
         for index, waiting in self._list_waiting():
             profile = self.profiles[index]
             gradients = self._count_sharded_gradients(index) if is_first else state.gradients
             pending = count_pending_bytes(config, self.weights, self.parts, index) + waiting
             experts = self._count_trained(index, is_expert=True)
             reducing_experts = experts * size * reduces_at_once
-            if config.parallel.effective_zero == 3 and not config.parallel.splits_backward:
+            if regathers:
                 reducing_experts -= experts * compute  # no longer gathered
+            if regathers and index == first_block:  # copied out of the buffer that it was gathered into
+                yield Moment("backward", saved, reducing + profile.input_bytes + pending, gradients)
+            if regathers and profile.is_block:
+                freed = state.prefetched * (index == first_block)
             peak = profile.compute_unreduced_peak(config.parallel.ep, reducing, reducing_experts)
-            peak -= state.prefetched * (index == first_block)
-            yield Moment("backward", saved, peak + self._count_recomputed(index) + pending, gradients)
-            saved -= self.saved_bytes[index]
+            yield Moment("backward", saved, peak + self._count_recomputed(index) + pending - freed, gradients)
+            saved += self._count_kept(index)
             if profile.is_block:
                 block = self._count_trained(index, is_expert=False)
+                freed += (block + experts) * compute * frees
                 reducing = block * size * reduces_at_once
                 workspace = reducing + block * compute + profile.input_bytes + pending
-                yield Moment("backward", saved, workspace, gradients)
+                yield Moment("backward", saved, workspace - freed, gradients)
 
     def _list_blocks(self) -> list[int]:
         return [index for index in self.parts if self.profiles[index].is_block]
@@ -121,6 +147,12 @@ class StageMemory:
             waiting = {name: n_bytes for name, n_bytes in waiting.items() if name not in profile.writes}
             yield index, sum(waiting.values())
             waiting |= profile.waiting_gradients
+
+    def _count_kept(self, index: int) -> int:
+        """Return the bytes that a part's backward pass adds to those saved: the first half of a split one frees none,
+        and the others free those of the part."""
+        splits = self.config.parallel.splits_backward
+        return self.profiles[index].kept_gradients if splits else -self.saved_bytes[index]
 
     def _count_recomputed(self, index: int) -> int:
         """Return the bytes that a part's recomputation makes anew for its backward pass."""
@@ -138,10 +170,11 @@ class StageMemory:
         )
 
     def _count_sharded_gradients(self, index: int) -> int:
-        """Return the bytes of gradients in a step's first pass once the backward pass of a part is over."""
+        """Return the bytes of gradients in a step's first pass while a part runs backward: those of later blocks. Those
+        outside of blocks are reduced at the end of the pass."""
         trained = [w for w in self.weights if w.is_trained and set(w.parts) & set(self.parts)]
         numel = sum(w.local for w in trained) or 1
-        n_complete = sum(w.local for w in trained if w.parts[0] >= index)
+        n_complete = sum(w.local for w in trained if w.in_block and w.parts[0] > index)
         return self.state.gradients * n_complete // numel
 
 
@@ -183,6 +216,11 @@ class GradientAccumulation:
         """Bytes of gradients now: whole ones, those that wait for other uses, and shards."""
         n_whole = self._n_added + sum(w.local for w in self._waiting)
         return n_whole * self._size + self._state.reduced * self._n_reduced // max(1, self._numel)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the unsharded gradients of all weights of the stage."""
+        return self._numel * self._size
 
     def run_backward(
         self, index: int, profile: PartProfile, unsaved: int, *, compiled: bool

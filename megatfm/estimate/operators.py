@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatfm.ops.kernel_free import KERNEL_FREE
+from megatfm.ops.torch_private import KERNEL_FREE
 
 Kind = Literal["matmul", "attention", "pointwise", "collective"]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatfm.estimate.operators import Operator, Recording
+from megatfm.estimate.operators import COPIES, Operator, Recording
 
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "attention")
 """Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
@@ -105,8 +105,24 @@ def list_expert_moments(backward: Recording, gradients: Sequence[int], complete:
     fullest: dict[tuple[int, bool], int] = {}
     for expert_gradients, is_reduced, n_bytes in moments:
         key = expert_gradients, is_reduced
-        fullest[key] = max(n_bytes, fullest.get(key, 0))
+        fullest[key] = max(n_bytes, fullest.get(key, n_bytes))
     return [ExpertMoment(n_bytes, *key) for key, n_bytes in fullest.items()]
+
+
+def count_kept_gradients(backward: Recording, gradients: Collection[int], stored: Collection[int]) -> int:
+    """Return the bytes that the first half of a split backward pass keeps for the second, beside saved tensors: the
+    gradients of which those of weights are computed.
+
+    gradients: storages of weights' gradients. stored: those of weights and of saved tensors.
+    """
+    computed, read = set(gradients), dict[int, int]()
+    for op in reversed(backward.operators):
+        if not computed.isdisjoint(op.writes) or op.name == "rms_norm":  # whose gradients are of no recorded operator
+            if op.name in COPIES:
+                computed |= op.reads.keys()
+            else:
+                read |= op.reads
+    return sum(n_bytes for number, n_bytes in read.items() if number not in stored and number not in computed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +166,8 @@ class PartProfile:
     """Names of the activations that it writes."""
     unsaved_input_bytes: int = 0
     """Bytes of the activations that it reads and does not save: they are live in the forward pass alone."""
+    kept_gradients: int = 0
+    """Bytes that the first half of a split backward pass keeps for the second, beside saved tensors."""
 
     @cached_property
     def has_experts(self) -> bool:

@@ -28,6 +28,7 @@ from megatfm.estimate.part_profile import (
     ModelProfile,
     PartProfile,
     SavedTensor,
+    count_kept_gradients,
     list_expert_moments,
     list_weight_gradients,
 )
@@ -200,6 +201,7 @@ class LocalModel:
             waiting_gradients={n: x.nbytes for n, x in read.items() if n not in point.writes and x.requires_grad},
             writes=frozenset(point.writes),
             unsaved_input_bytes=sum(x.nbytes for x in read.values() if recorder.number(x) not in saved),
+            kept_gradients=count_kept_gradients(backward, gradients, weights | saved.keys()),
         )
 
     def _run_forward(

@@ -31,8 +31,6 @@ class Timeline:
     """Seconds of the step."""
     busy: Sequence[float]
     """Seconds of each rank's passes."""
-    in_flight: Mapping[int, int]
-    """Stage → micro-batches between their two passes when its rank has most of them."""
 
     @property
     def bubble(self) -> float:
@@ -83,7 +81,7 @@ def simulate(
                 is_progressing = True
     if any(position < len(queue) for position, queue in zip(positions, queues, strict=True)):
         raise ValueError(f"the schedule {schedule!r} deadlocks")
-    return Timeline(passes, max(free), busy, count_in_flight(queues))
+    return Timeline(passes, max(free), busy)
 
 
 def _find_start(action: Action, ends: Ends, rank_of: Sequence[int], transfer: float) -> float | None:
@@ -104,16 +102,47 @@ def _find_start(action: Action, ends: Ends, rank_of: Sequence[int], transfer: fl
     return latest
 
 
-def count_in_flight(queues: Sequence[Sequence[Action]]) -> dict[int, int]:
-    """Return stage → micro-batches between their two passes when its rank has most of them."""
-    peak: dict[int, int] = {}
-    for queue in queues:
-        counts: dict[int, int] = {}
-        rank_peak, total = dict[int, int](), -1
-        for action in queue:
-            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            counts[action.stage] = counts.get(action.stage, 0) + change
-            if change > 0 and sum(counts.values()) > total:
-                rank_peak, total = dict(counts), sum(counts.values())
-        peak |= rank_peak
-    return peak
+@dataclass(frozen=True)
+class RunningPass:
+    """A pass that a rank runs, and the micro-batches of each stage of the model that wait meanwhile."""
+
+    stage: int
+    is_forward: bool
+    is_first: bool
+    """Whether no backward pass of the rank has run before."""
+    is_last: bool
+    """Whether no backward pass of the rank runs after it."""
+    waiting: tuple[int, ...]
+    """Those that wait for their backward pass."""
+    half_done: tuple[int, ...]
+    """Those that wait for the second half of a split backward pass."""
+
+
+@lru_cache(maxsize=64)
+def list_running_passes(
+    schedule: str, ranks: int, stages_per_rank: int, microbatches: int
+) -> Sequence[Sequence[RunningPass]]:
+    """List the passes of each rank; of those that differ in their micro-batches alone, the ones with most waiting."""
+    by_rank = []
+    for queue in _order_passes(schedule, ranks, stages_per_rank, microbatches):
+        waiting, half_done = [0] * ranks * stages_per_rank, [0] * ranks * stages_per_rank
+        backward = [place for place, action in enumerate(queue) if action.kind in "BI"]
+        fullest: dict[tuple[int, bool, bool, bool], list[tuple[int, ...]]] = {}
+        for place, (stage, kind, _) in enumerate(queue):
+            if kind == "W":
+                half_done[stage] -= 1
+                continue
+            waiting[stage] -= kind != "F"
+            key, counts = (stage, kind == "F", place <= backward[0], place >= backward[-1]), (*waiting, *half_done)
+            others = fullest.setdefault(key, [])
+            if not any(_covers(other, counts) for other in others):
+                fullest[key] = [*(other for other in others if not _covers(counts, other)), counts]
+            waiting[stage] += kind == "F"
+            half_done[stage] += kind == "I"
+        n = len(waiting)
+        by_rank.append([RunningPass(*key, c[:n], c[n:]) for key, vectors in fullest.items() for c in vectors])
+    return by_rank
+
+
+def _covers(counts: Sequence[int], other: Sequence[int]) -> bool:
+    return all(n >= m for n, m in zip(counts, other, strict=True))

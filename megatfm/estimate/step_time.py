@@ -65,8 +65,6 @@ class StepEstimate:
     """Pipeline rank with the longest passes."""
     timeline: Timeline | None
     """Passes of all ranks; None without a pipeline."""
-    in_flight: Mapping[int, int]
-    """Stage → most micro-batches between their two passes."""
 
 
 def estimate_step(
@@ -104,7 +102,7 @@ def estimate_step(
             reducing, plain = (sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False))
             data += max(0.0, reducing - plain)
         data += sum(times[i].exposed_first_gather for i in indices)
-        return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
+        return StepEstimate(_make_step_time(computed, 0.0, data, optimizer), flows, busiest, None)
     transfer = estimate_collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
@@ -117,7 +115,7 @@ def estimate_step(
     )
     bubble = timeline.seconds - sum(computed.values())
     time = _make_step_time(computed, bubble, data, optimizer)
-    return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
+    return StepEstimate(time, flows, busiest, timeline)
 
 
 def _estimate_part_times(

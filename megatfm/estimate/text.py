@@ -55,8 +55,10 @@ def describe_layout(estimate: Estimate) -> str:
     words = [describe_sizes({name: size for name, size in sizes.items() if size > 1} or {SHARD: 1})]
     words += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
     words.append(f"ZeRO {parallel.zero}")
+    words += ["sharded gradients"] if parallel.grad_accumulation == "sharded" else []
     if parallel.pp > 1:
-        words.append(parallel.pp_schedule)
+        virtual = f" of {parallel.virtual_stages} virtual stages" if parallel.virtual_stages else ""
+        words.append(parallel.pp_schedule + virtual)
     words.append(f"{format_counted(estimate.microbatches, 'micro-batch', 'micro-batches')} of {train.micro_batch}")
     words.append(f'recompute "{train.recompute}"')
     words.append("compiled" if estimate.compiled else "not compiled")

@@ -39,13 +39,13 @@ def count_traced_microbatches(estimate: Estimate) -> int:
     """Return a number of micro-batches beyond which memory grows no more.
 
     One more than a pipeline holds, as those after the first have its gradients. Without one, two if each reduces its
-    gradients; else three: the first makes whole gradients, and the last frees what it has reduced.
+    gradients and frees its weights; else three: the first has no gradients yet, and the last frees what it has reduced.
     """
     parallel = estimate.config.parallel
     if parallel.pp > 1:
         enough = parallel.pp + 1 if parallel.pp_schedule == "1f1b" else 2 * parallel.pp * parallel.stages_per_rank
     else:
-        enough = 2 if parallel.zero >= 2 and parallel.grad_accumulation == "sharded" else 3
+        enough = 2 if parallel.zero == 3 and parallel.grad_accumulation == "sharded" else 3
     return min(estimate.microbatches, enough)
 
 

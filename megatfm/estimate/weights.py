@@ -81,7 +81,7 @@ class RankBytes:
     prefetched: int
     """Part of `gathered` that is prefetched for the next block; none for the last one."""
     gather_buffer: int
-    """Buffer of the last gather, which ZeRO 2 keeps."""
+    """Buffer of a gather: the last one under ZeRO 2, which keeps it, the one outside of blocks under ZeRO 3."""
     forward_excess: int
     """Gathered bytes of a block's forward pass less those of its backward pass; may be negative."""
     outside_excess: int
@@ -259,6 +259,7 @@ def _count_gathered_bytes(config: Config, weights: Sequence[LocalWeight]) -> dic
     if parallel.effective_zero == 3 and not parallel.splits_backward:
         outside = sum(w.local for w in weights if not w.in_block)
         block, experts = largest[0], largest_experts[0]
+        gather_buffer = outside * compute
         prefetched = (sum(largest[1:2]) + sum(largest_experts[1:2])) * compute
         gathered = (outside + block + experts) * compute + prefetched
         # A forward pass keeps what it received until the next gather.

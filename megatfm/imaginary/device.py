@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatfm.imaginary.ledger import Ledger, find_calling_line, is_called_by_autograd
-from megatfm.ops.kernel_free import KERNEL_FREE
+from megatfm.ops.torch_private import KERNEL_FREE
 from megatfm.verify.traffic import NAMESPACES, TrafficTally
 
 CUDA = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, has_encoder, stream
 from megatfm.inference.likelihood import BATCH_SIZE, group_by_shape, round_up_length
 from megatfm.tasks.files import Row, locate_rows, read_row_text
-from megatfm.tasks.text_metrics import compute_text_metric, get_metric_signature
+from megatfm.tasks.metrics import compute_text_metric, get_metric_signature
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")

@@ -28,12 +28,13 @@ from megatfm.tasks.metrics import (
     compute_class_scores,
     compute_perplexity,
     confusion_matrix,
+    exact_match,
     list_metrics,
     mean_interval,
+    token_f1,
 )
 from megatfm.tasks.predictions import Predictions, collect_predictions, get_engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
-from megatfm.tasks.text_metrics import exact_match, token_f1
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.best_checkpoint import find_best_checkpoint

@@ -13,7 +13,7 @@ from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import StackKind, make_initialiser
 from megatfm.layers.lora import InputDropout
 from megatfm.layers.loss_terms import AuxiliaryCollector, AuxiliaryLoss, BlockOutput
-from megatfm.layers.residual import RESIDUALS
+from megatfm.layers.norm import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, S tokens of the memory, D model width

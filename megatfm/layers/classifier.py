@@ -16,6 +16,7 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import find_true_indices, to_host
 
@@ -108,6 +109,23 @@ def index_documents(sequence: SequenceMetadata, token_M: Tensor, other_side: Seq
     return row_M * sequence.max_documents_per_row + tokens.documents_or_zeros.flatten()[token_M]
 
 
+def find_boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
+    """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
+    host = sequence.on_host()
+    row = host.full_sequence
+    chosen_BT = row.positions == 0
+    if last and row.documents is None:  # each row is one document
+        chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
+    elif last and row.documents is not None:
+        next_BT = F.pad(row.documents[:, 1:], (0, 1), value=-1)
+        chosen_BT = row.documents != next_BT
+    if row.documents is not None:  # padding has position 0 as well
+        chosen_BT = chosen_BT & (row.documents >= 0)
+    if isinstance(host, SequenceShard):
+        chosen_BT = chosen_BT[:, host.token_indices]
+    return find_true_indices(chosen_BT.flatten(), sequence.positions.device)[0]
+
+
 OnClasses = Callable[[Tensor, Tensor], None]
 """Receives logits [M, C] and labels [M] of a micro-batch's images in evaluation, in the order of rows."""
 TOP_K = (1, 5)
@@ -169,7 +187,7 @@ class ClassifierHead(nn.Module):
         if sequence is None:
             raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
         if labels_BT is None:
-            return self._compute_logits(hidden_BTD, _find_first_tokens(sequence), sequence)
+            return self._compute_logits(hidden_BTD, find_boundary_tokens(sequence, last=False), sequence)
         (token_M,) = find_true_indices(to_host(labels_BT).flatten() != IGNORE, labels_BT.device)
         logits_MC = self._compute_logits(hidden_BTD, token_M, sequence)
         logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
@@ -209,10 +227,3 @@ def count_topk_correct(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]
     classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
     is_right_MC = (classes_MC == labels_M[:, None]) & ~logits_MC.isnan().any(-1, keepdim=True)
     return {f"top{k}": is_right_MC[:, :k].sum() for k in TOP_K if k < logits_MC.shape[-1]}
-
-
-def _find_first_tokens(sequence: SequenceMetadata) -> Tensor:
-    """Return the indices [images] of images' first tokens, counted over all rows."""
-    host = sequence.on_host()
-    is_first_BT = (host.positions == 0) & (host.documents_or_zeros >= 0)
-    return find_true_indices(is_first_BT.flatten(), sequence.positions.device)[0]

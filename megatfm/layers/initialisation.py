@@ -275,11 +275,7 @@ def compute_mup_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, fl
     """
     if config.mup is None:
         return {}
-    ratios = {
-        f"{path}.{key}": initial.width_ratio
-        for path, module in model.named_modules()
-        for key, initial in getattr(module, "initial", {}).items()
-    }
+    ratios = {name: initial.width_ratio for name, _, initial in iter_inits(model)}
     return {name: ratios[name] for name, _ in model.named_parameters() if ratios.get(name, 1.0) != 1.0}
 
 

@@ -20,13 +20,7 @@ class Linear(nn.Module):
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        initial: InitDistribution,
-        *,
-        bias: bool = False,
-        heads: int | None = None,
+        self, d_in: int, d_out: int, initial: InitDistribution, *, bias: bool = False, heads: int | None = None
     ) -> None:
         super().__init__()
         self.heads, self.matmul = heads, F.linear
@@ -36,11 +30,10 @@ class Linear(nn.Module):
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.matmul(x, self.weight, self.bias)
-        return y if self.lora is None else y + self.lora(x)
+        return self.multiply(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x Wᵀ + b for the given (shard of) W and b, plus the adapter's output."""
+        """Return x Wᵀ + b for the given (shard of) W and b, plus the adapter's output (see `parallel.styles`)."""
         y = self.matmul(x, weight, bias)
         return y if self.lora is None else y + self.lora(x)
 

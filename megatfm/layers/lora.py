@@ -5,7 +5,7 @@ A matrix keeps its module and name. The adapter of a linear layer is the module 
 and so on, are `w_up_lora_a` [experts, rank, d_in] and `w_up_lora_b` [experts, d_out, rank].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -170,11 +170,11 @@ def _prepare_dropout(model: nn.Module, targets: Mapping[str, Linear | Experts]) 
 
 
 @torch.no_grad()
-def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return a model's tensors by name with W + scale · B A in place of W, A and B; the product in float64."""
-    merged = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    for name, weight in merged.items():
+def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors by name with W + scale · B A, in float64, in place of W, A and B."""
+    for name, weight in tensors.items():
         a, b = (tensors.get(factor) for factor in name_factors(name))
         if a is not None and b is not None:
-            merged[name] = (weight.double() + b.double() @ a.double() * scale).to(weight.dtype)
-    return merged
+            yield name, weight.double() + b.double() @ a.double() * scale
+        elif not is_factor(name):
+            yield name, weight

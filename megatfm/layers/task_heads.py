@@ -87,12 +87,7 @@ class TaskHead(nn.Module):
         return pooled if self.pooler_norm is None else self.pooler_norm(pooled)
 
     def pool_at(
-        self,
-        hidden_BTD: Tensor,
-        rows_M: Tensor,
-        columns_M: Tensor,
-        keys: Tensor | None,
-        indices: Tensor | None,
+        self, hidden_BTD: Tensor, rows_M: Tensor, columns_M: Tensor, keys: Tensor | None, indices: Tensor | None
     ) -> Tensor:
         """Return the pooled vectors [M, D] of some tokens; dropout in training depends on their positions in rows."""
         pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
@@ -278,12 +273,7 @@ class SpanExtractionHead(TaskHead):
         if self.on_logits is not None:
             positions_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
             _report_candidates(
-                self.on_logits,
-                scores_BSC[rows_M],
-                text_MS,
-                examples[rows_M, columns_M],
-                positions_MS,
-                marks_MS,
+                self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], positions_MS, marks_MS
             )
         losses = (
             compute_pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))

@@ -4,8 +4,7 @@ from torch import nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers import classifier as classifier  # registers itself among the heads
-from megatfm.layers import patch_embedding as patch_embedding  # among the embeddings
-from megatfm.layers import pixel_head as pixel_head
+from megatfm.layers import patches as patches  # among the embeddings and heads
 from megatfm.layers import position_2d as position_2d  # among the positions
 from megatfm.layers import task_heads as task_heads
 from megatfm.layers.initialisation import check_inits

@@ -56,9 +56,7 @@ class Electra(Model):
             ),
             *discriminator.split_points("discriminator.encoder", reads=corrupted),
             SplitPoint(
-                "discriminator.verdict",
-                ("discriminator.dense", "discriminator.verdict"),
-                ("hidden", *corrupted),
+                "discriminator.verdict", ("discriminator.dense", "discriminator.verdict"), ("hidden", *corrupted)
             ),
         ]
 

@@ -165,10 +165,7 @@ class Hierarchical(Model):
         self.compute_map_sizes = self.encoder.compute_map_sizes
         self.add_heads(None, config.stage_config(len(require_stages(config).layers) - 1))
         self.accept(self.input_field, *list_sequence_fields(config), targets=())
-        self.split_points = [
-            *self.encoder.split_points("encoder"),
-            *self.list_head_points(),
-        ]
+        self.split_points = [*self.encoder.split_points("encoder"), *self.list_head_points()]
 
     def forward(
         self,

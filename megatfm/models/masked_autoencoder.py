@@ -15,7 +15,7 @@ from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.layers.patch_embedding import make_normalisation
+from megatfm.layers.patches import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import MODELS, Model, Output
@@ -108,11 +108,7 @@ class PixelDecoderHead(nn.Module):
         self.prediction = Linear(d, n_values, make_initialiser(decoder, "encoder")("dense", d, n_values), bias=True)
 
     def forward(
-        self,
-        hidden_BTD: Tensor,
-        sequence: SequenceMetadata,
-        source_BT: Tensor,
-        patches_BTK: Tensor | None = None,
+        self, hidden_BTD: Tensor, sequence: SequenceMetadata, source_BT: Tensor, patches_BTK: Tensor | None = None
     ) -> Tensor:
         if patches_BTK is None:
             return self.prediction(hidden_BTD)

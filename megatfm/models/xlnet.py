@@ -19,10 +19,9 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.loss_terms import AuxiliaryCollector, BlockOutput
-from megatfm.layers.norm import make_norm
+from megatfm.layers.norm import RESIDUALS, make_norm
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import MODELS, Model, Output, make_view
 from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
@@ -218,10 +217,7 @@ class TwoStreamStack(nn.Module):
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
             *(
                 SplitPoint(
-                    f"{path}.layers.{depth}",
-                    (f"{path}.layers.{name}", f"{path}.position"),
-                    tuple(streams),
-                    streams,
+                    f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(streams), streams
                 )
                 for depth, name in enumerate(self.layer_of_depth)
             ),

@@ -6,8 +6,6 @@ from megatfm.objectives import image_classification as image_classification
 from megatfm.objectives import image_to_text as image_to_text
 from megatfm.objectives import masked as masked
 from megatfm.objectives import masked_image as masked_image
-from megatfm.objectives import permutation as permutation
-from megatfm.objectives import preference as preference
 from megatfm.objectives import supervised as supervised
 from megatfm.objectives.base import (
     OBJECTIVES,

@@ -12,7 +12,7 @@ from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig
 from megatfm.corpus.image_columns import ImageIndex
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.layers.contrastive import TERM, TOP_K
+from megatfm.models.two_towers import TERM, TOP_K
 from megatfm.objectives.base import (
     ENCODER_DECODER,
     OBJECTIVES,

@@ -56,11 +56,7 @@ class SpanCorruption(Denoising):
     """
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: SpanCorruptionObjective,
-        model: ModelConfig,
-        row_lengths: RowLengths,
+        self, special: SpecialTokens, config: SpanCorruptionObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         super().__init__(special, model)
         self.config = config
@@ -193,11 +189,7 @@ class UL2(Denoising):
         self.mode_token = {
             mode: special.modes.get(mode, None if self.is_encoder_decoder else special.bos) for mode in "RSX"
         }
-        shares = {
-            "R": config.r_denoiser_weight / 2,
-            "X": config.x_denoiser_weight / 4,
-            "S": config.s_denoiser_weight,
-        }
+        shares = {"R": config.r_denoiser_weight / 2, "X": config.x_denoiser_weight / 4, "S": config.s_denoiser_weight}
         weights = np.array([shares[denoiser.mode] for denoiser in DENOISERS])
         self.cumulative_probs = np.cumsum(weights / weights.sum())
         used = np.flatnonzero(weights > 0).tolist()

@@ -13,16 +13,7 @@ from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.classifier import TOP_K
-from megatfm.objectives.base import (
-    OBJECTIVES,
-    Batch,
-    Example,
-    IntArray,
-    Losses,
-    RandomKeys,
-    RowLengths,
-    SpecialTokens,
-)
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, IntArray, Losses, RandomKeys, RowLengths, SpecialTokens
 from megatfm.objectives.images import ImageBasedObjective, draw_image_files, make_image_mixing, make_image_reader
 from megatfm.rng import ChunkKey
 
@@ -50,12 +41,7 @@ class ImageClassification(ImageBasedObjective):
         super().__init__(special, config, model, row_lengths, images)
         self.n_classes = get_n_classes(model)
         self.reader = make_image_reader(
-            images,
-            model,
-            config.name,
-            row_lengths[0],
-            training=training,
-            any_shape=model.family != "hierarchical",
+            images, model, config.name, row_lengths[0], training=training, any_shape=model.family != "hierarchical"
         )
         self.metrics = () if training else tuple(f"top{k}" for k in TOP_K if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}

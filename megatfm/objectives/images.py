@@ -125,14 +125,7 @@ def make_image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | 
     if not images.mixes:
         return None
     layout = reader.layout
-    return Mixing(
-        images.mixup,
-        images.cutmix,
-        images.mix_probability,
-        images.size,
-        layout.patch_size,
-        layout.n_special,
-    )
+    return Mixing(images.mixup, images.cutmix, images.mix_probability, images.size, layout.patch_size, layout.n_special)
 
 
 def draw_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:

@@ -35,12 +35,7 @@ class Masking:
         if config.whole_words:
             special.require_word_starts("objective.whole_words = true")
         return cls(
-            special,
-            mask_id,
-            config.mask_rate,
-            config.mask_replace_prob,
-            config.random_replace_prob,
-            config.whole_words,
+            special, mask_id, config.mask_rate, config.mask_replace_prob, config.random_replace_prob, config.whole_words
         )
 
     def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[IntArray, IntArray]:

@@ -7,7 +7,7 @@ own features and gradients, one block of captions, one chunk of logits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +56,6 @@ class LossOptions:
     chunk: int = CHUNK
 
 
-class _Sums(NamedTuple):
-    """A rank's share of the loss, and for softmax the log-sum-exp of its rows [M] and columns [N]."""
-
-    loss: Tensor
-    rows_M: Tensor
-    columns_N: Tensor
-
-
 def contrastive_loss(
     images_MW: Tensor, texts_NW: Tensor, scale: Tensor, bias: Tensor | None, options: LossOptions
 ) -> Tensor:
@@ -82,90 +74,68 @@ class _ContrastiveLoss(torch.autograd.Function):
     def forward(
         ctx: Any, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, options: LossOptions
     ) -> Tensor:
-        lengths = options.ring.lengths(len(images), images.device)
-        sums = _forward(images, texts, scale, bias, options, lengths)
-        ctx.save_for_backward(images, texts, scale, bias, sums.rows_M, sums.columns_N)
+        ring, is_softmax = options.ring, options.kind == "softmax"
+        lengths = ring.lengths(len(images), images.device)
+        rows_M = images.new_full((len(images),), -torch.inf)  # log-sum-exp of the rows, columns_S: of the columns
+        block_SW, columns_S, loss = texts, texts.new_full((len(texts),), -torch.inf), images.new_zeros(())
+        for step in range(ring.size):
+            for begin in range(0, len(images), options.chunk):
+                chunk = slice(begin, begin + options.chunk)
+                logits_CS = images[chunk] @ block_SW.T * scale
+                if is_softmax:
+                    rows_M[chunk] = torch.logaddexp(rows_M[chunk], logits_CS.logsumexp(1))
+                    columns_S = torch.logaddexp(columns_S, logits_CS.logsumexp(0))
+                    pairs_C = logits_CS.diagonal(begin) if step == 0 else logits_CS.new_zeros(())
+                    loss = loss - pairs_C.sum()
+                else:
+                    logits_CS = logits_CS if bias is None else logits_CS + bias
+                    loss = loss + F.softplus(logits_CS).sum()
+                    if step == 0:  # −log σ(x) = −log σ(−x) − x
+                        loss = loss - logits_CS.diagonal(begin).sum()
+            if ring.size > 1 and (is_softmax or step < ring.size - 1):
+                sent = [block_SW] if step < ring.size - 1 else []
+                sent += [columns_S] if is_softmax else []
+                received = ring.shift(sent, lengths[(step + 1) % ring.size])
+                block_SW = received[0] if step < ring.size - 1 else texts
+                columns_S = received[-1] if is_softmax else columns_S
+        if is_softmax:
+            loss = loss + (rows_M.sum() + columns_S.sum()) / 2
+        ctx.save_for_backward(images, texts, scale, bias, rows_M, columns_S)
         ctx.options, ctx.lengths = options, lengths
-        return sums.loss
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        images, texts, scale, bias, rows, columns = ctx.saved_tensors
-        sums = _Sums(gradient, rows, columns)
-        gradients = _backward(images, texts, scale, bias, sums, ctx.options, ctx.lengths)
+        images, block_SW, scale, bias, rows_M, columns_S = ctx.saved_tensors
+        options, lengths = ctx.options, ctx.lengths
+        ring, is_softmax = options.ring, options.kind == "softmax"
+        images_grad, block_grad = torch.zeros_like(images), torch.zeros_like(block_SW)
+        scale_grad, bias_grad = torch.zeros_like(scale), None if bias is None else torch.zeros_like(bias)
+        for step in range(ring.size):
+            for begin in range(0, len(images), options.chunk):
+                chunk = slice(begin, begin + options.chunk)
+                cosines_CS = images[chunk] @ block_SW.T
+                logits_CS = cosines_CS * scale
+                if is_softmax:
+                    rows_C1 = rows_M[chunk, None]
+                    logits_grad = ((logits_CS - rows_C1).exp() + (logits_CS - columns_S).exp()) / 2
+                else:
+                    logits_grad = (logits_CS if bias is None else logits_CS + bias).sigmoid()
+                if step == 0:
+                    logits_grad.diagonal(begin).sub_(1)
+                images_grad[chunk] += logits_grad @ block_SW * scale
+                block_grad = block_grad + logits_grad.T @ images[chunk] * scale
+                scale_grad += (logits_grad * cosines_CS).sum()
+                if bias_grad is not None:
+                    bias_grad += logits_grad.sum()
+            if ring.size > 1:
+                is_last = step == ring.size - 1
+                sent = [block_grad] if is_last else [block_grad, block_SW, *([columns_S] if is_softmax else [])]
+                block_grad, *received = ring.shift(sent, lengths[(step + 1) % ring.size])
+                if not is_last:
+                    block_SW, columns_S = received[0], received[-1] if is_softmax else columns_S
+        gradients = images_grad, block_grad, scale_grad, bias_grad
         return *(None if value is None else value * gradient for value in gradients), None
-
-
-def _forward(
-    images: Tensor,
-    texts: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    options: LossOptions,
-    lengths: Sequence[int],
-) -> _Sums:
-    ring, is_softmax = options.ring, options.kind == "softmax"
-    rows_M = images.new_full((len(images),), -torch.inf)
-    block_SW, columns_S, loss = texts, texts.new_full((len(texts),), -torch.inf), images.new_zeros(())
-    for step in range(ring.size):
-        for begin in range(0, len(images), options.chunk):
-            chunk = slice(begin, begin + options.chunk)
-            logits_CS = images[chunk] @ block_SW.T * scale
-            if is_softmax:
-                rows_M[chunk] = torch.logaddexp(rows_M[chunk], logits_CS.logsumexp(1))
-                columns_S = torch.logaddexp(columns_S, logits_CS.logsumexp(0))
-                pairs_C = logits_CS.diagonal(begin) if step == 0 else logits_CS.new_zeros(())
-                loss = loss - pairs_C.sum()
-            else:
-                logits_CS = logits_CS if bias is None else logits_CS + bias
-                loss = loss + F.softplus(logits_CS).sum()
-                if step == 0:  # −log σ(x) = −log σ(−x) − x
-                    loss = loss - logits_CS.diagonal(begin).sum()
-        if ring.size > 1 and (is_softmax or step < ring.size - 1):
-            length = lengths[(step + 1) % ring.size]
-            sent = [block_SW] if step < ring.size - 1 else []
-            sent += [columns_S] if is_softmax else []
-            received = ring.shift(sent, length)
-            block_SW = received[0] if step < ring.size - 1 else texts
-            columns_S = received[-1] if is_softmax else columns_S
-    if is_softmax:
-        loss = loss + (rows_M.sum() + columns_S.sum()) / 2
-    return _Sums(loss, rows_M, columns_S)
-
-
-def _backward(
-    images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, sums: _Sums, options: LossOptions,
-    lengths: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return gradients of images, texts, scale and bias."""
-    ring, is_softmax = options.ring, options.kind == "softmax"
-    images_grad, block_grad = torch.zeros_like(images), torch.zeros_like(texts)
-    scale_grad, bias_grad = torch.zeros_like(scale), None if bias is None else torch.zeros_like(bias)
-    block_SW, columns_S = texts, sums.columns_N
-    for step in range(ring.size):
-        for begin in range(0, len(images), options.chunk):
-            chunk = slice(begin, begin + options.chunk)
-            cosines_CS = images[chunk] @ block_SW.T
-            logits_CS = cosines_CS * scale
-            if is_softmax:
-                rows_C1 = sums.rows_M[chunk, None]
-                logits_grad = ((logits_CS - rows_C1).exp() + (logits_CS - columns_S).exp()) / 2
-            else:
-                logits_grad = (logits_CS if bias is None else logits_CS + bias).sigmoid()
-            if step == 0:
-                logits_grad.diagonal(begin).sub_(1)
-            images_grad[chunk] += logits_grad @ block_SW * scale
-            block_grad = block_grad + logits_grad.T @ images[chunk] * scale
-            scale_grad += (logits_grad * cosines_CS).sum()
-            if bias_grad is not None:
-                bias_grad += logits_grad.sum()
-        if ring.size > 1:
-            is_last = step == ring.size - 1
-            sent = [block_grad] if is_last else [block_grad, block_SW, *([columns_S] if is_softmax else [])]
-            block_grad, *received = ring.shift(sent, lengths[(step + 1) % ring.size])
-            if not is_last:
-                block_SW, columns_S = received[0], received[-1] if is_softmax else columns_S
-    return images_grad, block_grad, scale_grad, bias_grad
 
 
 def contrastive_loss_reference(

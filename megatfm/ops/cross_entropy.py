@@ -144,7 +144,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_MD[rows]
-            logits = _compute_logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
+            logits = buffer[: len(hidden), :vocabulary]
+            if bias_W is None:
+                torch.mm(hidden, weight_WD.T, out=logits)
+            else:
+                torch.addmm(bias_W, hidden, weight_WD.T, out=logits)
             losses = None if losses_M is None else losses_M[rows]
             chunk_loss = _to_gradient(logits, targets_M[rows], options, shard, losses)
             gradient = logits
@@ -191,19 +195,8 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.to(_widen_dtype(right)).add_(left @ right)
 
 
-def _compute_logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
-    """Compute logits into `out`, in the dtype of the hidden vectors."""
-    if bias_W is None:
-        return torch.mm(hidden, weight_WD.T, out=out)
-    return torch.addmm(bias_W, hidden, weight_WD.T, out=out)
-
-
 def _to_gradient(
-    logits: Tensor,
-    targets_M: Tensor,
-    options: LogitOptions,
-    shard: VocabularyShard | None,
-    losses_M: Tensor | None,
+    logits: Tensor, targets_M: Tensor, options: LogitOptions, shard: VocabularyShard | None, losses_M: Tensor | None
 ) -> Tensor:
     """Return the loss of a chunk, and overwrite its logits [M, W] with their gradient.
 
@@ -217,7 +210,7 @@ def _to_gradient(
         return losses.sum()
     all_at_once = shard is not None or logits.device.type != "cpu"
     step = len(logits) if all_at_once else max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
-    shard = shard or VocabularyShard(0, logits.shape[1], _add_shard_dim)
+    shard = shard or VocabularyShard(0, logits.shape[1], lambda values: values[None])
     sums = []
     for start in range(0, len(logits), step):
         rows, targets = logits[start : start + step], targets_M[start : start + step]
@@ -229,10 +222,6 @@ def _to_gradient(
             losses_M[start : start + step] = losses_M1[:, 0]
         sums.append(losses_M1.sum())
     return torch.stack(sums).sum()
-
-
-def _add_shard_dim(values: Tensor) -> Tensor:
-    return values[None]
 
 
 def _choose_kernels(logits: Tensor) -> Any:

@@ -84,39 +84,6 @@ def _write_zeros(logits_W, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def kernel(
-    logits_MV,
-    targets_M,
-    losses_M,
-    stride,
-    vocabulary,
-    softcap,
-    smoothing,
-    IGNORE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """See `to_gradients`. Accumulates in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_V = logits_MV + row * stride
-    target = tl.load(targets_M + row)
-    if target == IGNORE:
-        _write_zeros(logits_V, vocabulary, BLOCK)
-        tl.store(losses_M + row, 0.0)
-        return
-    max_logit, sum_exp, target_logit, sum_logits = _reduce_row(
-        logits_V, target, vocabulary, softcap, CAPPED, SMOOTHED, BLOCK
-    )
-    spread = smoothing / vocabulary
-    loss = max_logit + tl.log(sum_exp) - (1 - smoothing) * target_logit - spread * sum_logits
-    # A target beyond the vocabulary gives NaN rather than a wrong loss.
-    is_valid = (target >= 0) & (target < vocabulary)
-    tl.store(losses_M + row, tl.where(is_valid, loss, float("nan")))
-    _write_gradient(logits_V, target, vocabulary, max_logit, sum_exp, spread, smoothing, softcap, CAPPED, BLOCK)
-
-
-@triton.jit
 def statistics_kernel(
     logits_MW,
     targets_M,
@@ -156,6 +123,7 @@ def statistics_kernel(
 def gradient_kernel(
     logits_MW,
     targets_M,
+    losses_M,
     max_logits_M,
     sums_M,
     stride,
@@ -166,24 +134,39 @@ def gradient_kernel(
     spread,
     IGNORE: tl.constexpr,
     CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SHARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See `write_gradients`."""
+    """See `to_gradients`, and `write_gradients` if SHARDED. Accumulates in float32."""
     row = tl.program_id(0).to(tl.int64)
     logits_W = logits_MW + row * stride
     target = tl.load(targets_M + row)
     if target == IGNORE:
         _write_zeros(logits_W, width, BLOCK)
+        if not SHARDED:
+            tl.store(losses_M + row, 0.0)
         return
-    max_logit, sum_exp = tl.load(max_logits_M + row), tl.load(sums_M + row)
+    if SHARDED:
+        max_logit, sum_exp = tl.load(max_logits_M + row), tl.load(sums_M + row)
+    else:
+        max_logit, sum_exp, target_logit, sum_logits = _reduce_row(
+            logits_W, target, width, softcap, CAPPED, SMOOTHED, BLOCK
+        )
+        spread = smoothing / width
+        loss = max_logit + tl.log(sum_exp) - (1 - smoothing) * target_logit - spread * sum_logits
+        # A target beyond the vocabulary gives NaN rather than a wrong loss.
+        is_valid = (target >= 0) & (target < width)
+        tl.store(losses_M + row, tl.where(is_valid, loss, float("nan")))
     _write_gradient(logits_W, target - first, width, max_logit, sum_exp, spread, smoothing, softcap, CAPPED, BLOCK)
 
 
 def to_gradients(logits_MV: Tensor, targets_M: Tensor, options: LogitOptions) -> Tensor:
     """Return the losses [M] in float32, and overwrite the logits (any row stride) with the gradient of their sum."""
     losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
-    numbers = logits_MV.stride(0), logits_MV.shape[1], options.softcap or 0.0, options.smoothing
-    _launch(kernel, logits_MV, options, targets_M, losses_M, *numbers, SMOOTHED=options.smoothing > 0)
+    numbers = logits_MV.stride(0), logits_MV.shape[1], 0, options.softcap or 0.0, options.smoothing, 0.0
+    constants = {"SMOOTHED": options.smoothing > 0, "SHARDED": False}
+    _launch(gradient_kernel, logits_MV, options, targets_M, losses_M, None, None, *numbers, **constants)
     return losses_M
 
 
@@ -214,7 +197,8 @@ def write_gradients(
     entry of the vocabulary.
     """
     numbers = logits_MW.stride(0), logits_MW.shape[1], first, options.softcap or 0.0, options.smoothing, spread
-    _launch(gradient_kernel, logits_MW, options, targets_M, max_logits_M1, sums_M1, *numbers)
+    constants = {"SMOOTHED": False, "SHARDED": True}
+    _launch(gradient_kernel, logits_MW, options, targets_M, None, max_logits_M1, sums_M1, *numbers, **constants)
 
 
 def _launch(function: Any, logits: Tensor, options: LogitOptions, *args: Any, **constants: bool) -> None:

@@ -1,4 +1,4 @@
-"""Private functions of torch, collected in one file because a newer torch may change them.
+"""Private functions of torch, and names of its operators, collected in one file because a newer torch may change them.
 
 `tests/unit/ops/test_torch_private.py` checks the behaviour that we rely on.
 """
@@ -53,3 +53,12 @@ def has_amx_tiles() -> bool:
     """Return whether the CPU has AMX tiles, which multiply bfloat16 matrices."""
     is_supported: bool = torch.cpu._is_amx_tile_supported()
     return is_supported
+
+
+KERNEL_FREE = {
+    "view", "_unsafe_view", "view_as", "t", "transpose", "expand", "detach", "detach_", "alias", "slice", "select",
+    "split", "split_with_sizes", "chunk", "as_strided", "unsqueeze", "squeeze", "permute", "movedim", "unfold",
+    "diagonal", "unbind", "_reshape_alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "device", "promote_types", "is_same_size", "wait_tensor",
+}  # fmt: skip
+"""Names of operators that launch no kernel: views, uninitialised memory, and questions about a tensor."""

@@ -249,11 +249,7 @@ class _Wait(torch.autograd.Function):
 
 
 def all_to_all_overlapped(
-    overlapped: Callable[[], None],
-    x: Tensor,
-    input_splits: list[int],
-    output_splits: list[int],
-    group: ProcessGroup,
+    overlapped: Callable[[], None], x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup
 ) -> Tensor:
     """`all_to_all` that overlaps with computation: calls `overlapped` during the transfer.
 

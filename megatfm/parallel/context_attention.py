@@ -30,13 +30,7 @@ from megatfm.parallel.context_parallel import (
     is_sparse_fetch,
     make_fetch_all_plan,
 )
-from megatfm.parallel.ring_attention import (
-    KeyValueFormat,
-    KeyValues,
-    LatentKeyValues,
-    RingStep,
-    ring_attention,
-)
+from megatfm.parallel.ring_attention import KeyValueFormat, KeyValues, LatentKeyValues, RingStep, ring_attention
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
 

@@ -48,9 +48,7 @@ class GlobalQueries:
             return None
         local = indices_by_rank[cp.rank]
         return cls(
-            row_indices,
-            torch.isin(row_indices, local).nonzero()[:, 0],
-            torch.isin(local, row_indices).nonzero()[:, 0],
+            row_indices, torch.isin(row_indices, local).nonzero()[:, 0], torch.isin(local, row_indices).nonzero()[:, 0]
         )
 
 

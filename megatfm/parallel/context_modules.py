@@ -116,11 +116,7 @@ def count_slots_per_rank(slots: int, ranks: int) -> int:
 
 
 def _merge_slots(
-    cp: ContextParallel,
-    padding_expert: int,
-    means_BXD: Tensor,
-    scores_BNTS: Tensor,
-    choices_BX1: Tensor,
+    cp: ContextParallel, padding_expert: int, means_BXD: Tensor, scores_BNTS: Tensor, choices_BX1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's slots [B, x, D] and their experts [B, x, 1], `padding_expert` for padding."""
     logs_BX = scores_BNTS.logsumexp(2).flatten(1)

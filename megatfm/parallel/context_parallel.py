@@ -205,10 +205,7 @@ class FetchPlan:
 
     @classmethod
     def build(
-        cls,
-        cp: ContextParallel,
-        indices_by_rank: Sequence[Tensor],
-        needed_indices: Sequence[Tensor],
+        cls, cp: ContextParallel, indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor]
     ) -> "FetchPlan":
         """Plan from the tokens of each rank, and the sorted tokens that each rank attends to."""
         rank, no_indices = cp.rank, torch.empty(0, dtype=torch.int64)

@@ -27,11 +27,7 @@ from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
 from megatfm.parallel.collectives import copy_to_group, reduce_from_group
-from megatfm.parallel.context_attention import (
-    make_attention_forward,
-    make_gather_kv_forward,
-    make_latent_forward,
-)
+from megatfm.parallel.context_attention import make_attention_forward, make_gather_kv_forward, make_latent_forward
 from megatfm.parallel.context_global_attention import make_global_forward, make_pooling_forward
 from megatfm.parallel.context_modules import (
     install_moe,

@@ -14,11 +14,7 @@ from torch.distributed import ProcessGroup
 from megatfm.ops.grouped_mm import permute_rows
 from megatfm.ops.torch_private import is_fake
 from megatfm.ops.transfer import read_on_host
-from megatfm.parallel.collectives import (
-    TensorParallelGroup,
-    all_to_all,
-    all_to_all_overlapped,
-)
+from megatfm.parallel.collectives import TensorParallelGroup, all_to_all, all_to_all_overlapped
 from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT, EXPERT_DATA_AXES, Mesh
 from megatfm.parallel.styles import (
@@ -151,11 +147,7 @@ EXPERTS_BY_CHANNEL = replace(
     apply=_shard_by_channel,
 )
 register_style(
-    replace(
-        FOLDED_EXPERTS,
-        dim=0,
-        expert_tp_overrides={"by_channel": EXPERTS_BY_CHANNEL, "folded": FOLDED_EXPERTS},
-    )
+    replace(FOLDED_EXPERTS, dim=0, expert_tp_overrides={"by_channel": EXPERTS_BY_CHANNEL, "folded": FOLDED_EXPERTS})
 )
 """Expert matrices, sharded over tensor-parallel ranks by expert, by inner channel, or (folded) not at all."""
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatfm import object_collectives
 from megatfm.config import ParallelConfig
-from megatfm.config.section import find_nearest_divisor
-from megatfm.errors import UsageError
+from megatfm.config.world_size import compute_axis_sizes as compute_axis_sizes
+from megatfm.config.world_size import describe_sizes as describe_sizes
 
 T = TypeVar("T")
 
@@ -278,42 +278,9 @@ def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in ALL_AXES if axis in axis_set)
 
 
-def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Format axis sizes as text, such as "dp_shard 4 × tp 2"; pp and cp only if larger than 1."""
-    rare = PIPELINE, CONTEXT
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
-
-
 def list_axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
     """Return the axes from which expert parallelism takes its ranks."""
     return (*EXPERT_FOLD_AXES, TENSOR) if expert_tp == "folded" else EXPERT_FOLD_AXES
-
-
-def compute_axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Compute the size of each axis (dp_shard = −1: the remaining ranks).
-
-    Raises UsageError if the product is not the world size.
-    """
-    fixed = config.pp * config.dp_replicate * config.cp * config.tp
-    shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
-    sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
-    if math.prod(sizes.values()) != world_size:
-        requested_sizes = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
-        step = fixed if config.dp_shard == -1 else fixed * shard
-        nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
-        raise UsageError(
-            f"the layout {requested_sizes} does not fit {world_size} process{'es' * (world_size > 1)}: start "
-            f"{nearest}, or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
-        )
-    n_ranks = math.prod(sizes[axis] for axis in list_axes_folded_into_ep(config.expert_tp))
-    if n_ranks % config.ep:
-        axes = [axis for axis in list_axes_folded_into_ep(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
-        raise UsageError(
-            f"parallel.ep = {config.ep} does not divide the {n_ranks} ranks of "
-            f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: "
-            f"the nearest that does is {find_nearest_divisor(n_ranks, config.ep)}"
-        )
-    return sizes
 
 
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mesh:

@@ -4,18 +4,20 @@
 batch; samples of other data ranks come block by block around a ring.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
-from megatfm.parallel.collectives import TensorParallelGroup
-from megatfm.parallel.context_parallel import build_context_parallel
+from megatfm.ops.torch_private import is_fake
+from megatfm.parallel.collectives import TensorParallelGroup, all_gather_no_grad
+from megatfm.parallel.context_parallel import P2PExchange, build_context_parallel
 from megatfm.parallel.cp_plans import install_context_parallel
-from megatfm.parallel.data_ring import install_data_ring
-from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout
-from megatfm.parallel.mesh import TENSOR, Mesh
+from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, replace_forward
+from megatfm.parallel.mesh import DENSE_DATA_AXES, TENSOR, Mesh
 from megatfm.parallel.styles import ParallelStyle
 from megatfm.parallel.tp_plans import PlanRow, match_rows, match_styles
 
@@ -125,11 +127,7 @@ def _format_table(
         name = plan_rows[path][0].modules if plan_rows[path] else path
         rows.setdefault((name, style), []).append(path)
     width = 2 + max(len(name) for name, _ in rows)
-    lines = [
-        f"mesh  {mesh.describe()}",
-        "",
-        f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
-    ]
+    lines = [f"mesh  {mesh.describe()}", "", f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient"]
     layouts_by_module: dict[str, list[TensorLayout]] = {}
     for layout in layouts.values():
         layouts_by_module.setdefault(layout.name.rpartition(".")[0], []).append(layout)
@@ -144,3 +142,44 @@ def _format_table(
         shown_shapes = f"{f'{len(tensors)} × ' if tensors else ''}{', '.join(shapes):<36}"
         lines.append(f"{name:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+class DataRing:
+    """Rotates blocks of samples around the ranks that divide a global batch, for losses that compare all of them;
+    implements `megatfm.ops.contrastive.Ring`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self.size, self._rank = group, group.size(), group.rank()
+
+    def lengths(self, n: int, device: torch.device) -> Sequence[int]:
+        """Return the sizes of the blocks that this rank holds after 0, 1, … rotations. n: its own. A collective.
+
+        Fake tensors have no values: all blocks are taken for as large as this rank's.
+        """
+        gathered = all_gather_no_grad(torch.full((1,), n, device=device), self._group).flatten()
+        if is_fake(gathered):
+            gathered.cpu()  # a trace counts this host wait
+            return [n] * self.size
+        lengths_by_rank = gathered.tolist()
+        return [lengths_by_rank[(self._rank - step) % self.size] for step in range(self.size)]
+
+    def shift(self, tensors: Sequence[Tensor], length: int) -> list[Tensor]:
+        """Send tensors [n, …] to the next rank; returns the previous rank's [length, …]."""
+        after, before = (self._rank + 1) % self.size, (self._rank - 1) % self.size
+        received = [tensor.new_empty(length, *tensor.shape[1:]) for tensor in tensors]
+        # Empty tensors are not sent: some backends refuse them.
+        sends = [(after, tensor) for tensor in tensors if tensor.numel()]
+        P2PExchange(self._group, sends, [(before, tensor) for tensor in received if tensor.numel()]).wait()
+        return received
+
+
+def install_data_ring(model: nn.Module, mesh: Mesh) -> None:
+    """Pass a `DataRing` to each module with `dp_plan = "ring"`, so that it sees the samples of all data ranks.
+
+    Context-parallel ranks have different samples of their rows, and are in the ring, too.
+    """
+    modules = [module for module in model.modules() if getattr(module, "dp_plan", None) == "ring"]
+    if modules and mesh.gradient_ranks > 1:
+        ring = DataRing(mesh.flat_group(DENSE_DATA_AXES.all))
+        for module in modules:
+            replace_forward(module, partial(module.forward, ring=ring))

@@ -35,6 +35,11 @@ class PipelineStage:
     cost: float
     """Multiply-accumulates of a row."""
 
+    @property
+    def module_paths(self) -> set[str]:
+        """Paths of the modules that it runs, in the model."""
+        return {path for point in self.split_points for path in point.modules}
+
 
 @dataclass(frozen=True)
 class StageOutput:
@@ -257,7 +262,7 @@ def _find_parameter_holders(model: nn.Module, stages: Sequence[PipelineStage]) -
 def _find_module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     used = {stage.rank: set[nn.Module]() for stage in stages}
     for stage in stages:
-        for path in {path for point in stage.split_points for path in point.modules}:
+        for path in stage.module_paths:
             used[stage.rank].update(model.get_submodule(path).modules())
     return {
         path: tuple(sorted(rank for rank, modules in used.items() if module in modules))
@@ -267,7 +272,7 @@ def _find_module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> d
 
 
 def _find_used_parameters(model: nn.Module, stages: Sequence[PipelineStage]) -> set[nn.Parameter]:
-    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
+    paths = set[str]().union(*(stage.module_paths for stage in stages))
     return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
 
 
@@ -277,7 +282,7 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
     The owner of a tied parameter stays if a used module shares it, so that the parameter keeps its name.
     """
     used = _find_used_parameters(model, stages)
-    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
+    paths = set[str]().union(*(stage.module_paths for stage in stages))
     kept_modules = {module for path in paths for module in model.get_submodule(path).modules()}
     owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}
 

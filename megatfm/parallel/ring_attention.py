@@ -17,7 +17,7 @@ from torch import Tensor
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
-from megatfm.ops.attention.flash import has_flash
+from megatfm.ops.attention.fused import has_flash
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
 from megatfm.ops.log_once import constant_when_compiled, log_once
 from megatfm.ops.transfer import move_to_device
@@ -80,12 +80,7 @@ def warn_of_blocks(q: Tensor, fused_width: int | None, pattern: str) -> None:
 
 
 def compute_partial_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    dropout_keys: Tensor | None,
-    plan: BlockAttentionPlan,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_keys: Tensor | None, plan: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over some keys. bias: by distance in the row."""
     queries, v_width = q.shape[2], v.shape[3]

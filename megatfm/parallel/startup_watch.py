@@ -72,10 +72,7 @@ class StartupWatch:
                 )
             n_stop_signals += bool(signal.sigpending() & STOP_SIGNALS)
             if n_stop_signals > SIGNALLED_POLLS:
-                self._end(
-                    EXIT_REQUEUE,
-                    "a signal stopped the run before all ranks had met: there is nothing to save",
-                )
+                self._end(EXIT_REQUEUE, "a signal stopped the run before all ranks had met: there is nothing to save")
 
     def _end(self, code: int, text: str) -> None:
         with self._exit_lock:

@@ -11,8 +11,7 @@ from typing import Any
 from megatfm.errors import MegatfmError
 from megatfm.report.charts import Tick, encode_png
 from megatfm.report.run import Run
-from megatfm.tasks.files import read_rows
-from megatfm.tasks.labels import format_label
+from megatfm.tasks.files import format_label, read_rows
 from megatfm.terminal import format_counted
 
 MAX_CELLS = 16

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.tasks.metrics import compute_perplexity, mean_interval
+from megatfm.tasks.metrics import compute_perplexity, exact_match, mean_interval, token_f1
 from megatfm.tasks.questions import EvaluationTask, Question, TextPair, count_answer_bytes, list_question_pairs
-from megatfm.tasks.text_metrics import exact_match, token_f1
 
 MetricValues = dict[str, float]
 """Metric → its value for one question."""

@@ -16,8 +16,7 @@ from megatfm.config import EvaluationTaskConfig, load_section
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 from megatfm.tasks.chat import TEMPLATE_ERRORS
-from megatfm.tasks.files import Row, read_rows, require_columns
-from megatfm.tasks.labels import format_label
+from megatfm.tasks.files import Row, format_label, read_rows, require_columns
 from megatfm.tokenizers import Tokenizer
 
 NAME = re.compile(r"[\w.-]+")

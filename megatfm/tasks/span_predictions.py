@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.objectives.supervised import ANNOTATION
-from megatfm.tasks.metrics import are_finite, refuse_broken_logits
-from megatfm.tasks.text_metrics import exact_match, find_best_threshold, token_f1
+from megatfm.tasks.metrics import are_finite, exact_match, find_best_threshold, refuse_broken_logits, token_f1
 
 SHOWN_ANSWERS = 5
 """Number of further answers in a line of the predictions file."""

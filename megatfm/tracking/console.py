@@ -110,7 +110,7 @@ class RunLog:
         self._has_console, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
-        self._start_time, self._n_steps_done = time.monotonic(), 0
+        self._start_time, self._n_steps_done = 0.0, -1
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # undoes everything if a log file can't be opened
@@ -154,6 +154,8 @@ class RunLog:
         """Show a step's metrics: as a log line if one is due, and on a terminal in the progress bar."""
         metrics = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_format_mfu(record)}"
         self._n_steps_done += 1
+        if self._n_steps_done == 0:  # the time left leaves out the start and the first step, which compiles
+            self._start_time = time.monotonic()
         if self._has_console and self._console.is_terminal:
             if self._progress is None:
                 self._progress = self._stack.enter_context(self._make_progress_bar(record["step"] - 1))
@@ -172,8 +174,8 @@ class RunLog:
                 log.info("step %d  loss by source: %s", record["step"], losses)
 
     def _format_eta(self, step: int) -> str:
-        """Format the time left, from the average duration of steps since this start; empty at the last step."""
-        if step >= self._steps:
+        """Format the time left, from the average duration of steps after the first; empty at the first and last."""
+        if step >= self._steps or not self._n_steps_done:
             return ""
         seconds = (time.monotonic() - self._start_time) / self._n_steps_done * (self._steps - step)
         return f"  {timedelta(seconds=round(seconds))} left" if seconds < MAX_SHOWN_SECONDS else ""
@@ -200,7 +202,8 @@ class RunLog:
 
 
 def _format_mfu(record: Mapping[str, Any]) -> str:
-    """Format MFU, with all of attention and with its causal half only. A CPU's is often below one percent."""
+    """Format MFU, with all of attention and, where it differs, with its causal half only. A CPU's is often small."""
     if "mfu" not in record:
         return ""
-    return f"  MFU {100 * record['mfu']:.3g} % ({100 * record['mfu_causal']:.3g} % causal)"
+    full, causal = (f"{100 * record[key]:#.3g} %" for key in ("mfu", "mfu_causal"))
+    return f"  MFU {full}" + f" ({causal} causal)" * (causal != full)

@@ -115,10 +115,7 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
         parallel.pp_schedule,
         parallel.pp,
         parallel.stages_per_rank,
-        lengths={
-            "tokens": data.target_length or data.sequence_length,
-            "encoder_tokens": data.sequence_length,
-        },
+        lengths={"tokens": data.target_length or data.sequence_length, "encoder_tokens": data.sequence_length},
         predicted=target_fraction(config.objective),
         pp_split_points=parallel.pp_split_points,
         sequence_shards=parallel.tp if parallel.sequence_parallel else 1,

@@ -36,12 +36,7 @@ CONFIG_KEYS = {
 
 
 def check_compatible(
-    point: ResumePoint,
-    current: Mapping[str, Any],
-    allow: list[str],
-    shape_mismatch: str = "",
-    *,
-    same_run: bool = True,
+    point: ResumePoint, current: Mapping[str, Any], allow: list[str], shape_mismatch: str = "", *, same_run: bool = True
 ) -> list[str]:
     """Compare a checkpoint's state with that of the run that resumes from it; return the allowed differences.
 

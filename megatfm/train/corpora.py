@@ -12,12 +12,13 @@ from megatfm import tokenizers
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import Config
 from megatfm.config.objective import ImageClassificationObjective, ImageObjective
+from megatfm.config.world_size import round_to_multiple
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader, round_to_multiple
+from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, list_sources, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.engines.interface import RowSources
@@ -282,10 +283,7 @@ class _CorpusOpener:
             return self.open_rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine, turn=turn)
         sources = {
             name: self.open_rows(
-                source.path,
-                shuffle=data.shuffle,
-                seed=make_source_seed(seed, name),
-                quarantine=source.quarantine,
+                source.path, shuffle=data.shuffle, seed=make_source_seed(seed, name), quarantine=source.quarantine
             )
             for name, source in data.mixture.items()
         }

@@ -109,7 +109,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         *lines, unfinished = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise MegatfmError(f"can't read {path}: {error.strerror}") from error
-    if b"}" in unfinished[:-1]:  # only the line break is missing
+    if b"}" in unfinished[:-1]:  # a whole line, whose line break is damaged
         lines.append(unfinished)
     records = []
     for index, line in enumerate(lines):  # a decision whose line is unfinished was never carried out

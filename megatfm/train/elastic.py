@@ -4,14 +4,11 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from math import gcd
 
 from megatfm.config import Config
-from megatfm.config.root import list_global_batches
-from megatfm.config.section import list_divisors
-from megatfm.errors import NoProgressError, UsageError
+from megatfm.config.world_size import fit_layout
+from megatfm.errors import NoProgressError
 from megatfm.object_collectives import run_on_rank_0_raising
-from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -33,69 +30,6 @@ def adapt_layout(config: Config, world_size: int) -> Config:
     if changes:
         log.warning("%d processes: %s", world_size, changes)
     return config
-
-
-def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
-    """Return the config if its layout fits the number of processes; else the nearest one that fits, and its changes.
-
-    Global batches (also those of `data.rampup`) and the axes that split the model (tp, pp, cp) stay as they are. The
-    data axes take the remaining ranks; micro-batch and `ep` shrink if needed. None of this changes the result. Raises
-    UsageError if nothing fits; it names numbers of processes that would.
-    """
-    try:
-        sizes = compute_axis_sizes(config.parallel, world_size)
-    except UsageError:
-        sizes = None
-    data_ranks, batches = world_size // count_ranks_per_model(config), list_global_batches(config)
-    common = gcd(*batches)
-    if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
-        return config, None
-    if world_size % count_ranks_per_model(config) or common % data_ranks:
-        batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
-        raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
-            f"{count_ranks_per_model(config)} ranks per model allow {_list_valid_world_sizes(config, common)} processes"
-        )
-    rows_per_rank = common // data_ranks
-    micro_batch = max(m for m in list_divisors(rows_per_rank) if m <= config.train.micro_batch)
-    replicas = max(
-        r for r in range(1, config.parallel.dp_replicate + 1) if data_ranks % r == config.parallel.dp_replicate % r == 0
-    )
-    changes = {
-        "dp_replicate": replicas,
-        "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "ep": gcd(config.parallel.ep, data_ranks // replicas * count_expert_ranks(config)),
-    }
-    parallel = config.parallel.model_copy(update=changes)
-    train = config.train.model_copy(update={"micro_batch": micro_batch})
-    fitted = config.model_copy(update={"parallel": parallel, "train": train})
-    return fitted, ", ".join(list_layout_changes(config, fitted))
-
-
-def list_layout_changes(requested: Config, fitted: Config) -> list[str]:
-    """Return the differences between the requested and the fitted layout, as `parallel.ep 4 → 2`."""
-    values = [
-        (f"{section}.{key}", value, getattr(getattr(fitted, section), key))
-        for section in ("parallel", "train")
-        for key, value in getattr(requested, section)
-    ]
-    return [f"{key} {old} → {new}" for key, old, new in values if old != new]
-
-
-def count_ranks_per_model(config: Config) -> int:
-    """Return the number of ranks that share one replica of the model."""
-    return config.parallel.tp * config.parallel.pp * config.parallel.cp
-
-
-def count_expert_ranks(config: Config) -> int:
-    """Return the number of ranks, besides dp_shard, over which `ep` may extend."""
-    return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
-
-
-def _list_valid_world_sizes(config: Config, batch: int) -> str:
-    ranks = count_ranks_per_model(config)
-    fitting = [str(ranks * n) for n in list_divisors(batch)]
-    return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"
 
 
 def check_progress(

@@ -132,13 +132,15 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 
 class Sampler(Protocol):
-    """Continues the prompts of a config, as `megatfm.inference.samples.PromptSampler` does."""
+    """Continues the prompts of a config, as `megatfm.inference.text.PromptSampler` does."""
 
     def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
         """Raise UsageError for a prompt that the model can't continue."""
 
-    def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
-        """Return the continuation of each prompt. A collective."""
+    def generate(
+        self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int, on_token: Callable[[], None]
+    ) -> list[str]:
+        """Return the continuation of each prompt. on_token: called for each token. A collective."""
 
 
 class EvaluatesTasks(Protocol):
@@ -172,8 +174,8 @@ class Evaluator:
             self._run_model(lambda model: check(model, corpora.tokenizer, config))
 
     def evaluate(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate; return the fields for metrics.jsonl. on_batch: called for each batch, and before samples are
-        generated. A collective."""
+        """Evaluate; return the fields for metrics.jsonl. on_batch: called for each batch and each sampled token. A
+        collective."""
         start = time.perf_counter()
         results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
         record: dict[str, Any] = {"evaluation": results}
@@ -184,14 +186,13 @@ class Evaluator:
                 log.info("step %d  task %s: %s", step, name, ", ".join(texts))
         record["evaluation_seconds"] = time.perf_counter() - start
         if self._sampler:
-            on_batch()
-            record["samples"] = self._generate_samples(step)
+            record["samples"] = self._generate_samples(step, on_batch)
         return record
 
-    def _generate_samples(self, step: int) -> list[dict[str, str]]:
+    def _generate_samples(self, step: int, on_token: Callable[[], None]) -> list[dict[str, str]]:
         assert self._sampler
         generate, tokenizer, config = self._sampler.generate, self._corpora.tokenizer, self._config
-        texts = self._run_model(lambda model: generate(model, tokenizer, config, step))
+        texts = self._run_model(lambda model: generate(model, tokenizer, config, step, on_token))
         prompts = config.evaluate.sample_prompts
         for prompt, text in zip(prompts, texts, strict=True):
             log.info("step %d  sample: %s", step, repr(prompt + text)[1:-1])

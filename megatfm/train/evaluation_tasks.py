@@ -205,14 +205,7 @@ class TaskEvaluator:
         for head in heads:
             head.recorder = objective.recorder  # type: ignore[assignment]
         try:
-            evaluate(
-                self._engine,
-                rows,
-                objective,
-                None,
-                micro_batch=self._config.train.micro_batch,
-                on_batch=on_batch,
-            )
+            evaluate(self._engine, rows, objective, None, micro_batch=self._config.train.micro_batch, on_batch=on_batch)
         finally:
             for head in heads:
                 head.recorder = None

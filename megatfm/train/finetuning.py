@@ -8,14 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import (
-    Config,
-    ModelConfig,
-    PreferenceObjective,
-    SentenceHeadConfig,
-    TaskConfig,
-    make_usage_error,
-)
+from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig, make_usage_error
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -30,10 +23,7 @@ TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
 HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score", "xlnet": "sentence"}
 """Family → module name of the task's head. An encoder's has the name of BERT's head, to load its pooler."""
-FAMILIES_OF_FORM = {
-    "generation": ["decoder", "encoder_decoder"],
-    "chat": ["decoder"],
-}
+FAMILIES_OF_FORM = {"generation": ["decoder", "encoder_decoder"], "chat": ["decoder"]}
 """Task form → families that support it. Other forms are supported by all families of HEAD_OF_FAMILY."""
 LOSSES = {
     "classification": "cross_entropy",
@@ -52,28 +42,10 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
 
     Returns the config and notes for the log. Raises UsageError if files, labels and model don't fit together.
     """
-    task, family = config.task, config.model.family
-    if task is None:
-        raise UsageError("the config has no [task]: say which files are trained on, for example task.train=reviews.csv")
-    if config.data.tokenizer is None:
-        raise UsageError(
-            "data.tokenizer is missing: give that of the pretrained model, or start from the model by --from"
-        )
-    families = FAMILIES_OF_FORM.get(task.form, list(HEAD_OF_FAMILY))
-    if family not in families:
-        raise UsageError(
-            f"task.form = {task.form!r} is not for model.family = {family!r}, but for {' and '.join(families)}: start "
-            "from such a model"
-        )
-    if family == "encoder_decoder" and config.data.target_length is None:
-        raise UsageError(
-            "data.target_length is missing: an encoder-decoder has its answers in a row of their own: give the number "
-            "of tokens of the longest answer, for example data.target_length=128"
-        )
-    check_files_exist(task)
+    task, tokenizer_path = _check_task(config)
     task = task.model_copy(update={"labels": read_labels(task)})
     task = task.model_copy(update={"class_weights": compute_class_weights(task)})
-    tokenizer = tokenizers.load(config.data.tokenizer)
+    tokenizer = tokenizers.load(tokenizer_path)
     config = config.with_changes(
         {
             "task.labels": task.labels,
@@ -105,6 +77,30 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
             f"{format_counted(config.train.global_batch, 'row')} (train.global_batch)"
         )
     return config, notes
+
+
+def _check_task(config: Config) -> tuple[TaskConfig, str]:
+    """Return the config's task and tokenizer. Raises UsageError if one is missing, or the task is not for the model."""
+    task, family = config.task, config.model.family
+    if task is None:
+        raise UsageError("the config has no [task]: say which files are trained on, for example task.train=reviews.csv")
+    if config.data.tokenizer is None:
+        raise UsageError(
+            "data.tokenizer is missing: give that of the pretrained model, or start from the model by --from"
+        )
+    families = FAMILIES_OF_FORM.get(task.form, list(HEAD_OF_FAMILY))
+    if family not in families:
+        raise UsageError(
+            f"task.form = {task.form!r} is not for model.family = {family!r}, but for {' and '.join(families)}: start "
+            "from such a model"
+        )
+    if family == "encoder_decoder" and config.data.target_length is None:
+        raise UsageError(
+            "data.target_length is missing: an encoder-decoder has its answers in a row of their own: give the number "
+            "of tokens of the longest answer, for example data.target_length=128"
+        )
+    check_files_exist(task)
+    return task, config.data.tokenizer
 
 
 def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> TaskCorpus:
@@ -142,12 +138,8 @@ def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 
 def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
-    name, kind, form, family = (
-        get_head_name(config),
-        TASK_HEADS.get(task.form),
-        task.form,
-        config.model.family,
-    )
+    name, kind = get_head_name(config), TASK_HEADS.get(task.form)
+    form, family = task.form, config.model.family
     if form == "span_extraction" and task.lm_weight:
         raise UsageError(
             f"task.lm_weight = {task.lm_weight:g}: form = 'span_extraction' has no auxiliary loss: leave lm_weight out"

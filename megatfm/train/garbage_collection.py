@@ -7,12 +7,16 @@ one rank are waited for by all others in the next collective, so that a step may
 import gc
 from typing import Self
 
+MANY_OBJECTS = 100_000
+"""Too many to traverse at each collection. PyTorch alone makes half a million, which a caller may have frozen."""
+
 
 class GarbageCollection:
     """Context manager that collects every `every` steps, and at no other time; 0: leaves collections to Python.
 
     After the first step, all objects are taken for permanent (`gc.freeze`), so that a collection traverses only newer
-    ones. Does nothing if the caller has disabled automatic collections, as it then collects on its own.
+    ones; not if the caller has done so before, whose objects stay frozen. Does nothing if the caller has disabled
+    automatic collections, as it then collects on its own.
     """
 
     def __init__(self, every: int) -> None:
@@ -21,6 +25,9 @@ class GarbageCollection:
 
     def __enter__(self) -> Self:
         self._is_active = self._every > 0 and gc.isenabled()
+        n_objects = len(gc.get_objects()) if self._is_active else 0
+        # `gc.unfreeze` would release what the caller has frozen, too. Python 3.12 freezes a few objects itself.
+        self._freezes = n_objects > MANY_OBJECTS and gc.get_freeze_count() < n_objects
         if self._is_active:
             gc.disable()
         return self
@@ -29,11 +36,12 @@ class GarbageCollection:
         """Collect after the first step in this context, and after each step divisible by `every`."""
         if self._is_active and (self._is_first_step or step % self._every == 0):
             gc.collect()
-            if self._is_first_step:
+            if self._is_first_step and self._freezes:
                 gc.freeze()
             self._is_first_step = False
 
     def __exit__(self, *_: object) -> None:
-        if self._is_active:
+        if self._freezes:
             gc.unfreeze()
+        if self._is_active:
             gc.enable()

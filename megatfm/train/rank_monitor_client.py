@@ -28,6 +28,7 @@ from megatfm.errors import EXIT_FAILED, MegatfmError, UsageError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import (
     all_gather_object,
+    format_error_line,
     get_machine_name,
     run_on_all_ranks,
     run_on_rank_0_raising,
@@ -51,15 +52,7 @@ WAITING_CALLS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
 
 GLOO_PEER_LOSS = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
 """Texts in errors of gloo and of the store after a peer is gone; these errors have no type of their own."""
-NCCL_PEER_LOSS = (
-    "remote error",
-    "ncclRemoteError",
-    "remote process",
-    "remote peer",
-    "aborted",
-    "imeout",
-    "timed out",
-)
+NCCL_PEER_LOSS = ("remote error", "ncclRemoteError", "remote process", "remote peer", "aborted", "imeout", "timed out")
 """Texts in errors of NCCL after a peer is gone."""
 
 Report = Callable[[str, int, list[int], list[str], bool], None]
@@ -151,13 +144,7 @@ class RankMonitor:
         def start_server() -> tuple[str, int]:
             token, listener = secrets.token_hex(16), _listen(single_host) if len(machines) > 1 else None
             self._hub = RankMonitorServer(
-                self._hosts,
-                self._hang_timeout,
-                self._heartbeat_interval,
-                token,
-                listener,
-                self._relays,
-                self._warn,
+                self._hosts, self._hang_timeout, self._heartbeat_interval, token, listener, self._relays, self._warn
             )
             return token, listener.getsockname()[1] if listener else 0
 
@@ -365,9 +352,4 @@ def is_peer_loss(error: BaseException | None) -> bool:
 
 def _describe_error(error: BaseException, lost_peer: bool) -> dict[str, Any]:
     """Return the last message of a rank that ends with an error."""
-    return {"failed": _format_one_line(error), "lost_peer": lost_peer, "refused": isinstance(error, UsageError)}
-
-
-def _format_one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n", 1)[0][:2000]
-    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return {"failed": format_error_line(error)[:2000], "lost_peer": lost_peer, "refused": isinstance(error, UsageError)}

@@ -84,8 +84,9 @@ class LossGuard:
         self.skipped += 1
         if self.consecutive_skips > self.config.max_skipped:
             raise MegatfmError(
-                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.consecutive_skips} steps in a row, "
-                "so the run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
+                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite, {self.consecutive_skips} steps "
+                "in a row, so the run ends (resilience.max_skipped). Resume with a lower optimizer.lr and "
+                "resume.allow=optimizer, or with another train.precision"
             )
         self.decisions.skip(step)
         reason = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
@@ -97,7 +98,7 @@ class LossGuard:
         if self.decisions.rollbacks.get(step, 0) >= self.config.max_rollbacks:
             raise MegatfmError(
                 f"step {spike}: the loss spikes again after {self.config.max_rollbacks} rollbacks to step {step} "
-                "(resilience.max_rollbacks). Resume with a lower optimizer.lr"
+                "(resilience.max_rollbacks). Resume with a lower optimizer.lr and resume.allow=optimizer"
             )
         self.decisions.record_rollback(spike, step, position)
 

@@ -1,11 +1,12 @@
 """A training run, from a config to an exit code: opens all that it needs, then trains."""
 
+import torch.distributed as dist
+
 from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.config import Config
 from megatfm.config.parts import find_unread_key
-from megatfm.config.root import list_global_batches
-from megatfm.data.loader import check_global_batch
-from megatfm.engines.interface import PRECISIONS
+from megatfm.config.world_size import check_global_batches
+from megatfm.engines.interface import PRECISIONS, Engine
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
 from megatfm.object_collectives import all_gather_object
@@ -18,7 +19,7 @@ from megatfm.tracking.console import RunLog
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
-from megatfm.train.corpora import make_batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.corpora import Corpora, make_batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
@@ -31,8 +32,9 @@ from megatfm.train.profiling import (
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
+from megatfm.train.run_state import RunContext
 from megatfm.train.signals import StopSignals
-from megatfm.train.trainer import RunContext, Trainer
+from megatfm.train.trainer import Trainer
 
 
 def train(
@@ -65,8 +67,7 @@ def train(
         requested, config = config, adapt_layout(config, process.world_size)
         mesh = build_mesh(config.parallel, process.world_size, process.device.type)
         make_batch_schedule(config)  # refuses stages of `data.rampup` that don't fit
-        for batch, key in list_global_batches(config).items():
-            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks, key)
+        check_global_batches(config, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
         with RunDirectory(folder, process.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
@@ -80,22 +81,35 @@ def train(
             branch = resume.find_branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
             precision = choose_precision(resume.choose_stored_precision(config, latest or branch), process.device)
+            context = RunContext(config, requested, run, run_log, monitor, decisions, nodes, process.launcher)
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 engine = build_engine(config, mesh, process.device, precision)
-            context = RunContext(config, requested, run, run_log, monitor, decisions, nodes, process.launcher)
-            tasks = TaskEvaluator(engine, config, corpora.tokenizer) if config.evaluate.tasks else None
-            evaluator = Evaluator(engine, corpora, config, sampler, tasks)
-            mfu = None
-            if flops_per_token and run.is_main:
-                peak = utilization.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
-                mfu = utilization.Utilization(*flops_per_token(config), peak, process.world_size)
-            trainer = Trainer(context, engine, corpora, evaluator, precision, mfu)
+            trainer = _make_trainer(context, engine, corpora, precision, flops_per_token, sampler)
             check_schedule(config.lr_schedule, config.train.steps)
             _refuse_unread_keys(config)
             monitor.tick(0, "start")
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)
                 return trainer.train(signals)
+
+
+def _make_trainer(
+    context: RunContext,
+    engine: Engine,
+    corpora: Corpora,
+    precision: str,
+    flops_per_token: utilization.FlopsPerToken | None,
+    sampler: Sampler | None,
+) -> Trainer:
+    """Return the training loop, with its evaluations and, where a token's FLOPs are known, its MFU."""
+    config = context.config
+    tasks = TaskEvaluator(engine, config, corpora.tokenizer) if config.evaluate.tasks else None
+    evaluator = Evaluator(engine, corpora, config, sampler, tasks)
+    mfu = None
+    if flops_per_token and context.run.is_main:
+        peak = utilization.get_peak_flops(engine.device, PRECISIONS[precision].compute_dtype)
+        mfu = utilization.Utilization(*flops_per_token(config), peak, dist.get_world_size())
+    return Trainer(context, engine, corpora, evaluator, precision, mfu)
 
 
 def _refuse_unread_keys(config: Config) -> None:

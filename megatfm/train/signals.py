@@ -29,7 +29,8 @@ Agree = Callable[[bool], tuple[str | None, bool]]
 
 
 class StopRequested(Exception):
-    """Raised on all ranks, between two batches of an evaluation, after a signal; its text is the signal's name."""
+    """Raised on all ranks after a signal, between two batches or sampled tokens of an evaluation; its text is the
+    signal's name."""
 
 
 class StopSignals:

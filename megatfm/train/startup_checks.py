@@ -26,7 +26,7 @@ from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather_object, gather_errors
 from megatfm.parallel.mesh import AXES, Mesh
 from megatfm.parallel.process_environment import count_local_ranks
-from megatfm.terminal import join_first
+from megatfm.terminal import format_file_size, join_first
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import time_matmul
 
@@ -111,8 +111,8 @@ def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, ad
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < n_to_write * state_bytes:
         raise MegatfmError(
-            f"{folder}: {_format_bytes(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} "
-            f"of {_format_bytes(state_bytes)} will be written: make room, {advice}"
+            f"{folder}: {format_file_size(free_bytes)} are free, but {n_to_write} more checkpoint"
+            f"{'s' * (n_to_write > 1)} of {format_file_size(state_bytes)} will be written: make room, {advice}"
         )
 
 
@@ -145,9 +145,9 @@ def check_memory(config: Config, engine: Engine) -> None:
     free_bytes = get_free_memory(engine.device)
     if needed.total > free_bytes:
         raise MegatfmError(
-            f"{_format_bytes(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
-            f"{_format_bytes(needed.gradients + needed.optimizer_state)}, gathered weights "
-            f"{_format_bytes(needed.gathered)} and the inputs of blocks {_format_bytes(needed.block_inputs)}: "
+            f"{format_file_size(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{format_file_size(needed.gradients + needed.optimizer_state)}, gathered weights "
+            f"{format_file_size(needed.gathered)} and the inputs of blocks {format_file_size(needed.block_inputs)}: "
             "lower train.micro_batch, shard over more ranks (parallel.zero, parallel.dp_shard, parallel.tp, "
             "parallel.pp), or make the model smaller"
         )
@@ -262,7 +262,3 @@ def raise_together(problems: list[str]) -> None:
         lines = [f"{join_first(names, 8)}: {text}" for text, names in ranks_by_problem.items()]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise MegatfmError(f"the check before training failed: {'; '.join(lines[:3])}{more}")
-
-
-def _format_bytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

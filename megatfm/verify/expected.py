@@ -16,9 +16,14 @@ from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.context_shards import ContextShards
-from megatfm.verify.expected_activations import add_activations, add_experts, name_equal_groups
+from megatfm.verify.expected_activations import (
+    add_activations,
+    add_contrastive_loss,
+    add_experts,
+    list_first_pass_calls,
+    name_equal_groups,
+)
 from megatfm.verify.expected_context import add_context
-from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import ExpectedPipeline, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients

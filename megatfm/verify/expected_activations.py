@@ -1,21 +1,35 @@
-"""Expected traffic of activations in one micro-batch: tensor parallelism (Korthikanti et al. 2022) and experts.
+"""Expected traffic of activations in one micro-batch: tensor parallelism (Korthikanti et al. 2022), experts,
+contrastive losses.
 
 Column-parallel inputs: all-gather forward, reduce-scatter backward. Row-parallel outputs: reduce-scatter forward,
 all-gather backward; without sequence parallelism, an all-reduce in one of the two directions. Experts: all-to-all
-dispatch and combine, forward and backward.
+dispatch and combine, forward and backward. Contrastive losses over the global batch: a ring of data ranks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, get_axis_sizes
+from megatfm.verify.axes import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_SHARD,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    MeshPosition,
+    get_axis_sizes,
+    name_group,
+)
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_shardings import ModuleSharding
+from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
 CHUNK = 1024
@@ -167,3 +181,46 @@ def name_equal_groups(config: Config) -> dict[str, str]:
     if len(multi_rank_axes) == 1:
         return {EXPERT: multi_rank_axes[0]}
     return {" × ".join(multi_rank_axes): EXPERT}
+
+
+def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
+    """Return the calls of the first pass over all micro-batches, without gradients.
+
+    Only contrastive losses have it, for several micro-batches, and in pipelines for one, too.
+    """
+    if config.model.contrastive is None or (len(calls) == 1 and config.parallel.pp == 1):
+        return []
+    return [
+        [replace(call, has_gradient=False, in_layer=False) for call in microbatch_calls] for microbatch_calls in calls
+    ]
+
+
+def add_contrastive_loss(
+    traffic: ExpectedTraffic, config: Config, batches: Sequence[Arrays], position: MeshPosition
+) -> None:
+    """Add the bytes that a rank sends to compare its pairs with those of all others. batches: of each context rank.
+
+    With n pairs of width d on each of P > 1 ranks, a rank sends n((3P − 2)d + 2P − 1) elements a step for the softmax
+    loss and n(3P − 2)d for the sigmoid loss: forward P − 1 blocks of text features (and P times the statistics of their
+    columns), backward P − 1 blocks (and their columns) and P times their gradient. Context ranks count, too: a pair is
+    on that with the caption's first token.
+    """
+    contrastive, parallel = config.model.contrastive, config.parallel
+    data_ranks = parallel.dp_replicate * parallel.dp_shard
+    ranks, rank = data_ranks * parallel.cp, position.data_rank * parallel.cp + position.cp
+    if contrastive is None or ranks == 1:
+        return
+    axis = name_group(traffic.sizes, REPLICATE, SHARD, CONTEXT)
+    traffic.all_gather(axis, 8)
+    size = max(4, PRECISIONS[config.train.precision].compute_dtype.itemsize)
+    is_first = [(batch["positions"] == 0) & (batch["documents"] >= 0) for batch in batches]
+    pairs_by_context = [[int(rows.sum()) for rows in np.split(chosen, data_ranks)] for chosen in is_first]
+    pairs = [n for by_rank in zip(*pairs_by_context, strict=True) for n in by_rank]
+    is_softmax = contrastive.loss == "softmax"
+    for step in range(ranks):
+        n, is_last = pairs[(rank - step) % ranks], step == ranks - 1
+        feature, column = n * contrastive.width * size, n * size
+        block, columns = [feature] * (not is_last), [column] * is_softmax
+        forward, backward = [*block, *columns], [feature, *block, *(columns if not is_last else [])]
+        for sent in (*forward, *backward) if n else ():
+            traffic.send(axis, sent)

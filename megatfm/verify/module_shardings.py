@@ -97,10 +97,7 @@ SHARED_STYLES: StylePlan = (("", "replicated_partial_grad"),)
 REPLICATED_STYLES: StylePlan = (("", "gather_input_replicated"), ("*", "replicated"))
 CLASS_STYLES: Mapping[str, StylePlan] = {
     "GroupedQueryAttention": (*QKV_STYLES, ("[qk]_norm", "replicated_partial_grad")),
-    "LatentAttention": (
-        *QKV_STYLES,
-        *((name, "replicated_partial_grad") for name in ("w*_down", "*_norm", "wk_rope")),
-    ),
+    "LatentAttention": (*QKV_STYLES, *((name, "replicated_partial_grad") for name in ("w*_down", "*_norm", "wk_rope"))),
     "LinformerAttention": QKV_STYLES,
     "CompressedAttention": QKV_STYLES,
     "DisentangledAttention": (*QKV_STYLES, ("w[qk]_position", "colwise")),
@@ -124,12 +121,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     "LogRelativeBias2d": (("hidden", "replicated_partial_grad"), ("out", "colwise")),
     "CosineScale": PER_HEAD_STYLES,
     "Sinks": PER_HEAD_STYLES,
-    "FFN": (
-        ("", "gather_input"),
-        ("w_gate", "colwise"),
-        ("w_up", "colwise"),
-        ("w_down", "rowwise"),
-    ),
+    "FFN": (("", "gather_input"), ("w_gate", "colwise"), ("w_up", "colwise"), ("w_down", "rowwise")),
     "MoE": (
         ("", "sequence_parallel"),
         ("router", "sequence_parallel"),
@@ -200,11 +192,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     "FeatureHead": (*REPLICATED_STYLES, ("pool.*", "replicated")),
     "Temperature": (("", "replicated"),),
     "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
-    "VisibleTokens": (
-        ("", "split_output"),
-        ("projection", "sequence_parallel"),
-        ("positions", "sequence_parallel"),
-    ),
+    "VisibleTokens": (("", "split_output"), ("projection", "sequence_parallel"), ("positions", "sequence_parallel")),
     "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
     "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
     "PixelDecoderHead": REPLICATED_STYLES,

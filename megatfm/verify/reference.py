@@ -12,10 +12,10 @@ from megatfm.config import Config
 from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.contrastive import TERM, ContrastiveLoss
 from megatfm.layers.initialisation import Normal, draw, initialise, iter_inits
 from megatfm.layers.output_head import CrossEntropy
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.two_towers import TERM, ContrastiveLoss
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import attention_reference
 from megatfm.ops.contrastive import contrastive_loss_reference

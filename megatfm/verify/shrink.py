@@ -28,11 +28,12 @@ from megatfm.config import (
 )
 from megatfm.config.attention import AttentionSection
 from megatfm.config.section import Section, unflatten
+from megatfm.config.world_size import compute_axis_sizes
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig, needs_own_row
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
-from megatfm.parallel.mesh import SHARD, compute_axis_sizes
+from megatfm.parallel.mesh import SHARD
 from megatfm.train.build import fit_frozen_patterns
 from megatfm.verify.axes import count_ranks
 from megatfm.verify.layouts import Documents

@@ -20,12 +20,7 @@ from megatfm.train.build import build_model
 from megatfm.verify.expected import compute_expected_traffic, explain_unpredicted_axes
 from megatfm.verify.layouts import LAYOUTS, SINGLE_RANK, Documents
 from megatfm.verify.rank_processes import RankPool, RankResult
-from megatfm.verify.reference import (
-    ReferenceStep,
-    compute_plain_weights,
-    take_plain_step,
-    take_reference_step,
-)
+from megatfm.verify.reference import ReferenceStep, compute_plain_weights, take_plain_step, take_reference_step
 from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
@@ -135,9 +130,7 @@ def verify(config: Config, documents: Documents = "mixed", pool: RankPool | None
 
 
 def find_traffic_mismatches(
-    results: Sequence[RankResult],
-    expected_by_rank: Sequence[TrafficTable],
-    unpredicted_axes: Collection[str] = (),
+    results: Sequence[RankResult], expected_by_rank: Sequence[TrafficTable], unpredicted_axes: Collection[str] = ()
 ) -> list[str]:
     """Return a message for each collective whose calls or bytes on a rank differ from the expected ones."""
     mismatches = []

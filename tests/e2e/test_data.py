@@ -76,20 +76,20 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
 
 
 def list_epochs(folder: Path) -> list[tuple[int, int, str]]:
-    """Step, number and source of each epoch that a run's log names."""
-    text = (folder / "logs" / "rank-0.log").read_text()
-    found = re.findall(r"step (\d+)  epoch (\d+) of (\w+) begins", text)
-    return [(int(step), int(number), source) for step, number, source in found]
+    """Return step, number and source of each epoch that begins in a run's log."""
+    log_text = (folder / "logs" / "rank-0.log").read_text()
+    epochs = re.findall(r"step (\d+)  epoch (\d+) of (\w+) begins", log_text)
+    return [(int(step), int(number), source) for step, number, source in epochs]
 
 
 def count_epochs(lines: list[dict[str, Any]], mixture: Mixture) -> list[tuple[int, int, str]]:
-    """The same by the rows of each step."""
-    read, epochs, expected, first = Counter[str](), Counter[str](), [], 0
+    """Return what `list_epochs` should, counted from the rows of each step."""
+    rows_read, epochs, expected, first = Counter[str](), Counter[str](), [], 0
     for line in lines:
         end = line["tokens"] // 64
-        read.update(mixture.find_source(position)[0] for position in range(first, end))
+        rows_read.update(mixture.find_source(position)[0] for position in range(first, end))
         for name, source in mixture.sources.items():
-            number = max(0, read[name] - 1) // len(source)
+            number = max(0, rows_read[name] - 1) // len(source)
             if number > epochs[name]:
                 expected.append((line["step"], number + 1, name))
             epochs[name] = number

@@ -287,6 +287,6 @@ def test_a_disk_too_small_for_the_checkpoints_is_seen_beforehand(start: Start, t
     if mounted.returncode:
         pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
     try:
-        ends_with(start("checkpoint.keep=3"), "MB are free, but 4 more checkpoints of", "checkpoint.keep")
+        ends_with(start("checkpoint.keep=3"), "B are free, but 4 more checkpoints of", "checkpoint.keep")
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -1,18 +1,20 @@
 """Prompts and tasks while a run trains: what `generate` and `evaluate --task` make of its checkpoints."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 import megatfm
 from megatfm.config import Config
-from megatfm.errors import EXIT_OK, UsageError
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluation_tasks import evaluate_questions
-from megatfm.inference.samples import PromptSampler
-from megatfm.inference.text import generate_text, open_text_model
+from megatfm.inference.text import PromptSampler, generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
 from tests.support.evaluated_tasks import write_tasks
@@ -40,6 +42,21 @@ def train_with_samples(config: Config) -> int:
     return train(config, sampler=PromptSampler())
 
 
+def train_until_token(config: Config, token: int) -> tuple[int, int]:
+    """Train; at that sampled token, the last rank alone gets a signal. Return the exit code and the sampled tokens."""
+    genuine, n_tokens = Sampling.sample, 0
+
+    def sample(sampling: Sampling, logits: Any, position: Any) -> Any:
+        nonlocal n_tokens
+        n_tokens += 1
+        if n_tokens == token and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return genuine(sampling, logits, position)
+
+    with patch.object(Sampling, "sample", sample):
+        return train_with_samples(config), n_tokens
+
+
 def samples(run: Path) -> dict[int, list[dict[str, str]]]:
     return {line["step"]: line["samples"] for line in read_lines(run / "metrics.jsonl")}
 
@@ -63,6 +80,14 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
         assert texts == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)]
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert f"step 2  sample: {repr(PROMPTS[0] + actual[2][0]['text'])[1:-1]}" in log
+
+
+def test_a_signal_interrupts_a_sample(workers: Workers, make_config: Any, tmp_path: Path) -> None:
+    config = make_config(*SHORT, run="run")
+    assert workers.run(train_until_token, 2, config, 3) == [(EXIT_REQUEUE, 3)] * 2
+    assert workers.run(train_with_samples, 2, config) == [EXIT_OK] * 2
+    assert workers.run(train_with_samples, 2, make_config(*SHORT, run="whole")) == [EXIT_OK] * 2
+    assert samples(tmp_path / "run") == samples(tmp_path / "whole")
 
 
 def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     ((step, output),) = run_events(run, "skipped")
     assert step == 6
     assert "not finite, so the weights stay unchanged (1 in a row)" in output
+    assert f"step 6  skipped: {output}" in (run / "logs" / "rank-0.log").read_text()
     assert have_same_tensors(stored_weights(run, 5), stored_weights(run, 6)), "weights, optimizer state and all"
     assert not have_same_tensors(stored_weights(run, 6), stored_weights(run, 7))
     assert have_same_tensors(stored_weights(tmp_path / "whole", 5), stored_weights(run, 5))

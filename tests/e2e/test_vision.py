@@ -168,11 +168,20 @@ def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tm
     assert "error of masked pixels" in (run / "report.html").read_text()
 
 
-CONFIG = """
-name = "towers"
-objective = { name = "contrastive" }
+SHARED = """
 optimizer = { name = "adamw", lr = 4e-3 }
 lr_schedule = { warmup_steps = 5 }
+data.train = "corpora/shapes/train"
+data.validation = { shapes = "corpora/shapes/validation" }
+data.tokenizer = "corpora/shapes/tokenizer.model"
+data.sequence_length = 34
+data.images = { size = 16, crop_pct = 1.0 }
+"""
+"""Keys of both configs below."""
+CONFIG = """
+name = "towers"
+data.target_length = 40
+objective = { name = "contrastive" }
 train = { steps = 40, global_batch = 24, micro_batch = 12, precision = "fp32" }
 checkpoint = { every = 20, keep = 9 }
 evaluate = { every = 20 }
@@ -191,21 +200,13 @@ lm_head = { name = "none" }
 init = { name = "xavier" }
 text_tower = { d_model = 32, n_layers = 2, n_heads = 2, d_ff = 64, max_positions = 24 }
 contrastive = { width = 16, max_scale = 100.0 }
-[data]
-train = "corpora/shapes/train"
-validation = { shapes = "corpora/shapes/validation" }
-tokenizer = "corpora/shapes/tokenizer.model"
-sequence_length = 34
-target_length = 40
-images = { size = 16, crop_pct = 1.0 }
 """
 
 
 CAPTIONER = """
 name = "captioner"
+data.target_length = 80
 objective = { name = "image_to_text" }
-optimizer = { name = "adamw", lr = 4e-3 }
-lr_schedule = { warmup_steps = 5 }
 train = { steps = 240, global_batch = 24, micro_batch = 12, precision = "fp32" }
 checkpoint = { every = 30, keep = 9 }
 evaluate = { every = 120 }
@@ -224,13 +225,6 @@ d_ff = 64
 activation = "gelu"
 grid = [4, 4]
 embedding = { name = "patches", patch_size = 4, bias = false, norm = true }
-[data]
-train = "corpora/shapes/train"
-validation = { shapes = "corpora/shapes/validation" }
-tokenizer = "corpora/shapes/tokenizer.model"
-sequence_length = 34
-target_length = 80
-images = { size = 16, crop_pct = 1.0 }
 """
 
 
@@ -279,7 +273,7 @@ def describe_images(folder: Path, count: int) -> list[bool]:
 @pytest.mark.extended  # that it trains, goes on and generates is below, and its gradients are in tests/parity
 def test_images_are_described(folder: Path) -> None:
     """A vision-language model describes images that it never saw."""
-    (folder / "captioner.toml").write_text(CAPTIONER)
+    (folder / "captioner.toml").write_text(SHARED + CAPTIONER)
     run_megatfm("train", "captioner.toml", output=folder / "log", cwd=folder)
     (evaluation,) = training_curve(folder / "runs/captioner")[-1]["evaluation"].values()
     assert evaluation["loss"] < 0.05
@@ -289,7 +283,7 @@ def test_images_are_described(folder: Path) -> None:
 
 def test_a_captioner_trains_on_two_ranks_as_on_one_and_resumes_to_the_bit(folder: Path) -> None:
     log, run = folder / "log", folder / "runs/captioner"
-    (folder / "captioner.toml").write_text(CAPTIONER)
+    (folder / "captioner.toml").write_text(SHARED + CAPTIONER)
     words = ["captioner.toml", "train.steps=20", "checkpoint.every=10"]
     run_megatfm("train", *words, output=log, cwd=folder)
     curve = training_curve(run)
@@ -308,7 +302,7 @@ def test_a_captioner_trains_on_two_ranks_as_on_one_and_resumes_to_the_bit(folder
 
 def test_captions_are_prepared_learned_found_and_resumed(folder: Path) -> None:
     log = folder / "log"
-    (folder / "towers.toml").write_text(CONFIG)
+    (folder / "towers.toml").write_text(SHARED + CONFIG)
     run_megatfm("train", "towers.toml", output=log, cwd=folder)
     run = folder / "runs/towers"
     curve = training_curve(run)

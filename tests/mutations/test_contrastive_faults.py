@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
-from megatfm.layers import contrastive as features
 from megatfm.layers.classifier import index_documents
 from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.models import two_towers
 from megatfm.ops import contrastive
-from megatfm.parallel import cp_plans, data_ring
+from megatfm.parallel import cp_plans, parallelize
 from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
@@ -25,13 +25,13 @@ Patch = pytest.MonkeyPatch
 
 
 def one_rank_s_negatives_are_missing(patch: Patch) -> None:
-    real = data_ring.DataRing.shift
+    real = parallelize.DataRing.shift
 
     def shift(self: Any, tensors: Sequence[Tensor], length: int) -> list[Tensor]:
         received = real(self, tensors, length)
         return [torch.zeros_like(x) if x.dim() > 1 and self._rank == 1 else x for x in received]
 
-    patch.setattr(data_ring.DataRing, "shift", shift)
+    patch.setattr(parallelize.DataRing, "shift", shift)
 
 
 def each_rank_compares_its_own(patch: Patch) -> None:
@@ -52,13 +52,13 @@ def the_temperature_s_gradient_is_counted_in_every_micro_batch(patch: Patch) -> 
 
 
 def gradients_of_captions_stay_where_they_are(patch: Patch) -> None:
-    real = contrastive._backward
+    real = contrastive._ContrastiveLoss.backward
 
-    def backward(images: Tensor, texts: Tensor, *others: Any) -> Any:
-        of_images, _, of_scale, of_bias = real(images, texts, *others)
-        return of_images, torch.zeros_like(texts), of_scale, of_bias
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        images_grad, texts_grad, *other_grads = real(ctx, gradient)
+        return images_grad, torch.zeros_like(texts_grad), *other_grads
 
-    patch.setattr(contrastive, "_backward", backward)
+    patch.setattr(contrastive._ContrastiveLoss, "backward", staticmethod(backward))
 
 
 def the_second_pass_drops_others(patch: Patch) -> None:
@@ -89,11 +89,11 @@ def gradients_of_pooled_vectors_stay_on_their_rank(patch: Patch) -> None:
 
 
 def only_data_ranks_are_compared(patch: Patch) -> None:
-    patch.setattr(data_ring, "DENSE_DATA_AXES", SimpleNamespace(all=("dp_shard", "dp_replicate")))
+    patch.setattr(parallelize, "DENSE_DATA_AXES", SimpleNamespace(all=("dp_shard", "dp_replicate")))
 
 
 def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
-    real = features.find_boundary_tokens
+    real = two_towers.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         is_side = not isinstance(sequence, SequenceShard)
@@ -103,21 +103,21 @@ def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
         row = other or sequence
         return index_documents(sequence, at, row.full_sequence if isinstance(row, SequenceShard) else row)
 
-    real_pool = features.BoundaryVector.forward
+    real_pool = two_towers.BoundaryVector.forward
 
     def pool(self: Any, hidden: Tensor, at: Tensor, sequence: Any) -> Tensor:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(features, "find_boundary_tokens", real)
-            inner.setattr(features, "index_documents", index_documents)
+            inner.setattr(two_towers, "find_boundary_tokens", real)
+            inner.setattr(two_towers, "index_documents", index_documents)
             return real_pool(self, hidden, at, sequence)
 
-    patch.setattr(features, "find_boundary_tokens", tokens)
-    patch.setattr(features, "index_documents", index)
-    patch.setattr(features.BoundaryVector, "forward", pool)
+    patch.setattr(two_towers, "find_boundary_tokens", tokens)
+    patch.setattr(two_towers, "index_documents", index)
+    patch.setattr(two_towers.BoundaryVector, "forward", pool)
 
 
 def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
-    real = features.find_boundary_tokens
+    real = two_towers.find_boundary_tokens
 
     def tokens(sequence: Any, *, last: bool) -> Tensor:
         if not last:
@@ -132,7 +132,7 @@ def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
             last=True,
         )
 
-    patch.setattr(features, "find_boundary_tokens", tokens)
+    patch.setattr(two_towers, "find_boundary_tokens", tokens)
 
 
 def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
@@ -140,7 +140,7 @@ def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
         indices = index_documents(sequence, at, other)
         return indices if other is None else indices.clamp(max=sequence.max_documents_per_row)
 
-    patch.setattr(features, "index_documents", index)
+    patch.setattr(two_towers, "index_documents", index)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatfm.config import Config, ModelConfig
 from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.writer import ShardWriter
-from megatfm.inference.image_classes import collect_classes
+from megatfm.inference.image_evaluation import collect_classes
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer

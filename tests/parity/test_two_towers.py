@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
 from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss
-from megatfm.parallel.data_ring import DataRing
+from megatfm.parallel.parallelize import DataRing
 from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors

@@ -34,8 +34,12 @@ def pool() -> Iterator[RankPool]:
 # -------------------------------------------------------------------------------------------- parts of blocks
 
 
-BLOCK_PAGES = {"dilated": "blocks.md", "chosen": "blocks.md"}
-TESTS = {"dilated": "test_a_dilated_window", "chosen": "test_each_token_chooses_a_scale"}
+BLOCK_PAGES = dict.fromkeys(("dilated", "gated", "chosen"), "blocks.md")
+TESTS = {
+    "dilated": "test_a_dilated_window",
+    "gated": "test_each_head_is_gated",
+    "chosen": "test_each_token_chooses_a_scale",
+}
 
 
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)

@@ -5,6 +5,7 @@ No search for garbage traverses these modules: not while they are imported, and 
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -15,7 +16,7 @@ from tests.support.page_cache import leave_files_in_page_cache
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
-    "megatfm.engines.native.engine", "megatfm.inference.samples", "megatfm.describe.description",
+    "megatfm.engines.native.engine", "megatfm.inference.text", "megatfm.describe.description",
     "megatfm.commands.training",  # and the launchers, which most commands import
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
@@ -36,7 +37,14 @@ gc.disable()
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-# Each run would multiply for a tenth of a second of CPU to measure it; one product is enough for a test.
+# Each run would multiply for three tenths of a second of CPU to measure it: once here, in bf16 and fp32, is enough.
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # a pool of threads would be missing in forks
+time_matmul = functools.cache(sys.modules["megatfm.tracking.utilization"].time_matmul)
+for name in ("build", "startup_checks"):
+    sys.modules[f"megatfm.train.{name}"].time_matmul = time_matmul  # type: ignore[attr-defined]
+sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
 sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
 gc.freeze()
 gc.enable()

@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import pytest
-
 from megatfm.config import Config, load_config
 from megatfm.config.sources import list_model_presets
 from megatfm.errors import UsageError
@@ -13,12 +11,6 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.traced import Traced, compare_with_trace, count_traced_microbatches, run_trace
-
-ZERO_2_IS_TOO_HIGH = pytest.mark.xfail(
-    reason="the estimate of ZeRO 2 counts weights that the last backward pass frees, and some gradients twice",
-    raises=AssertionError, strict=True,
-)  # fmt: skip
-"""Mark of cases whose modelled peak is 8 to 13 % too high."""
 
 SMALL = (8, ("parallel.zero=1",))
 """Up to two billion parameters: one node, the optimizer alone is divided (docs/guide/choosing-a-layout.md)."""

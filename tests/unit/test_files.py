@@ -378,9 +378,10 @@ def test_a_name_that_megatfm_has_names_the_plugin_s_line(tmp_path: Path, monkeyp
         import_plugins(["found_taken"])
 
 
-def test_a_missing_plugin() -> None:
-    with pytest.raises(UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"):
-        import_plugins(["no_such_parts"])
+@pytest.mark.parametrize("name", ["no_such_parts", "no/such", ".relative", "", "n" * 300])
+def test_a_missing_plugin(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^plugins: can't import '{name}' .*beside the config .*PYTHONPATH$"):
+        import_plugins([name])
 
 
 @pytest.mark.parametrize(("field", "kind"), [

@@ -253,11 +253,7 @@ class DeepSpeedForwardBackward:
         self._engine, self._model = engine, model
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        objective: LossFunction,
-        scale_loss: LossScaler,
-        gradient_sync: GradientSync,
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, gradient_sync: GradientSync
     ) -> list[Terms]:
         terms_by_batch: list[Terms] = []
         for batch in batches:

@@ -12,11 +12,7 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.config.deepspeed_json import make_deepspeed_json
-from megatfm.engines.deepspeed.internals import (
-    ignore_warnings,
-    install_aio_handle,
-    reset_globals,
-)
+from megatfm.engines.deepspeed.internals import ignore_warnings, install_aio_handle, reset_globals
 from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, SyncIOHandle, add_buffers
 from megatfm.engines.interface import EngineSetup, OptimizerGroup
 from megatfm.errors import UsageError
@@ -64,10 +60,7 @@ def make_mpu(mesh: Mesh) -> SimpleNamespace:
 
 
 def split_param_groups(
-    group: OptimizerGroup,
-    trained: Mapping[str, nn.Parameter],
-    layout: ModelLayout,
-    pipeline: Pipeline | None,
+    group: OptimizerGroup, trained: Mapping[str, nn.Parameter], layout: ModelLayout, pipeline: Pipeline | None
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return names and torch's parameter group of parameters that share options.
 

@@ -107,11 +107,7 @@ class GraphedModel:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        objective: LossFunction,
-        scale_loss: LossScaler,
-        gradient_sync: GradientSync,
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, gradient_sync: GradientSync
     ) -> list[Terms]:
         """See `ForwardBackward`. scale_loss: a `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)

@@ -197,10 +197,7 @@ class NativeEngine(BaseEngine):
     def run_model(self, function: Callable[[nn.Module], T]) -> T:
         """See `RunsModel`. Eager: shapes that occur once aren't worth compiling."""
         self._set_training(False)
-        with (
-            torch.compiler.set_stance("force_eager"),
-            self.state.averaged_weights(self._sync_trained_weights),
-        ):
+        with torch.compiler.set_stance("force_eager"), self.state.averaged_weights(self._sync_trained_weights):
             return function(self.model)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -78,11 +78,7 @@ class DotProductAttention(nn.Module):
         self.channels = channels or 2 * options.n_heads * config.head_width
         self.dropout = Dropout(options.dropout, "cross" if pattern.is_cross_attention else "attention")
         self.sinks = Sinks(options.n_heads, initial) if getattr(options, "sinks", False) else None
-        self.options = AttentionOptions(
-            scale=options.scale or scale,
-            softcap=options.softcap,
-            dropout=options.dropout,
-        )
+        self.options = AttentionOptions(scale=options.scale or scale, softcap=options.softcap, dropout=options.dropout)
 
     def attention_mask(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
         """Return the mask for the local heads."""
@@ -105,12 +101,7 @@ class DotProductAttention(nn.Module):
         return self.pattern.cost(tokens, self.channels, self.n_heads)
 
     def forward(
-        self,
-        q_BNTH: Tensor,
-        k_BKSH: Tensor,
-        v_BKSH: Tensor,
-        sequence: SequenceMetadata,
-        bias: Tensor | None = None,
+        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, bias: Tensor | None = None
     ) -> Tensor:
         """Return [B, N, T, H]. bias: as in `attention_reference`."""
         return self.attend_head_shard(self.dropout.shard_index, q_BNTH, k_BKSH, v_BKSH, sequence, bias)

@@ -31,13 +31,7 @@ class GroupedQueryAttention(HeadProjections):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         options = require_variant(config.attention, GQAAttentionConfig, "model.attention")
-        super().__init__(
-            config,
-            initial,
-            bias=options.bias,
-            key_bias=options.key_bias,
-            output_bias=options.output_bias,
-        )
+        super().__init__(config, initial, bias=options.bias, key_bias=options.key_bias, output_bias=options.output_bias)
         self.is_cross_attention = pattern.is_cross_attention
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()

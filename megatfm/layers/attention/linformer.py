@@ -135,12 +135,7 @@ class LinformerAttention(HeadProjections):
         )
 
     def _attend_documents(
-        self,
-        projections: KVProjections,
-        q_BNTH: Tensor,
-        k_BNTH: Tensor,
-        v_BNTH: Tensor,
-        rng_keys_BNT: Tensor | None,
+        self, projections: KVProjections, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
     ) -> Tensor:
         """Return [B, N, T, H] for rows that are one document each."""
         tokens = k_BNTH.shape[2]
@@ -165,8 +160,7 @@ class LinformerAttention(HeadProjections):
         chunks = q_BNTH.split(chunk_size, 2)
         rng_keys = [None] * len(chunks) if rng_keys_BNT is None else rng_keys_BNT.split(chunk_size, 2)
         return torch.cat(
-            [attention_reference(q, *shared_arguments, keys) for q, keys in zip(chunks, rng_keys, strict=True)],
-            2,
+            [attention_reference(q, *shared_arguments, keys) for q, keys in zip(chunks, rng_keys, strict=True)], 2
         )
 
     def _attend_shard(

@@ -149,12 +149,7 @@ class LatentCore(DotProductAttention):
         return torch.cat((k_BNSH, rope_B1SR.expand(-1, n, -1, -1)), -1), v_BNSV
 
     def forward(  # type: ignore[override]  # latents and projections in place of keys and values
-        self,
-        q_BNTH: Tensor,
-        latent_B1TX: Tensor,
-        wk_XC: Tensor,
-        wv_XC: Tensor,
-        sequence: SequenceMetadata,
+        self, q_BNTH: Tensor, latent_B1TX: Tensor, wk_XC: Tensor, wv_XC: Tensor, sequence: SequenceMetadata
     ) -> Tensor:
         """Return [B, N, T, V]."""
         k_BNTH, v_BNTV = self.project_heads(latent_B1TX, wk_XC, wv_XC)
@@ -165,12 +160,7 @@ class LatentCore(DotProductAttention):
         return self.dropout.make_head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
 
     def attend_one_query(
-        self,
-        q_BN1H: Tensor,
-        latent_B1SX: Tensor,
-        wk_XC: Tensor,
-        wv_XC: Tensor,
-        sequence: SequenceMetadata,
+        self, q_BN1H: Tensor, latent_B1SX: Tensor, wk_XC: Tensor, wv_XC: Tensor, sequence: SequenceMetadata
     ) -> Tensor:
         """Attend from the last token to the latents directly, without projecting them; return [B, N, 1, V]."""
         assert self.options.scale is not None

@@ -55,12 +55,7 @@ class ShawCore(nn.Module):
         )
 
     def forward(
-        self,
-        q_BNTH: Tensor,
-        k_BKSH: Tensor,
-        v_BKSH: Tensor,
-        sequence: SequenceMetadata,
-        bias: Tensor | None = None,
+        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, bias: Tensor | None = None
     ) -> Tensor:
         """Return [B, N, T, H]."""
         if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:

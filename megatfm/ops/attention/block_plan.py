@@ -50,10 +50,7 @@ class BlockGrid:
 
 
 def plan_blocks(
-    mask: AttentionMask,
-    grid: BlockGrid,
-    host_mask: AttentionMask | None = None,
-    device: torch.device | None = None,
+    mask: AttentionMask, grid: BlockGrid, host_mask: AttentionMask | None = None, device: torch.device | None = None
 ) -> list[BlockGroup]:
     """Group query blocks by the number of key blocks that they see; groups with equal masks have one mask.
 
@@ -130,12 +127,7 @@ def _group_by_offset(query_blocks: Tensor, key_blocks: Tensor, shares_mask: Tens
 
 
 def _make_masks(
-    mask: AttentionMask,
-    table: Tensor,
-    query_blocks: Tensor,
-    key_blocks: Tensor,
-    grid: BlockGrid,
-    device: torch.device,
+    mask: AttentionMask, table: Tensor, query_blocks: Tensor, key_blocks: Tensor, grid: BlockGrid, device: torch.device
 ) -> Tensor:
     """Return booleans [R, n, b, P·b] on the device: which keys of the blocks [R, n, P] each query sees."""
     offsets = torch.arange(grid.size, device=device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.ops.attention.block_plan import BlockGrid, BlockGroup, plan_blocks
-from megatfm.ops.attention.flash import has_flash
+from megatfm.ops.attention.fused import has_flash
 from megatfm.ops.attention.mask import AttentionMask, Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import compute_block_indices, find_block_positions
@@ -143,12 +143,7 @@ class _BlockSparse(torch.autograd.Function):
 
 
 def compute_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng_keys: Tensor | None,
-    plan: BlockAttentionPlan,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, rng_keys: Tensor | None, plan: BlockAttentionPlan, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over these keys, −∞ where none is seen.
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
-from megatfm.ops.attention.by_document import attend_by_document
-from megatfm.ops.attention.flash import has_backward, supports_device
 from megatfm.ops.attention.flex import MIN_HEAD_WIDTH, flex
+from megatfm.ops.attention.fused import sdpa_attention, supports_device
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
-from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.reference import AttentionOptions, attend_by_document, attention_reference
 from megatfm.ops.attention.relative_bias import is_relative
-from megatfm.ops.attention.sdpa import sdpa_attention
 from megatfm.ops.attention.varlen import supports_head_dims, varlen
 
 MATMUL_SCORES = 2**26
@@ -76,7 +74,7 @@ class AttentionRequest:
         # Its kernel sums in float32, and multiplies no narrower matrices.
         is_flex = min(width, v_width or width) >= MIN_HEAD_WIDTH and q_BNTH.dtype != torch.float64
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
-        is_varlen = is_varlen and supports_device(q_BNTH.device) and has_backward(q_BNTH.device, width)
+        is_varlen = is_varlen and supports_device(q_BNTH.device, width)
         return cls(
             device=q_BNTH.device.type,
             dtype=q_BNTH.dtype,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.bands import add_tiles, view_tiles
 from megatfm.ops.attention.block_plan import BlockGroup
-from megatfm.ops.attention.flash import has_flash, run_flash, run_flash_backward
+from megatfm.ops.attention.fused import has_flash, run_flash, run_flash_backward
 from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import add_tile_gradient, slice_tile
@@ -212,14 +212,7 @@ MAX_TILE_SCORES = 2**21
 
 
 def compute_tile(
-    band: Band,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    plan: BlockAttentionPlan,
+    band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, plan: BlockAttentionPlan
 ) -> None:
     """Write output and log-sum-exp of a band to `out` and `lse` [B, N, T, ·], or merge them with existing values.
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.ops.attention.flash import FLASH_MAX_WIDTH
+from megatfm.ops.attention.fused import FLASH_MAX_WIDTH
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.log_once import constant_when_compiled

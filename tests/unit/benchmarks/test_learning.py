@@ -156,7 +156,7 @@ def test_means_are_by_how_far_back_a_token_occurred_last(worth: Any) -> None:
         assert mean == pytest.approx(float(losses[near].mean()), abs=1e-3)
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
 
 
 @contextmanager
@@ -182,6 +182,7 @@ def list_kernel_names(case: str) -> list[list[str]]:
         return [[kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case))]
 
 
+@NEEDS_TRITON
 @pytest.mark.parametrize(("preset", "dtype", "ways"), [
     ("gpt2-124m", "bf16", ["forward"]),
         pytest.param("gpt2-124m", "bf16", ["forward", "backward"], marks=EXTENDED),
@@ -208,6 +209,7 @@ NORM, ACTIVATION = re.compile("native_layer_norm|rsqrt"), re.compile("gelu|silu"
 ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 
 
+@NEEDS_TRITON
 @pytest.mark.parametrize("case", BUDGETS)
 def test_neighbouring_operations_fuse_into_one_kernel(workers: Workers, case: str) -> None:
     ((forward, backward),) = workers.run(list_kernel_names, 1, case, timeout=250.0)

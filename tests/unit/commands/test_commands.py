@@ -345,7 +345,7 @@ def test_presets_are_described_in_whole_sentences(
 
 @pytest.mark.parametrize(("arguments", "setting"), [
     (["train", "quickstart", "--tensor-model-parallel-size", "2"], "parallel.tp=2"),
-    (["train", "quickstart", "--bf16", "--lr", "1e-3"], "train.precision=…"),
+    (["train", "quickstart", "--bf16", "--other", "5", "--lr", "1e-3"], "train.precision=… optimizer.lr=1e-3"),
     (["launch", "quickstart", "--nproc", "2", "--lr=1e-3"], "optimizer.lr=1e-3"),
     (["prep", "quickstart-data", "--vocab-size", "9"], "tokenizer.vocab_size=9"),
     (["train", "quickstart", "--train.steps=4"], "train.steps=4"),

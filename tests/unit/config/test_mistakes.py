@@ -76,6 +76,11 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("model.stages.layers=[]", "model.stages.layers = []: tuple should have at least 1 item"),
     ("objective=7", 'objective = 7: this is a section; for example objective = { name = "causal" }'),
     ("model.attention=", "model.attention: is required; for example model.attention = { n_heads = 4 }"),
+    (
+        "model.ffn={hidden_dim=8, hidden_size=9, tp=1}",
+        "3 unknown keys: model.ffn.hidden_dim (did you mean model.ffn.d_ff?); model.ffn.hidden_size (did you mean "
+        "model.d_model?); model.ffn.tp (did you mean parallel.tp?)",
+    ),
     # what others call it
     ("train.batch_size=3", "train.batch_size: unknown key (did you mean train.global_batch?); known here: steps, "),
     ("optimizer.learning_rate=3", "optimizer.learning_rate: unknown key (did you mean optimizer.lr?); known"),

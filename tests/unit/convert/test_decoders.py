@@ -213,7 +213,7 @@ def run_convert(*words: str) -> int:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto"])
 def test_weights_are_exported_in_a_chosen_dtype(dtype: str, tmp_path: Path) -> None:
-    """But for the biases that balance experts, which transformers keeps in float32 as well."""
+    """Biases that balance experts keep their dtype, as in transformers."""
     build_hf_decoder("deepseek-v3").double().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     assert run_convert(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--dtype", dtype) == 0
@@ -222,9 +222,9 @@ def test_weights_are_exported_in_a_chosen_dtype(dtype: str, tmp_path: Path) -> N
     written = json.loads((tmp_path / "back" / "config.json").read_text())["dtype"]
     assert written == ("float64" if dtype == "auto" else dtype)
     for name, tensor in expected.items():
-        kept = tensor.dtype if "e_score_correction_bias" in name else getattr(torch, written)
-        assert actual[name].dtype == kept, name
-        assert torch.equal(actual[name], tensor.to(kept)), name
+        expected_dtype = tensor.dtype if "e_score_correction_bias" in name else getattr(torch, written)
+        assert actual[name].dtype == expected_dtype, name
+        assert torch.equal(actual[name], tensor.to(expected_dtype)), name
     loaded = load_complete(transformers.DeepseekV3ForCausalLM, tmp_path / "back")
     assert loaded.dtype == getattr(torch, written)
 

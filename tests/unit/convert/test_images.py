@@ -109,7 +109,7 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], tmp_path: P
 
 
 CROPPED = {"do_resize": True, "do_center_crop": True, "do_rescale": True, "do_normalize": True, **PIXELS}
-IMAGES = [(40, 20), (20, 60), (31, 31), (9, 9)]
+IMAGES = [(40, 20), (20, 60), (31, 31), (9, 9), (16, 16)]
 """Widths and heights of images whose margins transformers cuts alike with and without torchvision."""
 
 

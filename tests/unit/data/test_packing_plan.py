@@ -25,6 +25,7 @@ from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Example, SpecialTokens
 from tests.support.files import flip_bit
 from tests.support.packed_corpora import assert_refused
+from tests.support.text_objectives import make_objective
 
 
 def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedDataset:
@@ -48,6 +49,15 @@ def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.Monk
     for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
         open_rows(folder, causal, **other)
     assert len(result) == 3
+
+
+def test_padding_of_short_targets_is_explained(folder: Path) -> None:
+    """Spans of 64 tokens have some 15 tokens of targets, far from 60."""
+    objective = make_objective("span_corruption", rows=(64, 60))
+    warnings = open_rows(folder, objective, None, target_length=60).warnings
+    (note,) = (warning for warning in warnings if "tokens is padding" in warning)
+    keys = "data.sequence_length, data.target_length"
+    assert note.endswith(f"inputs and targets don't fill their rows alike: choose other lengths ({keys})")
 
 
 def plan_together(folder: Path, objective: Any, start: Any, plans: Any, out: Any) -> None:

@@ -36,7 +36,10 @@ def test_all_files_sorted_without_the_hidden(root: Path) -> None:
 def test_patterns_choose_and_leave_out(root: Path) -> None:
     actual = listing(root, include=("*.txt",), exclude=("tests",))
     assert [file.name for file in actual.files] == ["a/z.txt", "b.txt", "c/d/e/f.txt"]
-    assert actual.n_excluded == 3
+    assert actual.notes == ["left out by name: 3 files or folders (.git, a/tests, a.md)"]
+    assert listing(root).notes == ["left out by name: 1 file or folder (.git)"]
+    many = listing(root, include=("z.txt",))
+    assert many.notes == ["left out by name: 5 files or folders (.git, a/tests/t.txt, a.md, …)"]
 
 
 def test_the_standard_library_without_tests_and_other_packages() -> None:

@@ -250,7 +250,7 @@ def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     as_folder(tmp_path / "in", samples(12))
     for name in ("a.gif", "b.tiff"):
         write_file(tmp_path / "in" / name, image(1))
-    assert "left out by name: 2 files or folders" in data_prep.run(config(tmp_path)).result["notes"]
+    assert "left out by name: 2 files or folders (a.gif, b.tiff)" in data_prep.run(config(tmp_path)).result["notes"]
     read = {"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]}
     without_images = config(tmp_path, "none", read=read)
     for folder, reason in (("missing", "no such folder"), ("in/a.gif", "is a file")):

@@ -119,7 +119,8 @@ def test_a_field_has_a_chart_of_its_own_whatever_its_name(prepared: PrepSummary)
 
 def test_report_formats_numbers_and_bars() -> None:
     assert [format_count(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
-    assert [format_file_size(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
+    sizes = [12, 999, 12_345, 999_400, 3_214_000, 999_999_999]
+    assert [format_file_size(size) for size in sizes] == ["12 B", "999 B", "12.3 KB", "999 KB", "3.21 MB", "1 GB"]
     assert [bar.percent for bar in make_bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
     assert make_bars([("a", 0)])[0].percent == 0
 
@@ -210,3 +211,19 @@ def test_markup_and_long_lines_are_said_as_they_are() -> None:
     line = "note: [bold]a[/bold] " + "x" * 300
     Reporter(Console(file=log, width=40)).log(line)
     assert log.getvalue()[8:] == f" {line}\n"
+
+
+def test_the_table_has_each_reason_whole_on_a_line() -> None:
+    reasons = {"int_not_text_as_field_content": 1_207, "near_validation_document_of_another_part": 2}
+    dropped = {reason: {"documents": count} for reason, count in reasons.items()}
+    step = {"step": "read", "documents_out": 10, "bytes_out": 3 * 10**12, "changed": 0, "dropped": dropped}
+    split = {"documents": 1, "text_bytes": 5, "tokens": 0, "shards": 1}
+    table = PrepSummary("out", {"steps": [step], "train": split, "validation": split}, False).to_table()
+    wide, narrow = io.StringIO(), io.StringIO()
+    Console(file=wide, width=200).print(table)
+    Console(file=narrow, width=60).print(table)
+    cells = [line.split("│")[-2].strip() for line in wide.getvalue().splitlines() if "│" in line]
+    assert cells[:2] == ["1,207 int_not_text_as_field_content", "2 near_validation_document_of_another_part"]
+    assert cells[2:] == ["1 shard", "1 shard"]
+    assert "3.00 TB" in wide.getvalue()
+    assert "…" not in narrow.getvalue()

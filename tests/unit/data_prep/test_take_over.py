@@ -106,6 +106,7 @@ def test_ids_are_taken_over(
     expected |= {f"b.bin#{number}": ids for number, ids in enumerate(documents[150:])}
     assert taken(summary.out) == expected
     result = summary.result
+    assert not [note for note in result["notes"] if "left out" in note]  # an index is read with its file
     assert 0.1 < result["validation"]["documents"] / 200 < 0.3
     lengths = [len(item) for item in tokenizers.load(model).token_bytes() or []]
     text = sum(lengths[token] for ids in documents for token in ids)
@@ -155,6 +156,17 @@ def test_a_damaged_file_may_be_skipped_and_the_last_document_may_lack_its_end(tm
     assert taken(summary.out) == {f"b.bin#{number}": ids for number, ids in enumerate(documents)}
     (skipped,) = summary.result["skipped_files"]
     assert skipped == f"{tmp_path}/in/a.bin: has 3 bytes, which is no whole number of uint16 ids"
+
+
+def test_an_id_that_ends_no_document_is_refused(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "in").mkdir()
+    megatron(tmp_path / "in" / "a.bin", [[60, 61], [62]] * 20)
+    reason = r"a\.bin: no document ends with read\.tokens\.eos_id = 60, and 40 of 40 end with 2: correct eos_id, or"
+    for on_error in ("error", "skip"):
+        with pytest.raises(UsageError, match=reason):
+            data_prep.run(config(tmp_path, model, "megatron", tokens={"eos_id": 60}, on_error=on_error))
+    unstripped = data_prep.run(config(tmp_path, model, "megatron", "kept", tokens={}))
+    assert {tuple(ids) for ids in taken(unstripped.out).values()} == {(60, 61, END), (62, END)}
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:

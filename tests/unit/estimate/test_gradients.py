@@ -9,6 +9,7 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.moments import GradientAccumulation, StageMemory
 from megatfm.estimate.part_profile import PartProfile, WeightGradient
+from megatfm.estimate.schedule import RunningPass
 from megatfm.estimate.weights import LocalWeight, count_rank_bytes
 
 WEIGHTS = [LocalWeight(name, rows, rows, 1, False, True, 0, (0,), True) for name, rows in (("a", 8), ("b", 16))]
@@ -84,8 +85,8 @@ def test_a_gradient_of_hidden_vectors_waits_for_the_other_heads(zero: int) -> No
     state = count_rank_bytes(config, [], range(4))
     memory = StageMemory(config, [], range(4), profiles, dict.fromkeys(range(4), 1000), state, compiled=False)
     fullest: dict[int, int] = {}
-    for moment in memory.list_moments(is_first=True, is_last=True):
-        if moment.phase == "backward" and moment.activations >= 1000:
+    for moment in memory.list_moments(RunningPass(0, False, True, True, (0,), (0,)), is_alone=True):
+        if moment.activations >= 1000:
             fullest[moment.activations] = max(moment.workspace, fullest.get(moment.activations, -60))
     live = 120 if zero == 3 else -60
     assert fullest == {4000: live, 3000: live + 11, 2000: live, 1000: live + 3}

@@ -14,6 +14,7 @@ from megatfm.estimate.estimator import Estimator, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores, RankSums
 from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, find_refusal, iter_layouts, search
+from megatfm.estimate.text import describe_layout
 from megatfm.estimate.traffic import make_axes
 from megatfm.verify.shrink import shrink
 
@@ -38,6 +39,7 @@ def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
     assert len(every) == best.tried - best.refused.total()
     fastest = min(one.time.step for one in every)
     assert best.best[0].time.step == pytest.approx(fastest, rel=0.02)
+    assert len({describe_layout(one) for one in every}) == len(every) > 100  # each layout has its own words
 
 
 def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:

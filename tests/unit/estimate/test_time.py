@@ -18,7 +18,7 @@ from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.part_time import PartTime, with_local_experts
 from megatfm.estimate.recorded import find_device, read_recorded, read_snapshot_owners
 from megatfm.estimate.roofline import Seconds
-from megatfm.estimate.schedule import simulate
+from megatfm.estimate.schedule import list_running_passes, simulate
 from megatfm.estimate.stalls import (
     AUX_LOSS_MAX_VIOLATION,
     estimate_data_stall,
@@ -42,7 +42,33 @@ def costs(stages: int) -> dict[str, list[float]]:
 def test_the_bubble_of_1f1b(ranks: int, microbatches: int) -> None:
     actual = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
     assert actual.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
-    assert actual.in_flight == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
+    for rank, passes in enumerate(list_running_passes("1f1b", ranks, 1, microbatches)):
+        assert max(sum(running.waiting) for running in passes) == min(ranks - rank, microbatches) - 1
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_the_fullest_passes_of_a_schedule(schedule: str) -> None:
+    """Each pass is one of those listed, or has no more micro-batches waiting; each of those listed is run."""
+    ranks, per_rank = 3, 1 if schedule in ("gpipe", "1f1b") else 2
+    queues = build_schedule(schedule, ranks, per_rank, 7)
+    for queue, listed in zip(queues, list_running_passes(schedule, ranks, per_rank, 7), strict=True):
+        waiting = {(running.stage, running.is_forward): set[tuple[int, ...]]() for running in listed}
+        for place, (stage, kind, microbatch) in enumerate(queue):
+            before = [(s, k, i) for s, k, i in queue[:place] if (s, i) != (stage, microbatch)]
+            counts = [0] * 2 * ranks * per_rank
+            for s, k, _ in before:
+                counts[s] += {"F": 1, "B": -1, "I": -1, "W": 0}[k]
+                counts[s + ranks * per_rank] += {"F": 0, "B": 0, "I": 1, "W": -1}[k]
+            if kind != "W":
+                waiting[stage, kind == "F"].add(tuple(counts))
+        for running in listed:
+            key = running.stage, running.is_forward
+            assert (*running.waiting, *running.half_done) in waiting[key]
+        for (stage, is_forward), vectors in waiting.items():
+            same = [r for r in listed if (r.stage, r.is_forward) == (stage, is_forward)]
+            for counts in vectors:
+                pairs = [list(zip(counts, (*r.waiting, *r.half_done), strict=True)) for r in same]
+                assert any(all(n <= m for n, m in pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])

@@ -15,6 +15,7 @@ from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.memory import RankStages, StepMemory, estimate_rank_memory
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
+from megatfm.estimate.schedule import list_running_passes
 from megatfm.estimate.traffic import make_axes
 from megatfm.estimate.weights import LocalWeight, count_pending_bytes, count_rank_bytes, list_buckets
 from megatfm.verify.shrink import shrink
@@ -322,6 +323,8 @@ def test_a_pipeline_has_no_gradients_while_all_its_micro_batches_wait(
     profiles = [PartProfile(name, [], [], [SavedTensor(1, 1000)], 0, 0, 0, 0, [], True) for name in "ab"]
     config = load_config("gpt2-124m", overrides)
     step = StepMemory(config, microbatches, weights, profiles, compiled=False, reserved=0)
-    rank = estimate_rank_memory(step, RankStages(0, {0: [0, 1]}, {0: 2}, {}))
+    rank = estimate_rank_memory(
+        step, RankStages(0, {0: [0, 1]}, list_running_passes("1f1b", 2, 1, microbatches)[0], {})
+    )
     assert (rank.activations, rank.gradients, rank.workspace) == (4000, gradients, 0)
     assert rank.total == 200 + 4000 + gradients

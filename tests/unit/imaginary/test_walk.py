@@ -5,12 +5,12 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.estimate.devices import load_cluster
-from tests.support.recommended_layouts import ZERO_2_IS_TOO_HIGH, Recommended, recommended, traced_layout
+from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
 """Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Dense models have none.
 The numbers may only fall."""
-WAITS_OF_FAMILIES = {"two_towers": {"parallel/data_ring.py": 1}}
+WAITS_OF_FAMILIES = {"two_towers": {"parallel/parallelize.py": 1}}
 """Waits for each micro-batch of families that read on the host what was computed on the device: samples of each rank.
 The numbers may only fall."""
 TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
@@ -27,8 +27,7 @@ PEAK = 0.03
 
 def case(layout: Recommended) -> object:
     rows = next((word for word in layout.overrides if word.startswith("data.")), "")
-    marks = ZERO_2_IS_TOO_HIGH if layout.preset == "gpt3-13b" else ()
-    return pytest.param(layout, id=f"{layout.preset} {rows}".strip(), marks=marks)
+    return pytest.param(layout, id=f"{layout.preset} {rows}".strip())
 
 
 @pytest.mark.extended

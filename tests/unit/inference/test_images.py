@@ -20,16 +20,16 @@ from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainCo
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.decoding import Sampling
-from megatfm.inference.image_classes import ClassCollector, collect_classes
-from megatfm.inference.image_evaluation import make_image_evaluation
+from megatfm.inference.image_evaluation import ClassCollector, collect_classes, make_image_evaluation
 from megatfm.inference.pictures import (
     Gallery,
     Picture,
+    compute_rollout,
     join_panels,
     make_reconstruction_gallery,
     make_rollout_gallery,
+    record_attention,
     shade,
     write_pictures,
 )

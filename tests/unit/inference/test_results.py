@@ -13,7 +13,7 @@ from torch import nn
 from megatfm.commands.finetuning import print_results, print_spread
 from megatfm.config import load_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference import evaluate, harness, samples, task_evaluation
+from megatfm.inference import evaluate, harness, task_evaluation, text
 from megatfm.inference.evaluation_tasks import PREDICTIONS, EvaluatedTask, write_results
 from megatfm.inference.harness import run_harness
 from megatfm.inference.image_evaluation import make_image_evaluation
@@ -78,7 +78,7 @@ def test_what_an_engine_or_a_run_lacks_is_refused(run: Path) -> None:
     with pytest.raises(UsageError, match=r"--baselines: .* does not keep every text as it is, so nothing compares"):
         evaluate._check_text(config, cast(Any, SimpleNamespace(lossless=False)))
     with pytest.raises(UsageError, match=r"evaluate.sample_prompts: the run reads no text: leave them out"):
-        samples._make_text_model(nn.Identity(), None, images)
+        text._make_text_model(nn.Identity(), None, images)
 
 
 @pytest.mark.parametrize(("loss", "stored_loss", "perplexity"), [

@@ -26,9 +26,9 @@ from tests.support.launch_jobs import FakeSlurm, full_disk, make_job, run_epilog
 
 def test_attempts_of_launchers_that_write_at_once_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_and_wait(self: AttemptLog, read: Callable[[AttemptLog], Any] = AttemptLog._read) -> Any:
-        found = read(self)
+        attempts = read(self)
         time.sleep(0.01)  # another launcher's turn, if it could
-        return found
+        return attempts
 
     monkeypatch.setattr(AttemptLog, "_read", read_and_wait)
     with ThreadPoolExecutor(8) as pool:

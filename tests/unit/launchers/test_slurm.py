@@ -226,6 +226,17 @@ def test_the_queued_config_extends_nothing(folder: Path) -> None:
     assert load_config(queued).train == load_config("quickstart").train
 
 
+def test_a_site_s_greeting_may_precede_the_job_s_number(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "Welcome to 3 nodes\n--> checked: ok\n\n12;main\n")
+    run_launch("--slurm")
+    assert capsys.readouterr().out.startswith("job 12 is queued")
+    fake_slurm.answer("sbatch", "Submitted\n")
+    with pytest.raises(MegatfmError, match=r"^sbatch took .*, but .* \('Submitted'\): look for the job by squeue$"):
+        run_launch("--slurm", "name=other")
+
+
 def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
     """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")

@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 
 from megatfm.config import load_config
-from megatfm.data.loader import check_global_batch
+from megatfm.config.world_size import check_global_batch, compute_axis_sizes, fit_layout
 from megatfm.errors import UsageError
 from megatfm.launchers.slurm import SlurmLauncher
 from megatfm.launchers.slurm_site import Site, load_site
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
-from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.train.corpora import make_batch_schedule
-from megatfm.train.elastic import fit_layout
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, make_job, run_launch
 
 pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
+    reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 × 32 data ranks"
     with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
         run_launch(*CLUSTER_FLAGS)
     with contextlib.redirect_stderr(sys.stdout):
@@ -201,6 +199,14 @@ def test_a_name_that_no_plugin_registers_is_refused(
     assert re.search(note, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("tp", "is_noted"), [(2, False), (4, True)])
+def test_tensor_parallelism_across_nodes_is_a_note(tp: int, is_noted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nodes", "2", "--nproc", "2", f"parallel.tp={tp}", "model.attention.n_heads=4")
+    assert run_launch("--slurm", *words, "--dry-run") == 0
+    note = "note: parallel.tp = 4 does not divide a node's 2 processes, so that traffic of every block crosses"
+    assert (note in capsys.readouterr().err) == is_noted
+
+
 def test_a_closed_partition_is_a_note(fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert run_launch("--slurm", "--time", "6") == 0
@@ -282,8 +288,8 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert find_max_fitting_nodes(config, range(3, 4), 1) is None
     assert find_max_fitting_nodes(config, range(5, 4), 1) is None
     huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
-    assert "(train.micro_batch = 1073741823 would)" in str(explain_layout_error(huge, 2)), "at once"
-    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(explain_layout_error(config, 3))
+    assert "or choose train.micro_batch = 1073741823" in str(explain_layout_error(huge, 2)), "at once"
+    assert "is not a multiple of train.micro_batch = 1 × 3 data ranks" in str(explain_layout_error(config, 3))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-moe"])

@@ -142,6 +142,16 @@ def test_a_rank_whose_log_is_gone_is_still_named(tmp_path: Path, capfd: pytest.C
     )
 
 
+def test_an_error_that_says_why_stands_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "rank-0.log"
+    program = "print('Traceback:\\n  File x\\nerror: step 3: why', flush=True); raise SystemExit(1)"
+    assert supervise([Child("rank 0", [sys.executable, "-c", program], log=log)]) == 1
+    assert (
+        capfd.readouterr().err
+        == f"megatfm: rank 0 failed first (exit code 1); the end of {log}:\n  error: step 3: why\n"
+    )
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Launch) -> None:
     launcher = launch("hang", "abort")
     assert launcher.wait(30) == 1

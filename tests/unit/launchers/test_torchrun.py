@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 from megatfm.errors import UsageError
 from megatfm.launchers import snapshot
 from megatfm.launchers.job import MEGATFM_COMMAND
-from megatfm.launchers.torchrun import find_common_exit_code, make_torchrun_command, signal_workers
+from megatfm.launchers.torchrun import find_common_exit_code, make_torchrun_command, run_worker, signal_workers
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -42,13 +44,13 @@ assert held <= signal.pthread_sigmask(signal.SIG_BLOCK, []), "as inherited from 
 code = int(os.environ["TOLD"])
 def stop(number, frame):
     time.sleep(0.5)
-    (Path(os.environ["MEGATFM_EXIT_CODES"]) / os.environ["RANK"]).write_text("75")
+    (Path(os.environ["MEGATFM_EXIT_CODES"]) / (os.environ["RANK"] + "-75")).touch()
     os._exit(75)
 signal.signal(signal.SIGUSR1, stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
 Path(os.environ["READY"] + os.environ["RANK"]).touch()
 if code >= 0:
-    (Path(os.environ["MEGATFM_EXIT_CODES"]) / os.environ["RANK"]).write_text(str(code))
+    (Path(os.environ["MEGATFM_EXIT_CODES"]) / (os.environ["RANK"] + "-" + str(code))).touch()
     sys.exit(code)
 time.sleep(60)
 """
@@ -136,15 +138,21 @@ def test_a_worker_that_ends_during_its_stop_signal(monkeypatch: pytest.MonkeyPat
     assert not signal_workers(ended.pid, signal.SIGTERM), "torchrun itself is gone"
 
 
-def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) -> None:
-    (tmp_path / "9").write_text("")
-    assert find_common_exit_code(1, tmp_path) == 1, "killed while it wrote"
-    (tmp_path / "9").unlink()
+def test_workers_that_left_no_code_go_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk keeps no worker from leaving its code."""
     assert find_common_exit_code(1, tmp_path) == 1
-    (tmp_path / "0").write_text("75")
-    assert find_common_exit_code(1, tmp_path) == 75
-    (tmp_path / "1").write_text("2")
-    assert find_common_exit_code(1, tmp_path) == 1
+    monkeypatch.setenv("MEGATFM_EXIT_CODES", str(tmp_path))
+    for rank, code, common in ((0, 75, 75), (9, 75, 75), (1, 2, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(runpy, "run_module", lambda *_, code=code, **__: sys.exit(code))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            with pytest.raises(SystemExit, match=str(code)):
+                run_worker()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert find_common_exit_code(1, tmp_path) == common
     assert find_common_exit_code(0, tmp_path) == 0
 
 

@@ -50,7 +50,7 @@ def test_a_merged_model_computes_the_same(name: str) -> None:
     initialise(merged, 7)  # buffers that are not stored, too
     expected = losses(adapted, plain)
     assert losses(merged, plain) != pytest.approx(expected, rel=1e-5), "adapters do something"
-    merged.load_state_dict(merge_lora(dict(adapted.state_dict()), LORA["alpha"] / LORA["rank"]))
+    merged.load_state_dict(dict(merge_lora(adapted.state_dict(), LORA["alpha"] / LORA["rank"])))
     assert losses(merged, plain) == pytest.approx(expected, rel=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_of_a_task_s_last_layer_counts(both_orders: bool) -> None:
     adapted.classifier.lora = LoRA(adapted.classifier, LoRAConfig(rank=2, alpha=3.0), "classifier").double()
     for parameter in adapted.classifier.lora.parameters():
         parameter.data = draw(*parameter.shape, seed=parameter.shape[0])
-    merged.load_state_dict(merge_lora(adapted.state_dict(), 3.0 / 2))
+    merged.load_state_dict(dict(merge_lora(adapted.state_dict(), 3.0 / 2)))
     examples = torch.tensor([[4, -1, 4, 5, 5, -1]])
     fields = {
         "examples": examples, "targets": torch.tensor([[2, IGNORE, 1, 0, 1, IGNORE]]),

@@ -141,11 +141,11 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_
     assert batch_sizes.dtype == torch.int64
     assert batch_sizes.device.type == "cpu"
     assert int(batch_sizes.sum()) == len(a) > 0
-    parts = a.split(batch_sizes.tolist())
+    groups = a.split(batch_sizes.tolist())
     if trans_a:
-        others = b.split(batch_sizes.tolist())
-        return torch.stack([part.T @ other for part, other in zip(parts, others, strict=True)])
-    return torch.cat([part @ (weight.T if trans_b else weight) for part, weight in zip(parts, b, strict=True)])
+        b_groups = b.split(batch_sizes.tolist())
+        return torch.stack([rows.T @ b_rows for rows, b_rows in zip(groups, b_groups, strict=True)])
+    return torch.cat([rows @ (weight.T if trans_b else weight) for rows, weight in zip(groups, b, strict=True)])
 
 
 def install_stand_in(monkeypatch: pytest.MonkeyPatch, function: Any = gmm) -> None:

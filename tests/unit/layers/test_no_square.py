@@ -15,7 +15,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
-from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, sdpa, tile
+from megatfm.ops.attention import block_plan, block_sparse, fused, kernels, reference, tile
 from tests.support.images import draw_pixels, make_batch
 from tests.support.layouts import extend
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
@@ -135,7 +135,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kernels, sdpa):
+    for module in (kernels, fused):
         monkeypatch.setattr(module, "LONG", SHORT)
     monkeypatch.setattr(block_sparse, "SIZE", 64)
     for module, name in (

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import kernels, sdpa
+from megatfm.ops.attention import fused, kernels
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK, FULL_MASK, AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -82,7 +82,7 @@ def test_values_may_be_wider_than_keys(
     monkeypatch: pytest.MonkeyPatch, word: Literal["all", "causal"], of_values: int
 ) -> None:
     """The row is long, so torch would hold all scores."""
-    monkeypatch.setattr(sdpa, "LONG", T)
+    monkeypatch.setattr(fused, "LONG", T)
     flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     class Watched(TorchDispatchMode):
@@ -93,9 +93,9 @@ def test_values_may_be_wider_than_keys(
     q, k, _ = draw_heads(6)
     inputs = [x.requires_grad_() for x in (q, k, draw(B, 6, T, of_values))]
     with Watched():
-        fused = sdpa.sdpa_attention(*inputs, DenseMask(word), None, AttentionOptions(), None)
+        actual = fused.sdpa_attention(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
-    assert_same_gradients(fused, attention_reference(*inputs, DenseMask(word)), inputs)
+    assert_same_gradients(actual, attention_reference(*inputs, DenseMask(word)), inputs)
 
 
 def test_both_cpu_kernels_agree_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

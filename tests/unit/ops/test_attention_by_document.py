@@ -10,11 +10,15 @@ from megatfm.layers.attention.patterns.local import Full, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import by_document
-from megatfm.ops.attention.by_document import attend_by_document, is_faster
+from megatfm.ops.attention import reference
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import DocumentSpans
-from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.reference import (
+    AttentionOptions,
+    attend_by_document,
+    attention_reference,
+    is_faster_by_document,
+)
 from tests.support.tensors import assert_same_gradients, draw
 
 N, T, H = 4, 45, 3
@@ -25,7 +29,7 @@ PATTERNS = {"all": Full(), "causal": Full(causal=True)}
 
 @pytest.fixture(autouse=True)
 def always_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 0)
+    monkeypatch.setattr(reference, "SCORES_OF_OVERHEAD", 0)
 
 
 def pack_documents(*, prefix: bool = False) -> SequenceMetadata:
@@ -53,7 +57,7 @@ def test_output_and_gradients_equal_those_of_a_dense_mask(
     rng_keys = torch.randint(-(2**62), 2**62, (len(LENGTHS), N, T))
     options = AttentionOptions(scale, dropout=0.3)
     expected = attention_reference(*inputs, mask, None, options, rng_keys)
-    monkeypatch.setattr(by_document, "attention_reference", None)
+    monkeypatch.setattr(reference, "attention_reference", None)
     actual = attend_by_document(*inputs, mask, None, options, rng_keys)
     assert_same_gradients(actual, expected, inputs, rtol=1e-12, atol=1e-14)
 
@@ -67,7 +71,7 @@ def test_output_and_gradients_equal_those_of_a_dense_mask(
 def test_other_masks_and_unpacked_rows_use_the_reference(
     pattern: AttentionPattern, sequence: SequenceMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_document, "attention_reference", lambda *inputs: "all pairs")
+    monkeypatch.setattr(reference, "attention_reference", lambda *inputs: "all pairs")
     rng_keys = torch.zeros(3, N, T, dtype=torch.int64)
     mask = PatternMask(pattern, sequence)
     output = attend_by_document(*draw_inputs(2), mask, None, AttentionOptions(dropout=0.1), rng_keys)
@@ -76,10 +80,10 @@ def test_other_masks_and_unpacked_rows_use_the_reference(
 
 def test_many_short_documents_use_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [(0, start, start + 8) for start in range(0, 256, 8)]
-    assert is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
-    monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 10_000)
-    assert not is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)
-    assert is_faster(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
+    assert is_faster_by_document(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
+    monkeypatch.setattr(reference, "SCORES_OF_OVERHEAD", 10_000)
+    assert not is_faster_by_document(DocumentSpans(spans, causal=False), 1, 4, 256)
+    assert is_faster_by_document(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
 
 
 @pytest.mark.parametrize(("changes", "name"), [

@@ -20,9 +20,9 @@ from megatfm.layers.attention.patterns.local import Full, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops.attention import sdpa, varlen
-from megatfm.ops.attention.flash import has_flash
+from megatfm.ops.attention import fused, varlen
 from megatfm.ops.attention.flex import flex
+from megatfm.ops.attention.fused import has_flash
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -214,11 +214,11 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
 
 def test_masked_attention_on_a_gpu_is_neither_cudnn_s_nor_torch_s_math(caplog: pytest.LogCaptureFixture) -> None:
     on_gpu: Any = type("On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)})
-    assert sdpa.choose_backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
-    assert SDPBackend.MATH not in sdpa.choose_backends(on_gpu, 64, masked=False)
+    assert fused.choose_backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
+    assert SDPBackend.MATH not in fused.choose_backends(on_gpu, 64, masked=False)
     on_gpu.shape = (B, N, T, 20)
     with caplog.at_level(logging.WARNING, "megatfm"):
-        assert sdpa.choose_backends(on_gpu, 20, masked=False) == sdpa.choose_backends(on_gpu, 20, masked=False) == []
+        assert fused.choose_backends(on_gpu, 20, masked=False) == fused.choose_backends(on_gpu, 20, masked=False) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "all scores are held at once" in caplog.text
 
@@ -237,11 +237,11 @@ def test_flash_attention_is_for_ampere_and_newer(
     heads: Any = OnGPU(torch.float16)
     packed = PatternMask(Full(causal=True), make_metadata())
     assert choose_kernel(make_request(packed, torch.float16)).name == ("varlen" if is_new else "flex")
-    assert has_flash(heads, 64) == sdpa._supports_flash(heads, 64, masked=False) == is_new
-    assert sdpa.choose_backends(heads, 64, masked=False) == sdpa.UNMASKED_BACKENDS
+    assert has_flash(heads, 64) == fused._supports_flash(heads, 64, masked=False) == is_new
+    assert fused.choose_backends(heads, 64, masked=False) == fused.UNMASKED_BACKENDS
     in_bf16: Any = OnGPU(torch.bfloat16)
-    for masked, backends in ((False, sdpa.UNMASKED_BACKENDS), (True, sdpa.MASKED_BACKENDS)):
-        assert sdpa.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
+    for masked, backends in ((False, fused.UNMASKED_BACKENDS), (True, fused.MASKED_BACKENDS)):
+        assert fused.choose_backends(in_bf16, 64, masked=masked) == (backends if is_new else [])
 
 
 @pytest.mark.parametrize(("capability", "is_small"), [
@@ -257,7 +257,7 @@ def test_heads_without_a_backward_pass_on_small_gpus_take_other_kernels(
     for width in (192, 200, 224, 232, 256):
         heads: Any = OnGPU(torch.bfloat16, width)
         is_fused = not (is_small and 192 < width <= 224)
-        assert has_flash(heads, width) == sdpa._supports_flash(heads, width, masked=False) == is_fused
+        assert has_flash(heads, width) == fused._supports_flash(heads, width, masked=False) == is_fused
         assert choose_kernel(make_request(packed, width=width)).name == ("varlen" if is_fused else "flex")
 
 
@@ -272,9 +272,9 @@ def shared_keys(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return real(*inputs, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
+    monkeypatch.setattr(fused, "sdpa_kernel", lambda allowed: nullcontext())
     monkeypatch.setattr(
-        sdpa, "choose_backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+        fused, "choose_backends", lambda q, width, masked: fused.MASKED_BACKENDS if masked else fused.UNMASKED_BACKENDS
     )
     return calls
 
@@ -287,11 +287,11 @@ def test_masked_attention_repeats_shared_keys(monkeypatch: pytest.MonkeyPatch, s
         allowed.append(backends)
         yield
 
-    monkeypatch.setattr(sdpa, "_allow_only", only)
+    monkeypatch.setattr(fused, "sdpa_kernel", only)
     pattern_mask, inputs = PatternMask(Full(causal=True), make_metadata()), draw_heads()
-    fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
-    torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
-    assert allowed == [sdpa.MASKED_BACKENDS]
+    actual = fused.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
+    torch.testing.assert_close(actual, attention_reference(*inputs, pattern_mask))
+    assert allowed == [fused.MASKED_BACKENDS]
     assert shared_keys == [False]
 
 
@@ -308,18 +308,18 @@ def test_shared_keys_are_repeated_for_kernels_other_than_flash_attention(
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
     sizes = (4, width), (2, width), (2, of_values)
     q, k, v = (draw(1, n, 5, w, seed=seed).to(dtype) for seed, (n, w) in enumerate(sizes))
-    fused = sdpa.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
+    actual = fused.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
-    torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)
     assert shared_keys == [shares]
 
 
 def test_shared_keys_are_repeated_on_gpus_without_flash_attention(
     monkeypatch: pytest.MonkeyPatch, shared_keys: list[bool]
 ) -> None:
-    monkeypatch.setattr(sdpa, "supports_device", lambda device: False)
+    monkeypatch.setattr(fused, "supports_device", lambda *_: False)
     inputs = draw_heads()
-    actual = sdpa.sdpa_attention(*(x.half() for x in inputs), CAUSAL_MASK, None, AttentionOptions(), None)
+    actual = fused.sdpa_attention(*(x.half() for x in inputs), CAUSAL_MASK, None, AttentionOptions(), None)
     torch.testing.assert_close(actual.double(), attention_reference(*inputs, CAUSAL_MASK), rtol=1e-2, atol=1e-2)
     assert shared_keys == [False]
 

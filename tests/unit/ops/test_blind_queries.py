@@ -14,9 +14,9 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_sparse import block_sparse_attention, compute_backward, compute_forward
 from megatfm.ops.attention.flex import flex
+from megatfm.ops.attention.fused import sdpa_attention
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.attention.sdpa import sdpa_attention
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan
 
 B, N, T, S, H = 2, 4, 10, 12, 16

@@ -138,11 +138,11 @@ def test_the_interpreted_triton_kernel_equals_the_reference() -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_for_a_gpu_without_spills() -> None:
     script = load_script("compiled_kernels")
-    for name in script.CROSS_ENTROPY:
+    for title, (name, sharded, _) in script.PASSES.items():
         for options in ({}, {"capped": True, "smoothed": True}):
-            actual = script.compile_cross_entropy("bf16", name=name, **options)
-            assert actual.registers <= 96, (name, options)
-            assert actual.spilled == 0, (name, options)
+            actual = script.compile_cross_entropy("bf16", name=name, sharded=sharded, **options)
+            assert actual.registers <= 96, (title, options)
+            assert actual.spilled == 0, (title, options)
     for is_run in (True, False):
         update = script.compile_adamw(is_run=is_run)
         assert update.registers <= 64, is_run
@@ -154,13 +154,13 @@ class LogitsSized(TorchDispatchMode):
 
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.numel, self.found = numel, list[tuple[str, torch.dtype]]()
+        self.numel, self.calls = numel, list[tuple[str, torch.dtype]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.numel() >= self.numel and not func.is_view:
-                self.found.append((func._schema.name, x.dtype))
+                self.calls.append((func._schema.name, x.dtype))
         return result
 
 
@@ -169,15 +169,15 @@ def test_no_operator_copies_the_logits_of_a_shard_on_a_gpu(monkeypatch: pytest.M
     hidden, weight, targets = inputs(torch.bfloat16)
     shard = module.VocabularyShard(V, 2 * V, lambda values: torch.stack([values, values]))
     options = LogitOptions(None, 0.1)
-    found = {}
+    calls = {}
     for kernels in (None, module._FakeKernels):
         monkeypatch.setattr(module, "_choose_kernels", lambda _, chosen=kernels: chosen)
         with LogitsSized(M * V) as mode:
             cross_entropy(hidden, weight, targets, None, options, shard=shard)
-        found[kernels] = mode.found
-    assert ("aten::_to_copy", torch.float32) in found[None]
-    assert {dtype for _, dtype in found[module._FakeKernels]} == {torch.bfloat16}
-    assert [name for name, _ in found[module._FakeKernels]] == ["aten::new_empty", "aten::fill_", "aten::mm"]
+        calls[kernels] = mode.calls
+    assert ("aten::_to_copy", torch.float32) in calls[None]
+    assert {dtype for _, dtype in calls[module._FakeKernels]} == {torch.bfloat16}
+    assert [name for name, _ in calls[module._FakeKernels]] == ["aten::new_empty", "aten::fill_", "aten::mm"]
 
 
 def test_chunks_follow_memory_on_a_gpu() -> None:

@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import ParallelConfig
+from megatfm.config.world_size import compute_axis_sizes
 from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
-from megatfm.parallel.mesh import build_mesh, compute_axis_sizes, create_group_of
+from megatfm.parallel.mesh import build_mesh, create_group_of
 from tests.support.workers import Workers
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatfm.config import load_config
-from megatfm.data.loader import check_global_batch
+from megatfm.config.world_size import check_global_batch, compute_axis_sizes
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.parallel.parallelize import _make_tensor_layout
 from megatfm.parallel.tp_plans import match_styles
 from megatfm.train.build import plan_pipeline_split

@@ -18,8 +18,7 @@ from megatfm.data.sequences import DocumentChunk, split_inner_documents
 from megatfm.errors import UsageError
 from megatfm.layers.preference import FIRST_TARGET
 from megatfm.objectives.base import SpecialTokens
-from megatfm.objectives.preference import Preferences
-from megatfm.objectives.supervised import ANNOTATION, Answers
+from megatfm.objectives.supervised import ANNOTATION, Answers, Preferences
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 from megatfm.tasks.answers import AnswerEncoder, format_trained

@@ -10,9 +10,8 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.examples import ExampleFormat
-from megatfm.tasks.labelled_texts import LabelledTextEncoder
+from megatfm.tasks.labelled_texts import ChoiceEncoder, LabelledTextEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
 from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, save_bert
 

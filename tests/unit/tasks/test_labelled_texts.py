@@ -18,11 +18,10 @@ from megatfm.config import TaskConfig
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.tasks.answers import AnswerEncoder
-from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.examples import ExampleFormat, build_frame, truncate_longest
-from megatfm.tasks.labelled_texts import LabelledTextEncoder
-from megatfm.tasks.labels import collect_labels, format_label
+from megatfm.tasks.files import collect_labels, format_label
+from megatfm.tasks.labelled_texts import ChoiceEncoder, LabelledTextEncoder
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 

@@ -16,9 +16,8 @@ from sacrebleu.metrics.chrf import CHRF
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
 from megatfm.tasks import metrics
-from megatfm.tasks.metrics import calibration_error
+from megatfm.tasks.metrics import calibration_error, compute_text_metric, exact_match, get_metric_signature, token_f1
 from megatfm.tasks.predictions import Predictions
-from megatfm.tasks.text_metrics import compute_text_metric, exact_match, get_metric_signature, token_f1
 
 TARGETS = np.array([0, 0, 0, 1, 1, 1, 1, 1])
 PREDICTED = np.array([0, 1, 1, 1, 1, 1, 0, 0])

@@ -16,9 +16,9 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.files import read_rows
+from megatfm.tasks.metrics import find_best_threshold
 from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, shows_most_context
 from megatfm.tasks.spans import SpanEncoder, find_answer
-from megatfm.tasks.text_metrics import find_best_threshold
 from megatfm.tokenizers import load
 from tests.support.files import write_lines
 from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, make_questions, save_bert

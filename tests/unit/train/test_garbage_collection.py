@@ -18,9 +18,11 @@ from tests.support.workers import Workers
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Calls of the module gc, by name, while automatic collections are on."""
+    """Calls of the module gc, by name, while automatic collections are on and no object is frozen."""
     was_enabled, calls = gc.isenabled(), list[str]()
     gc.enable()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "get_objects", lambda: range(500_000))
     for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
     yield calls
@@ -29,16 +31,16 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def run_steps(every: int, steps: range, calls: list[str]) -> dict[int, list[str]]:
-    """Calls after each step that made any."""
-    made = {}
+    """Return the calls after each step, without steps that have none."""
+    calls_by_step = {}
     with GarbageCollection(every) as garbage:
         for step in steps:
             assert gc.isenabled() == (every == 0)
             garbage.after_step(step)
             if calls:
-                made[step] = [*calls]
+                calls_by_step[step] = [*calls]
             calls.clear()
-    return made
+    return calls_by_step
 
 
 def test_garbage_is_collected_at_steps_and_after_the_first_one(collected: list[str]) -> None:
@@ -65,6 +67,20 @@ def test_a_caller_that_collects_itself_is_left_alone(collected: list[str]) -> No
         garbage.after_step(1)
     assert collected == []
     assert not gc.isenabled()
+
+
+def count_frozen_objects() -> int:
+    """Frozen objects after three steps of a worker, which freezes all that it has imported."""
+    with GarbageCollection(2) as garbage:
+        for step in range(1, 4):
+            garbage.after_step(step)
+    return gc.get_freeze_count()
+
+
+def test_what_a_caller_has_frozen_stays_frozen(workers: Workers) -> None:
+    """Each later collection would traverse all of it, in half a second."""
+    (count,) = workers.run(count_frozen_objects, 1)
+    assert count > 100_000
 
 
 def count_tensors_in_cycles(model: ModelConfig, parallel: ParallelConfig, recomputed: str) -> Counter[str]:

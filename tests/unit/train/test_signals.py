@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.config.world_size import compute_axis_sizes, fit_layout, list_layout_changes
 from megatfm.engines.interface import Batch
 from megatfm.errors import NO_PROGRESS, MegatfmError, NoProgressError, UsageError
-from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress, fit_layout, list_layout_changes
+from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch

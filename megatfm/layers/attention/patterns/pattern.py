@@ -216,13 +216,7 @@ class AttentionPattern:
         return is_visible if in_document_B1TS is None else in_document_B1TS & is_visible
 
     def make_block_table(
-        self,
-        sequence: SequenceMetadata,
-        size: int,
-        first_head: int = 0,
-        n_heads: int = 1,
-        *,
-        full: bool = False,
+        self, sequence: SequenceMetadata, size: int, first_head: int = 0, n_heads: int = 1, *, full: bool = False
     ) -> Tensor:
         """Return a boolean table [B or 1, n or 1, Q, J] of blocks of `size` tokens, true where blocks may see keys.
 

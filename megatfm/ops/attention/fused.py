@@ -1,20 +1,36 @@
-"""Attention by torch's fused kernels, through `scaled_dot_product_attention`."""
+"""Torch's fused attention kernels on CPUs and GPUs: through `scaled_dot_product_attention`, and with the log-sum-exp.
+
+`scaled_dot_product_attention` keeps the log-sum-exp to itself, by which results over several sets of keys are added up.
+"""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.ops.attention.flash import FLASH_MAX_WIDTH, has_backward, supports_device
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
 from megatfm.ops.attention.relative_bias import expand_bias
 from megatfm.ops.log_once import constant_when_compiled, log_once
+from megatfm.ops.torch_private import flash_on_cpu, flash_on_cpu_backward, flash_on_cuda, flash_on_cuda_backward
 
-# B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
+# B batch, N query heads, K key-value heads (with a log-sum-exp N or 1, on a GPU any divisor of N), T queries, S keys
+# H head width, V value width
+
+FLASH_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
+"""Dtypes of the fused kernel of each kind of device."""
+
+FLASH_MAX_WIDTH = 256
+"""Largest head width of FlashAttention on a GPU; widths must be multiples of 8."""
+
+FLASH_CAPABILITY = (8, 0)
+"""Lowest compute capability with FlashAttention, and with bfloat16 in any fused kernel (Ampere)."""
 
 LONG = 1024
 """Number of queries above which a CPU pads heads of two widths to one."""
@@ -23,6 +39,70 @@ UNMASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDP
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION]
 """FlashAttention supports no mask, and cuDNN's backward pass under one gives NaN on Hopper GPUs (pytorch issue
 196678)."""
+
+
+def has_flash(q: Tensor, width: int) -> bool:
+    """Return whether q's device has a fused kernel for its dtype and heads of `width`, in both passes."""
+    supports_width = q.device.type == "cpu" or (width % 8 == 0 and width <= FLASH_MAX_WIDTH)
+    return q.dtype in FLASH_DTYPES.get(q.device.type, ()) and supports_width and supports_device(q.device, width)
+
+
+@constant_when_compiled
+def supports_device(device: torch.device, width: int = 0) -> bool:
+    """Return whether fused attention runs on a CPU, or on a GPU that FlashAttention supports, for heads of `width`.
+
+    A GPU that torch does not see, as of a tensor without memory, counts as one that does. FlashAttention has no
+    backward pass for 193 to 224 channels on GPUs with less shared memory
+    (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in torch's sdp_utils.cpp).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    is_small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return capability >= FLASH_CAPABILITY and not (is_small and 192 < width <= 224)
+
+
+def run_flash(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output [B, N, T, H] and log-sum-exp [B, N, T].
+
+    bias: added to the scores, on a CPU alone. causal: the i-th query sees keys up to the i-th; T = S.
+    """
+    if q_BNTH.device.type == "cpu":
+        k_BNSH, v_BNSH = (x.expand(-1, q_BNTH.shape[1], -1, -1) for x in (k_BKSH, v_BKSH))
+        out, lse = flash_on_cpu(q_BNTH, k_BNSH, v_BNSH, 0.0, causal, attn_mask=bias, scale=scale)
+    else:
+        out, lse, *_ = flash_on_cuda(q_BNTH, k_BKSH, v_BKSH, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def run_flash_backward(
+    g_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    out_BNTH: Tensor,
+    lse_BNT1: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; on a CPU those of k and v for each head of queries.
+
+    out, lse: over all keys, of which these may be a part.
+    """
+    lse_BNT = lse_BNT1[..., 0]
+    if q_BNTH.device.type == "cpu":
+        k_BNSH, v_BNSH = (x.expand(-1, q_BNTH.shape[1], -1, -1) for x in (k_BKSH, v_BKSH))
+        inputs = g_BNTH, q_BNTH, k_BNSH, v_BNSH, out_BNTH, lse_BNT
+        dq, dk, dv = flash_on_cpu_backward(*inputs, 0.0, causal, attn_mask=bias, scale=scale)
+        return dq, dk, dv
+    no_seed = torch.empty(2, dtype=torch.uint64, device=q_BNTH.device)  # dropout's, which is off
+    inputs = g_BNTH, q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT.contiguous()
+    lengths = None, None, q_BNTH.shape[2], k_BKSH.shape[2]
+    dq, dk, dv = flash_on_cuda_backward(*inputs, *lengths, 0.0, causal, no_seed, no_seed, scale=scale)
+    return dq, dk, dv
 
 
 def sdpa_attention(
@@ -52,7 +132,7 @@ def sdpa_attention(
         max_width = max(width, v_width)
         q_BNTH, k_BKSH = (F.pad(x, (0, max_width - width)) for x in (q_BNTH, k_BKSH))
         v_BKSV = F.pad(v_BKSV, (0, max_width - v_width))
-    with _allow_only(allowed):
+    with sdpa_kernel(allowed) if allowed else nullcontext():
         out_BNTV = F.scaled_dot_product_attention(
             q_BNTH,
             k_BKSH,
@@ -84,12 +164,8 @@ def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBa
 def _supports_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
     """Return whether FlashAttention supports a call on a GPU, in both passes."""
     width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    is_supported = supports_device(q_BNTH.device) and has_backward(q_BNTH.device, width)
-    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH and is_supported
-
-
-def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:
-    return sdpa_kernel(backends) if backends else nullcontext()
+    fits = width == v_width <= FLASH_MAX_WIDTH and supports_device(q_BNTH.device, width)
+    return not masked and is_half and fits
 
 
 @constant_when_compiled

@@ -1,5 +1,6 @@
-"""Patch embeddings: a linear projection, with class and register tokens (ViT: Dosovitskiy et al. 2021), and a
-convolution over overlapping patches (MViTv2: Li et al. 2022)."""
+"""Patches of images: embeddings of their pixels, and the head that predicts the pixels of masked ones."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -7,14 +8,16 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, OverlappingPatchesConfig, PatchEmbeddingConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.embedding import EMBEDDINGS
-from megatfm.layers.initialisation import Constant, Initialiser, with_fixed_inputs
-from megatfm.layers.linear import Linear
+from megatfm.layers.initialisation import Constant, Initialiser, make_initialiser, with_fixed_inputs
+from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.maps import MapSequence, to_maps, to_rows
+from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
 
-# B batch, T tokens, K values of a patch, E embedding width, I images, H rows and W columns of a map
+# B batch, T tokens, S tokens of the last map, K values of a patch, C channels, E embedding width, D model width
+# I images, H rows and W columns of a map
 
 
 def is_special(grid_BT4: Tensor) -> Tensor:
@@ -24,7 +27,9 @@ def is_special(grid_BT4: Tensor) -> Tensor:
 
 @EMBEDDINGS.register("patches")
 class PatchEmbedding(nn.Module):
-    """A linear projection of normalised pixels [B, T, K]; special tokens have learned vectors instead.
+    """A linear projection of normalised pixels [B, T, K] (ViT: Dosovitskiy et al. 2021).
+
+    Special tokens (class and register tokens) have learned vectors instead.
 
     Pixels of a patch are ordered (channel, row, column), so that the matrix is a flattened convolution weight.
     """
@@ -60,7 +65,7 @@ class PatchEmbedding(nn.Module):
 
 @EMBEDDINGS.register("overlapping_patches")
 class OverlappingPatches(nn.Module):
-    """A convolution over images, assembled from normalised pixels [B, T, K] of patches and padded with zeros."""
+    """A convolution over images (MViTv2: Li et al. 2022), assembled from pixels [B, T, K] and padded with zeros."""
 
     tp_plan = (("", "split_output"),)
     input_field, takes_sequence = "patches", True
@@ -110,3 +115,68 @@ def make_normalisation(
 
 
 _NORMALISATIONS: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+
+@HEADS.register("pixels")
+class PixelsHead(nn.Module):
+    """Pixels of all patches [B, T, K], or, given targets, the sum over masked patches of their mean absolute error.
+
+    A linear head (SimMIM: Xie et al. 2022). Each token predicts its square of `stride` × `stride` pixels, which may
+    span several patches. masked: [B, T], the patches that count. target_patches: uint8 [B, T, K], normalised like the
+    embedding's input.
+    """
+
+    input_fields = ("masked", "target_patches")
+    takes_sequence = True
+    reads_first_map = True
+    predicts = True
+    cp_plan = "local"  # where a token stands for several patches, its family needs full rows
+    term = "pixels"
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+        super().__init__()
+        self.options = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
+        self.factor = int(section.stride) // self.options.patch_size
+        d, n_values = config.d_model, self.options.channels * int(section.stride) ** 2
+        self.prediction = Linear(d, n_values, make_initialiser(config)("dense", d, n_values), bias=True)
+
+    def forward(
+        self,
+        hidden_BSD: Tensor,
+        masked_BT: Tensor | None = None,
+        target_BTK: Tensor | None = None,
+        *,
+        sequence: SequenceMetadata | None,
+    ) -> Tensor:
+        if sequence is None:
+            raise MegatfmError("the head 'pixels' needs the sequence: its model family must pass it to Model.output")
+        predicted_BTK = self._to_patches(self.prediction(hidden_BSD), sequence)
+        if masked_BT is None or target_BTK is None:
+            return predicted_BTK
+        precise = torch.promote_types(predicted_BTK.dtype, torch.float32)
+        scale_K, shift_K = make_normalisation(self.options, target_BTK.device, precise)
+        errors_BTK = (predicted_BTK.to(precise) - (target_BTK * scale_K + shift_K)).abs()
+        return (errors_BTK.mean(-1) * (masked_BT > 0)).sum()
+
+    def _to_patches(self, pixels: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """Rearrange squares [B, S, C · stride · stride] into patches [B, T, K].
+
+        Raises UsageError for images that are not a whole number of squares.
+        """
+        side, factor = self.options.patch_size, self.factor
+        if factor == 1:
+            return pixels
+        if not isinstance(sequence, MapSequence):
+            raise MegatfmError("the head 'pixels' needs maps of images where its tokens stand for several patches")
+        (height, width), (rows, columns) = sequence.size, sequence.first_size
+        if (height * factor, width * factor) != (rows, columns):
+            raise UsageError(
+                f"images of {rows} × {columns} patches of {side} pixels do not divide into squares of {side * factor} "
+                f"pixels, one for each token of the last map: set data.images.size to a multiple of {side * factor}"
+            )
+        squares = pixels.unflatten(-1, (-1, factor, side, factor, side))
+        squares = squares.unflatten(1, (-1, height, width))  # [B, images, h, w, C, rows, side, columns, side]
+        patches = squares.permute(0, 1, 2, 5, 3, 7, 4, 6, 8)
+        return patches.flatten(6).flatten(1, 5)
