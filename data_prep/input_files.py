@@ -225,7 +225,7 @@ class InputFiles:
         exclude = self._list_excluded_patterns(path.name for path in paths)
         for path in paths:
             if matches_path(path.name, (".*", *exclude)):
-                self._count_excluded(_make_name(path.relative_to(self.root)))
+                self._count_excluded(_make_name(path.relative_to(str(self.root))))
             else:
                 yield path
 
