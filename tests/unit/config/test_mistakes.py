@@ -251,16 +251,6 @@ def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
         load_section(PrepConfig, path, ["read.builtin=python-stdlib", "folder=y"])
 
 
-@pytest.mark.parametrize("override", ["train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3"])
-def test_an_override_without_key_or_value(load: Callable[..., Config], override: str) -> None:
-    assert mistake(load, override) == (f"override {override!r}: expected key=value, for example train.steps=100")
-
-
-def test_an_override_below_a_value(load: Callable[..., Config]) -> None:
-    message = "override 'train.steps.x=3': 'steps' is a value in this config, not a section"
-    assert mistake(load, "train.steps.x=3") == message
-
-
 @pytest.mark.parametrize("content", [b"name = ", b"name = 'a'\nname = 'b'", b"\xff\xfe", b"[model\n"])
 def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
     file.write_bytes(content)

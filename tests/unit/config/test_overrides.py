@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,14 @@ def test_a_corpus_stands_in_place_of_a_mixture_and_its_schedule(file: Path) -> N
 def test_a_wrong_value_of_a_preparation(override: str, line: str) -> None:
     with pytest.raises(UsageError, match=f"^quickstart-data: {re.escape(line)}"):
         load_section(PrepConfig, "quickstart-data", [override])
+
+
+@pytest.mark.parametrize(("override", "reason"), [
+    *((override, f"override {override!r}: expected key=value, for example train.steps=100")
+      for override in ("train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3")),
+    ("train.steps.x=3", "override 'train.steps.x=3': 'steps' is a value in this config, not a section"),
+])  # fmt: skip
+def test_an_override_of_no_key(load: Callable[..., Config], override: str, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(override)
+    assert str(caught.value) == reason

@@ -87,6 +87,7 @@ def test_trials_refuse_to_freeze_what_the_model_lacks(frozen: list[str], reason:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(900)
 def test_each_preset_has_trials() -> None:
     for preset in list_presets():
         if not preset.endswith("-data"):  # a corpus, not a model
