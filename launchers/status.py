@@ -98,7 +98,7 @@ def get_run_status(run: Path) -> RunStatus:
     step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
     seconds = [value for record in records if (value := get_number(record, "step_seconds")) is not None]
     speeds = [value for record in records if (value := get_number(record, "tokens_per_second")) is not None]
-    seconds_left = (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
+    seconds_left = max(0, steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
     detail = f"{events[0].get('event')}: {events[0].get('detail')}" if events else ""
     return RunStatus(
         run=run,

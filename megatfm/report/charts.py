@@ -180,7 +180,7 @@ def format_number(value: float) -> str:
         return str(value)
     size = abs(value)
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if size >= limit:
+        if size >= limit * 0.9995:  # so that no unit has four digits
             return f"{value / limit:.3g} {unit}"
     if size >= 1000:
         return f"{value:,.0f}"

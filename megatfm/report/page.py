@@ -286,7 +286,7 @@ def sample_axes(run: Run) -> list[list[float]]:
 def format_memory(count: float) -> str:
     """Format bytes of memory: 812 B, 1.5 GiB."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= limit:
+        if count >= limit * 999.5 / 1024:  # so that no unit has four digits
             return f"{count / limit:.3g} {unit}"
     return f"{count:.0f} B"
 

@@ -91,4 +91,6 @@ def find_best_checkpoint(run_dir: str | Path) -> Path:
         path = newest.with_name(name_checkpoint(step))
         if path.is_dir() and check_checkpoint(path) is None:
             return path
+        text = "%s: the best checkpoint, of step %d, is not here or not intact: %s is used"
+        log.warning(text, run_dir, step, newest.name)
     return newest

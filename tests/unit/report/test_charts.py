@@ -84,6 +84,8 @@ def test_smoothing_ignores_values_that_are_not_finite() -> None:
     (12_500, "12,500"),
     (3_210_000, "3.21 M"),
     (7e9, "7 B"),
+    (999.6e6, "1 B"),
+    (999.4e6, "999 M"),
     (-1500, "-1,500"),
     (NAN, "nan"),
 ])  # fmt: skip

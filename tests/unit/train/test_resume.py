@@ -316,13 +316,16 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         resume.ResumePoint(PATH, change(state(), key, value))
 
 
-def test_the_best_checkpoint_is_the_recorded_one_if_it_is_intact_else_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_recorded_one_if_it_is_intact_else_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (save(tmp_path / "checkpoints", step) for step in (1, 2))
     assert find_best_checkpoint(tmp_path) == second
     for step, best in ((3, 1), (4, 9)):
         facts = {**state(), "step": step, "best": {"step": best, "metric": "loss", "value": 1.0}}
         newest = checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.ones(2)}, facts)
         assert find_best_checkpoint(tmp_path) == (first if best == 1 else newest)
+        assert ("of step 9, is not here or not intact: step-00000004 is used" in caplog.text) == (best == 9)
     assert find_best_checkpoint(first) == first
     checkpoint.save(tmp_path / "checkpoints", 5, {"w": torch.ones(2)}, {**state(), "best": {"step": "../1"}})
     with pytest.raises(MegatfmError, match=r"step-00000005: damaged: the step of the best checkpoint is '\.\./1'"):
