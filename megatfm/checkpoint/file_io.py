@@ -227,3 +227,12 @@ def remove_tree(path: Path) -> None:
     """Remove a folder with its contents (links are removed, not followed)."""
     with name_disk_errors("remove", path):
         shutil.rmtree(path)
+
+
+def remove_unfinished(folder: Path, error: BaseException) -> None:
+    """Remove the folder of an action that failed, if it exists; a second error becomes a note of the first."""
+    try:
+        if folder.exists():
+            remove_tree(folder)
+    except MegatfmError as second_error:
+        error.add_note(f"{folder} is left over: {second_error}")

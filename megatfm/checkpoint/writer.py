@@ -98,7 +98,8 @@ def write_checkpoint(
         per_rank = object_collectives.run_and_gather(action, write, group)
         return object_collectives.run_on_rank_0(action, finish, group)
     except MegatfmError as error:
-        _discard_staging(created_dir, error)
+        if created_dir is not None:
+            file_io.remove_unfinished(created_dir, error)
         raise
 
 
@@ -190,15 +191,6 @@ def _verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         file_format.read_safetensors(folder / name, entry, {}, True)
 
 
-def _discard_staging(staging_dir: Path | None, error: MegatfmError) -> None:
-    """Remove the staging folder of a failed save (only rank 0 has it); a second error becomes a note of the first."""
-    if staging_dir is not None and staging_dir.exists():
-        try:
-            file_io.remove_tree(staging_dir)
-        except MegatfmError as second_error:
-            error.add_note(f"{second_error}: the next start will remove it")
-
-
 def _split_into_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
     """Split pieces, in order, into files of at most FILE_BYTES (or of a single larger piece)."""
     file: list[WriteItem] = []
@@ -229,9 +221,8 @@ def write_checkpoint_from_iterator(
         groups, files = _write_full_tensors(staging_dir, tensors)
         metadata = Metadata(step=step, state=check_json_round_trip(state), groups=groups, files=files)
         commit(staging_dir, final, metadata)
-    except BaseException:
-        if staging_dir.exists():
-            file_io.remove_tree(staging_dir)
+    except BaseException as error:
+        file_io.remove_unfinished(staging_dir, error)
         raise
     return final
 

@@ -377,7 +377,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield partial
         file_io.sync_folder(partial)
         file_io.rename(partial, target)
-    except BaseException:
-        if partial.exists():
-            file_io.remove_tree(partial)
+    except BaseException as error:
+        file_io.remove_unfinished(partial, error)
         raise

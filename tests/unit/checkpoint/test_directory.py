@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from megatfm.checkpoint import (
     metadata,
     remove_leftovers,
     save,
+    write_checkpoint_from_iterator,
 )
 from megatfm.checkpoint.directory import list_checkpoints, purge_old_checkpoints
 from megatfm.errors import MegatfmError, UsageError
@@ -140,6 +142,23 @@ def test_leftovers_that_can_not_be_removed_are_ignored(
     assert remove_leftovers(tmp_path) == [other]
     (message,) = caplog.messages
     assert message == f"a leftover of a killed save could not be removed: can't remove {stuck}: Permission denied"
+
+
+def test_a_leftover_that_can_not_be_removed_does_not_hide_why_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise MegatfmError(f"can't remove {path}: Permission denied")
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        raise RuntimeError("no tensors")
+        yield
+
+    monkeypatch.setattr(file_io, "remove_tree", refuse)
+    with pytest.raises(RuntimeError, match="no tensors") as caught:
+        write_checkpoint_from_iterator(tmp_path, 1, broken(), {})
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r".*\.step-00000001\.partial-.* is left over: can't remove .*: Permission denied", note)
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
