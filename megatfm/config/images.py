@@ -143,8 +143,8 @@ class ImagesConfig(Section):
     transforms: list[Annotated[TransformConfig, BeforeValidator(expand_name)]] = Field(
         default_factory=list, examples=[["random_resized_crop", "horizontal_flip"]]
     )
-    """Transforms of training images in this order: names, or tables with a `name`. Then an image of another size, and
-    every image if there are no transforms, is resized and cropped as in evaluation."""
+    """Transforms of training images in this order: names, or tables with a `name`. An image of another size is then
+    resized and cropped as in evaluation."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
     """In evaluation, the shorter side is resized to size / crop_pct, and the centre is cropped."""
     mixup: NonNegativeFloat = 0.0

@@ -95,7 +95,7 @@ class ImageReader:
     """Builds an image's tokens from stored files: a pure function of the files and the key.
 
     size: side of every image in pixels; None: each image keeps its shape, with at most `max_patches`. crop_pct: see
-    `ImagesConfig`. filter: of resizes.
+    `ImagesConfig`. filter: of resizes. crops_all: crop images of that size, too, as in evaluation.
     """
 
     layout: PatchLayout
@@ -104,6 +104,7 @@ class ImageReader:
     transforms: Sequence[Transform] = ()
     crop_pct: float = 1.0
     filter: Image.Resampling = Image.Resampling.BICUBIC
+    crops_all: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -124,7 +125,7 @@ class ImageReader:
         size = self._choose_size(image)
         for number, transform in enumerate(self.transforms):
             image = transform(image, (*key, "transform", number), size)
-        if self.size is not None and (image.size != size or not self.transforms):
+        if self.size is not None and (image.size != size or self.crops_all):
             image = resize_and_crop(image, self.size, self.crop_pct, self.filter)
         elif image.size != size:
             image = image.resize(size, self.filter)

@@ -108,6 +108,7 @@ def make_image_reader(
         transforms if training else (),
         images.crop_pct,
         interpolation,
+        crops_all=not training,
     )
     if reader.n_tokens > row_length:
         key = f"size = {size}" if images.max_patches is None else f"max_patches = {images.max_patches}"
