@@ -30,7 +30,8 @@ class Linear(nn.Module):
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight, self.bias)
+        y = self.matmul(x, self.weight, self.bias)
+        return y if self.lora is None else y + self.lora(x)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b for the given (shard of) W and b, plus the adapter's output (see `parallel.styles`)."""
