@@ -49,7 +49,9 @@ settings.load_profile("megatfm")
 SIGNAL_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 """Signals that the process blocked at its start: fixtures of a module may block more before a test begins."""
 CLUSTER = "tests/e2e/slurm/"
-INDEPENDENT = {"tests/parity/test_combinations.py", "tests/unit/verify/test_expected.py"}
+INDEPENDENT = {
+    "tests/parity/test_combinations.py", "tests/unit/imaginary/test_walk.py", "tests/unit/verify/test_expected.py"
+}  # fmt: skip
 """Files of many small tests that any process may run: the last ones, so that all processes end together."""
 
 
