@@ -1,4 +1,4 @@
-"""What a number of processes does to a run: sizes of the mesh axes, shares of the batch, layouts of elastic runs."""
+"""Mesh axes, shares of the batch and elastic layouts for a number of processes."""
 
 from collections.abc import Mapping
 from math import gcd, prod

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.ma  # np.unique would import it at its first call, which fails in two threads at once
 from numpy.typing import NDArray
 
-from megatfm.config.world_size import check_global_batch as check_global_batch
+from megatfm.config.world_size import check_global_batch
 from megatfm.data.dataset import RowDataset, join_rows
 from megatfm.data.order import BatchSchedule
 from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from megatfm.config import Config
-from megatfm.data.loader import check_global_batch
+from megatfm.config.world_size import check_global_batch, compute_axis_sizes
 from megatfm.describe.description import Description, describe, resolve_vocabulary
 from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
@@ -26,7 +26,7 @@ from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_sta
 from megatfm.estimate.step_time import StepTime, estimate_step
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, count_expert_shards, list_local_weights
-from megatfm.parallel.mesh import SHARD, compute_axis_sizes
+from megatfm.parallel.mesh import SHARD
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
 from megatfm.split_points import SplitPoint, Splittable
@@ -139,10 +139,12 @@ class Estimator:
         kept_bytes = count_kept_feature_bytes(config, profile.samples, microbatches)
         kept_bytes += microbatches * profile.batch_bytes
         memory_step = StepMemory(config, microbatches, weights, profile.parts, compiled, reserved, kept_bytes)
-        schedule = (parallel.pp_schedule, parallel.pp, parallel.stages_per_rank) if parallel.pp > 1 else ("1f1b", 1, 1)
+        schedule = parallel.pp_schedule, parallel.pp, parallel.stages_per_rank, microbatches
+        if parallel.pp == 1:  # all passes between the first and the last are alike
+            schedule = "1f1b", 1, 1, min(microbatches, 3)
         memory = [
             estimate_rank_memory(memory_step, RankStages(rank, stages.get_stages(rank), passes, sent_bytes))
-            for rank, passes in enumerate(list_running_passes(*schedule, microbatches))
+            for rank, passes in enumerate(list_running_passes(*schedule))
         ]
         computed = step.time.step
         time = replace(

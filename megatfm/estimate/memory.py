@@ -137,11 +137,11 @@ def _list_moments(
         for stage, parts in stages.parts.items()
     }
     for running in stages.passes:
-        kept = step.kept_bytes + stages.sent_bytes.get(running.stage, 0)
+        waiting_bytes = step.kept_bytes + stages.sent_bytes.get(running.stage, 0)
         for stage, parts in stages.parts.items():
             saved = sum(saved_bytes[index] for index in parts) + stages.sent_bytes.get(stage, 0)
             kept_gradients = sum(step.profiles[index].kept_gradients for index in parts)
-            kept += running.waiting[stage] * saved + running.half_done[stage] * (saved + kept_gradients)
+            waiting_bytes += running.waiting[stage] * saved + running.half_done[stage] * (saved + kept_gradients)
         for moment in memories[running.stage].list_moments(running, is_alone=len(stages.parts) == 1):
-            moments.append(replace(moment, activations=moment.activations + kept))
+            moments.append(replace(moment, activations=moment.activations + waiting_bytes))
     return moments

@@ -89,14 +89,14 @@ class StageMemory:
         accumulation = GradientAccumulation(
             self.config, self.weights, self.parts, self.state, is_first=is_first, is_last=reduces
         )
-        others = self.state.gradients - accumulation.total_bytes  # of the rank's other stages
+        other_stages = self.state.gradients - accumulation.total_bytes  # bytes of their gradients
         saved = sum(self.saved_bytes[index] for index in self.parts)
         for index, waiting in self._list_waiting():
             profile, recomputed = self.profiles[index], self._count_recomputed(index)
             eager, saved_by_part = (profile.count_saved_bytes("none", compiled) for compiled in (False, self.compiled))
             unsaved = max(0, eager - saved_by_part)
             for live, gradients in accumulation.run_backward(index, profile, unsaved, compiled=self.compiled):
-                yield Moment("backward", saved, live + recomputed + waiting, gradients + others)
+                yield Moment("backward", saved, live + recomputed + waiting, gradients + other_stages)
             saved += self._count_kept(index)
 
     def _iter_sharded_backward_moments(self, is_first: bool, is_last: bool) -> Iterator[Moment]:

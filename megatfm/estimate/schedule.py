@@ -134,9 +134,9 @@ def list_running_passes(
                 continue
             waiting[stage] -= kind != "F"
             key, counts = (stage, kind == "F", place <= backward[0], place >= backward[-1]), (*waiting, *half_done)
-            others = fullest.setdefault(key, [])
-            if not any(_covers(other, counts) for other in others):
-                fullest[key] = [*(other for other in others if not _covers(counts, other)), counts]
+            vectors = fullest.get(key, [])
+            if not any(_covers(vector, counts) for vector in vectors):
+                fullest[key] = [*(vector for vector in vectors if not _covers(counts, vector)), counts]
             waiting[stage] += kind == "F"
             half_done[stage] += kind == "I"
         n = len(waiting)

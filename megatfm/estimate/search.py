@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from megatfm.config import Config, ParallelConfig, layout_checks
 from megatfm.config.section import list_divisors
+from megatfm.config.world_size import compute_axis_sizes
 from megatfm.errors import UsageError
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.quick import QuickScores, Score
-from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, compute_axis_sizes
+from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 
 MAX_ESTIMATES = 24
 """Largest number of layouts that are estimated in full."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatfm.config.world_size import describe_sizes
 from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimate
 from megatfm.estimate.memory import RankMemory
@@ -12,7 +13,7 @@ from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
 from megatfm.estimate.traffic import join_axes, leaves_node, make_axes
-from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD
 from megatfm.terminal import format_counted, make_table
 
 if TYPE_CHECKING:

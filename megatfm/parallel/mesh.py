@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatfm import object_collectives
 from megatfm.config import ParallelConfig
-from megatfm.config.world_size import compute_axis_sizes as compute_axis_sizes
-from megatfm.config.world_size import describe_sizes as describe_sizes
+from megatfm.config.world_size import compute_axis_sizes, describe_sizes
 
 T = TypeVar("T")
 

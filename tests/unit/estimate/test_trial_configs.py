@@ -12,6 +12,7 @@ from megatfm.commands.estimate import _calibrate
 from megatfm.config import Config, MLAAttentionConfig, ParallelConfig, load_config
 from megatfm.config.ffn import MoEConfig
 from megatfm.config.sources import list_presets
+from megatfm.config.world_size import compute_axis_sizes
 from megatfm.describe import describe
 from megatfm.errors import UsageError
 from megatfm.estimate import calibrate, trial_configs
@@ -22,7 +23,6 @@ from megatfm.estimate.operators import Operator
 from megatfm.estimate.roofline import name_matmuls
 from megatfm.estimate.trial_configs import list_trials
 from megatfm.estimate.trials import measure_trials
-from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.train import build
 from tests.support.layouts import extend
 from tests.support.recommended_layouts import few_layers
