@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
         "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.estimator",
         "megatfm.estimate.recorded",
-        "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
+        "megatfm.report.run_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
 leave_files_in_page_cache()
