@@ -25,6 +25,7 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
 from megatfm.ops.attention.kernels import LONG
 from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.log_once import mute_log_once
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
@@ -84,11 +85,12 @@ def measure_block_activations(config: Config) -> tuple[int, int] | None:
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silence torch's log about fake tensors."""
+    """Silence torch's log about fake tensors, and megatfm's about the kernels that they run in."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with mute_log_once():
+            yield
     finally:
         logger.disabled = was_disabled
 
