@@ -3,7 +3,6 @@
 import io
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -82,7 +81,6 @@ def make_image_reader(
     encoder. Raises UsageError for sizes that are no multiple of the patches, or images that don't fit a row.
     """
     layout = make_patch_layout(model, objective)
-    import_module("megatfm.data.image_rand_augment")  # registers its transform
     from megatfm.data.image_transforms import INTERPOLATIONS, TRANSFORMS
     from megatfm.data.images import ImageReader
 

@@ -171,7 +171,7 @@ def _write_corpus(
                     source,
                     example.text_bytes,
                     members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
-                    image_size=example.side_lengths,
+                    side_lengths=example.side_lengths,
                 )
             writer.finish(provenance)
         partial.rename(folder)
