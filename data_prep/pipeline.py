@@ -25,8 +25,9 @@ from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecuto
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import OTHER, Workspace
-from megatfm.data_prep.import_external import EMPTY_SPLIT, IdFiles, ImportSource, ImportStage
+from megatfm.data_prep.import_external import EMPTY_SPLIT, ImportSource, ImportStage
 from megatfm.data_prep.import_images import ImageFiles, fill_builtin_folder
+from megatfm.data_prep.import_token_ids import IdFiles
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage

@@ -20,7 +20,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
 from megatfm.corpus.inspect import check_corpus, get_domain, tabulate_stats
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data_prep.readers.token_ids import read_token_ids
+from megatfm.data_prep.import_token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
 
 # ----------------------------------------------------------------------------------------------------- export
