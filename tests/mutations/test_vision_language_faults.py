@@ -11,10 +11,15 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.parallel import context_modules, context_parallel, styles
-from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.image_text_models import LLAVA_CASES, LLAVA_LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors, uneven_microbatches
+from tests.support.parity import (
+    EVERYTHING,
+    build_engine,
+    list_expected_errors,
+    model_gradient_errors,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
