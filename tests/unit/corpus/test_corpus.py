@@ -20,8 +20,8 @@ from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
-from tests.support.corpus_fuzzer import ARGUMENTS, CorpusFuzzer, run_examples
 from tests.support.packed_corpora import assert_refused
+from tests.support.webdatasets import ARGUMENTS, CorpusFuzzer, run_examples
 
 Write = Callable[..., Path]
 
