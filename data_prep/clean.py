@@ -20,6 +20,7 @@ from megatfm.data_prep.documents import (
     format_drop_reasons,
     get_part_path,
     read_documents,
+    warn_of_skipped,
 )
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
@@ -119,7 +120,7 @@ class CleanStage:
                 "bytes": counts[-1].bytes_out,
                 "documents": [part["documents"] for part in parts],
                 "steps": [step_counts.as_json() for step_counts in counts],
-                "notes": notes,
+                "notes": [*notes, *warn_of_skipped(counts[0])],
                 "skipped_files": skipped,
             }
 

@@ -13,7 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, format_drop_reasons
+from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, format_drop_reasons, warn_of_skipped
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
@@ -52,8 +52,6 @@ class ImportedDocument:
 class ImportSource(Protocol):
     """A source of documents, in parts that don't depend on the executor."""
 
-    warning: str
-    """A note for the user."""
     parts: int
     bytes: int
     skipped: list[str]
@@ -67,6 +65,10 @@ class ImportSource(Protocol):
     def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         """Yield the documents of a part; dropped ones are added to `counts`, `advance` is called with the bytes
         read."""
+        ...
+
+    def list_notes(self, counts: StepStats) -> list[str]:
+        """Return notes for the user. counts: of all parts."""
         ...
 
 
@@ -140,6 +142,7 @@ class ImportStage:
             **{name: written_splits.get(name, EMPTY_SPLIT) for name in SPLITS},
             "provenance": manifest_fields,
             "steps": [counts.as_json()],
+            "notes": [*self._source.list_notes(counts), *warn_of_skipped(counts)],
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
 
@@ -189,10 +192,12 @@ def _hash_document(document: ImportedDocument) -> str:
     return digest.hexdigest(length=16)
 
 
+WITHOUT_EOS = "files_without_eos_id"
+"""Event of a plain file in which the id that ends documents never occurs."""
+
+
 class IdFiles:
     """Files of token ids; each file is a part."""
-
-    warning = "token ids were imported as they are: duplicates were not searched for"
 
     def __init__(self, inputs: InputFiles, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -208,6 +213,8 @@ class IdFiles:
             with self._inputs.fetch(file, companions=(".idx",)) as path:
                 for index, ids in enumerate(read_token_ids(path, self._inputs.config)):
                     if len(ids):
+                        if self._inputs.config.format == "tokens" and ids.nbytes == file.size:
+                            counts.count_event(WITHOUT_EOS)
                         yield self._to_document(file, index, ids)
                     else:
                         counts.count_input(0)
@@ -218,6 +225,16 @@ class IdFiles:
             counts.count_input(0)
             counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
         advance(file.size)
+
+    def list_notes(self, counts: StepStats) -> list[str]:
+        notes = ["token ids were imported as they are: duplicates were not searched for"]
+        if n_files := counts.found.get(WITHOUT_EOS):
+            notes.append(
+                f"read.tokens.eos_id = {self._inputs.config.tokens.eos_id} never occurs in {n_files:,} of "
+                f"{self.parts:,} files, each of which became one document: check it, and read.tokens.dtype, against "
+                "the tool that wrote them"
+            )
+        return notes
 
     def _to_document(self, file: InputFile, index: int, ids: Ids) -> ImportedDocument:
         size = self.tokenizer.vocab_size

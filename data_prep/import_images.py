@@ -39,8 +39,6 @@ class ImageFiles:
     block should have many. Samples of a tar keep their order.
     """
 
-    warning = "images were imported as they are: duplicates were not searched for"
-
     def __init__(
         self, inputs: InputFiles, tokenizer: Tokenizer | None, task_bytes: int, labels: ClassLabels, split: SplitConfig
     ) -> None:
@@ -65,6 +63,9 @@ class ImageFiles:
             except BadFileError as error:
                 self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in group))
+
+    def list_notes(self, counts: StepStats) -> list[str]:
+        return ["images were imported as they are: duplicates were not searched for"]
 
     def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | BadRecord]]:
         config = self._inputs.config

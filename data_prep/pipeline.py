@@ -151,7 +151,7 @@ def _import(stages: StageRunner, inputs: InputFiles, values: StageResult, basis:
     imported = ImportStage(stages, source).run(basis, provenance)
     return {
         **imported["provenance"],
-        "notes": [source.warning, *inputs.notes],
+        "notes": [*imported["notes"], *inputs.notes],
         "skipped_files": skipped + imported["skipped_files"],
         "steps": imported["steps"],
         "held_out": {"level": "document", "names": []},

@@ -27,10 +27,10 @@ gc.disable()  # until libraries and test modules are imported: they make much an
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
 from megatfm import terminal  # noqa: E402
-from tests.support.page_cache import leave_files_in_page_cache  # noqa: E402
 from tests.support.process_state import (  # noqa: E402
     assert_unchanged_process,
     forget_plugins,
+    leave_files_in_page_cache,
     restore_environment,
     seed_by_name,
 )

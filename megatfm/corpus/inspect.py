@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.shard_format import Sample
 from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.errors import MegatfmError
-from megatfm.terminal import ProgressLog, format_counted, wrap_line
+from megatfm.terminal import ProgressLog, format_counted
 
 log = logging.getLogger("megatfm")
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
+FILE_WIDTH = 120
+"""Characters of a line where the output is no terminal."""
 MAX_LISTED = 20
 MAX_VALUES = 10_000
 MAX_FIELDS = 100
@@ -167,7 +171,7 @@ def _show_sample(
         return _format_facts(facts)
     text = spell(sample) if spell else None
     if text is None:
-        text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
+        text = decode(sample.tokens) if decode else _wrap(" ".join(map(str, sample.tokens)))
     return f"{_format_facts(facts)}\n\n{text}"
 
 
@@ -181,8 +185,13 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    lines = {f"{name:<{width}}  {value}": " " in value for name, value in facts.items()}
-    return "\n".join(wrap_line(line, indent=width + 2) if has_words else line for line, has_words in lines.items())
+    return "\n".join(_wrap(f"{name:<{width}}  {value}", width + 2) for name, value in facts.items())
+
+
+def _wrap(line: str, indent: int = 0) -> str:
+    """Return a line broken at the terminal's width, or at `FILE_WIDTH` in a file; a path or a hash stays whole."""
+    width = max(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, 2 * indent)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:

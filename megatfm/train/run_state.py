@@ -119,7 +119,7 @@ class RunState:
                 allowed.append(f"skipped steps are tried again: {', '.join(map(str, steps))}")
         self.load(point)
         if not same_run:
-            self.saver.verified = self.unevaluated = None
+            self.saver.verified = None
         return [*allowed, *compatibility.describe_hardware_changes(point, self.hardware)]
 
     def load(self, point: ResumePoint) -> None:

@@ -135,8 +135,8 @@ class Trainer:
         return None
 
     def _finish_evaluation(self, record: dict[str, Any], agreed: Agree, metrics: MetricsLog | None) -> str | None:
-        """Repeat the evaluation that the last stop interrupted; complete the metrics and the checkpoint of its step.
-        Return the signal that interrupts it again; None if none does."""
+        """Repeat the evaluation that the last stop interrupted; complete the metrics and the checkpoint of its step,
+        unless that is another run's. Return the signal that interrupts it again; None if none does."""
         state = self.state
         state.unevaluated = None
         if stop := self._evaluate(record, agreed):
@@ -144,8 +144,9 @@ class Trainer:
         if metrics:
             metrics.write(record)
             metrics.sync()
-        best, path = state.best.state_dict(), self.run.checkpoints / name_checkpoint(state.step)
-        run_on_rank_0_raising(lambda: checkpoint.update_state(path, {UNEVALUATED: None, **best}))
+        if not state.is_branch:
+            best, path = state.best.state_dict(), self.run.checkpoints / name_checkpoint(state.step)
+            run_on_rank_0_raising(lambda: checkpoint.update_state(path, {UNEVALUATED: None, **best}))
         return None
 
     def train_step(self, loader: DataLoader) -> dict[str, Any]:
@@ -230,7 +231,8 @@ class Trainer:
         config = self.config
         run_on_rank_0_raising(lambda: checkpoint.remove_leftovers(self.run.checkpoints))  # first, to make room
         if config.resilience.preflight:
-            for line in preflight(config, self.run, self.engine, self.context.nodes):
+            resume_step = latest.step if latest else None
+            for line in preflight(config, self.run, self.engine, self.context.nodes, resume_step):
                 self._log_event("slow", line)
         if latest:
             event, details = "resumed", [f"from {latest.path.name}", *self.state.resume(latest)]

@@ -16,10 +16,9 @@ from megatfm.layers.patches import PixelsHead
 from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_modules, context_parallel, cp_plans, styles
-from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, microbatches, model_gradient_errors
+from tests.support.parity import EVERYTHING, build_engine, list_expected_errors, microbatches, model_gradient_errors
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from megatfm.tasks.questions import list_scored_pairs, open_evaluation_task, spl
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_tokenizer
 from megatfm.train.evaluation_tasks import TaskEvaluator
-from tests.support.evaluated_tasks import build_initial_model, small_config, write_tasks
+from tests.support.finetuning_tasks import build_initial_model, small_config, write_tasks
 from tests.support.workers import Workers
 
 Results = Mapping[str, Mapping[str, Any]]

@@ -17,7 +17,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
-from tests.support.evaluated_tasks import write_tasks
+from tests.support.finetuning_tasks import write_tasks
 from tests.support.golden_curves import CLASSES, SIDE, make_image_files
 from tests.support.image_models import COMMON
 from tests.support.workers import Workers

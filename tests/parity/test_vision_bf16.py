@@ -8,10 +8,16 @@ from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from tests.support.llava_models import LLAVA_MODELS, llava_reference
+from tests.support.image_text_models import (
+    LLAVA_MODELS,
+    TOWER_MODELS,
+    TowerObjective,
+    llava_reference,
+    tower_microbatches,
+    tower_reference,
+)
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, local_block, uneven_microbatches
-from tests.support.tower_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
 from tests.support.workers import Workers
 
 LAYOUTS = {

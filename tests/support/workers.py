@@ -131,7 +131,7 @@ def clean_state(call: Call) -> Iterator[None]:
 
     from megatfm import terminal
     from tests.support.process_state import restore_environment
-    from tests.support.uninitialized_memory import fill_memory_with_nan
+    from tests.support.tensors import fill_memory_with_nan
 
     memory = fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext()
     size, rank, folder = str(call.world_size), str(call.rank), Path.cwd()
@@ -273,7 +273,7 @@ class Workers:
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
         self.memory_of_nan = False
-        """Whether what is called finds NaN in memory that nobody wrote (`tests.support.uninitialized_memory`)."""
+        """Whether what is called finds NaN in memory that nobody wrote (`tests.support.tensors`)."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatfm-workers-")
         self._team: list[Worker] = []
         self._numbers = itertools.count()

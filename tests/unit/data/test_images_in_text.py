@@ -24,11 +24,10 @@ from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.image_text_models import IMAGE_TOKEN, LLAVA, TOWERS, VOCABULARY
 from tests.support.images import encode_image, encode_noise
-from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 from tests.support.packed_corpora import assert_same_fields, read_global_batches, read_row
 from tests.support.prep_files import write_file
-from tests.support.tower_models import TOWERS
 from tests.support.webdatasets import pack_tar
 
 BOS, EOS, IMG, PATCHES, BATCH = 1, 2, IMAGE_TOKEN, 4, 12

@@ -91,6 +91,23 @@ def test_skipped_files_are_listed(prep: Prep, changeable_corpus: Path, capfd: py
     assert f"skipped: {corpus}/loop: is a link that leads back" in output
 
 
+def test_a_wrong_text_key_that_skips_most_documents_is_noted(
+    prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"content" if number % 12 else "text": f"{number} words " * 99} for number in range(120)]
+    write_file(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, records)).encode())
+    words = ["read.folder=in", "read.on_error=skip", "tokenizer.vocab_size=300", "split.validation=0"]
+    assert prep(*words) == 0
+    note = "note: 110 of 120 documents (92 %) were unreadable, and were left out, most of them for no_field_text (as a."
+    assert note in capfd.readouterr().err
+    write_file(
+        tmp_path / "in" / "a.jsonl", "\n".join(json.dumps({"text": r.popitem()[1]}) for r in records[11:]).encode()
+    )
+    write_file(tmp_path / "in" / "b.jsonl", b"\n".join([b"{"] * 10))
+    assert prep(*words, "out=few") == 0
+    assert "were unreadable" not in capfd.readouterr().err, "one in twelve is not many"
+
+
 USAGE = {
     "missing folder": (["read.folder=nowhere"], "nowhere: no such folder: set read.folder to a folder of text files"),
     "empty folder": (["read.folder=empty"], "empty: no text files here"),

@@ -26,8 +26,16 @@ from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.forked_commands import run_command
 from tests.support.images import encode_noise
-from tests.support.prep_files import file_hashes, write_file
-from tests.support.prep_tasks import KILLED, count_moments, hold_first_task, run_killed_at, run_task, stop_before_commit
+from tests.support.prep_files import (
+    KILLED,
+    count_moments,
+    file_hashes,
+    hold_first_task,
+    run_killed_at,
+    run_task,
+    stop_before_commit,
+    write_file,
+)
 from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 

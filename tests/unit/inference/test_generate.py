@@ -15,7 +15,7 @@ from megatfm.inference.text import IncrementalDetokenizer, open_text_model
 from megatfm.models import Decoder
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.plugins import plugin
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint
+from tests.support.small_runs import SMALL_DECODER, random_model, write_next_checkpoint
 
 PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 

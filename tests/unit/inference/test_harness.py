@@ -22,7 +22,7 @@ from megatfm.inference.likelihood import Continuation, encode_continuation, scor
 from megatfm.inference.text import TextModel, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from tests.support.hf_folders import perturb_parameters, write_gpt2
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, random_model, write_trained_run
 
 ROWS = [
     {"ask": f"textwrap {number} {'import ' * (number % 4)}", "a": "größer", "b": "if", "c": "東京", "key": number % 3}

@@ -27,14 +27,14 @@ from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
 from megatfm.registry import import_plugins
 from tests.support.forked_commands import run_command
 from tests.support.hf_folders import edit_config, edit_tensors, write_gpt2
-from tests.support.trained_runs import (
+from tests.support.small_runs import (
     SMALL_DECODER,
     padded_decoder,
     random_model,
     write_next_checkpoint,
     write_trained_run,
 )
-from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
+from tests.support.tensors import assert_aligned_inputs, is_misaligned, misalign
 
 
 def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_named(
 
 
 def test_loaded_weights_are_aligned_like_new_ones(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit holds only so, see tests/support/uninitialized_memory.py."""
+    """Bit for bit holds only so, see tests/support/tensors.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misalign(tensor) for name, tensor in read(*args).items()}  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_tensors", planted)

@@ -14,7 +14,7 @@ from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
 from megatfm.ops.moe import windowed_linear
-from tests.support.uninitialized_memory import OperatorCounter
+from tests.support.tensors import OperatorCounter
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [

@@ -24,7 +24,7 @@ from megatfm.tokenizers import (
 )
 from megatfm.tokenizers.base import SPACE_MARK
 from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
-from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS
+from tests.support.text_objectives import LLAMA2_PIECES, ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
