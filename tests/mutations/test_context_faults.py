@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Window
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import xlnet
 from megatfm.ops.attention import block_sparse
 from megatfm.parallel import (

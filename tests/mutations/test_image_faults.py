@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.layers import classifier, embedding, stage_blocks
-from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.layers.attention.windowed import MapWindows
 from megatfm.layers.patches import PixelsHead
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_modules, context_parallel, cp_plans, styles
 from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.parallel import context_modules, context_parallel, styles

@@ -13,7 +13,7 @@ from transformers.models.longformer import modeling_longformer
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import draw_random_blocks
 from megatfm.layers.block import Block
-from megatfm.layers.rope import compute_frequencies
+from megatfm.layers.position import compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
