@@ -12,7 +12,7 @@ from megatfm.config import ParallelConfig
 from megatfm.layers.moe.moe import MoE
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import Soap
-from megatfm.parallel import collectives, context_modules, cp_plans
+from megatfm.parallel import collectives, cp_plans
 from megatfm.parallel.collectives import TensorParallelGroup
 from tests.support.batches import family_batch
 from tests.support.expert_parity import (
@@ -93,8 +93,8 @@ def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]
 
-    genuine = context_modules._gather_row
-    patch.setattr(context_modules, "_gather_row", unsorted)
+    genuine = cp_plans._gather_row
+    patch.setattr(cp_plans, "_gather_row", unsorted)
 
 
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
