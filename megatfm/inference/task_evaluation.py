@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatfm import checkpoint
+from megatfm.checkpoint.locate import find_best_checkpoint
 from megatfm.config import Config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
@@ -37,7 +38,6 @@ from megatfm.tasks.predictions import Predictions, collect_predictions, get_engi
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.finetuning import prepare_task_corpus
 

@@ -1,6 +1,6 @@
 """Expert parallelism: sends tokens to the ranks of their experts (dispatch) and outputs back (combine).
 
-Mixtures under context parallelism, where values depend on the full row, are in `context_modules.py`.
+Mixtures under context parallelism, where values depend on the full row, are in `cp_plans.py`.
 """
 
 from collections.abc import Callable

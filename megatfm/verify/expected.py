@@ -14,7 +14,6 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_activations import (
     add_activations,
@@ -27,6 +26,7 @@ from megatfm.verify.expected_context import add_context
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import ExpectedPipeline, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients
+from megatfm.verify.layouts import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.module_calls import Call, record_module_calls
 from megatfm.verify.module_shardings import ModuleSharding, find_module_shardings, find_undeclared_style, is_a
 from megatfm.verify.reference import initialise_perturbed

@@ -15,7 +15,8 @@ from torch import nn
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS, CountingModule
 from megatfm.optim.parameters import build_optimizer_groups
-from megatfm.verify.axes import (
+from megatfm.verify.expected_pipeline import ExpectedPipeline, ExpectedStage
+from megatfm.verify.layouts import (
     CONTEXT,
     EXPERT,
     EXPERT_SHARD,
@@ -26,7 +27,6 @@ from megatfm.verify.axes import (
     MeshPosition,
     name_group,
 )
-from megatfm.verify.expected_pipeline import ExpectedPipeline, ExpectedStage
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_shardings import ModuleSharding, list_block_paths
 from megatfm.verify.shrink import objective_for
