@@ -24,8 +24,7 @@ from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
-from megatfm.convert.image_processor import adopt_image_options, write_preprocessor
-from megatfm.convert.starting_config import make_starting_config
+from megatfm.convert.starting_config import adopt_image_options, make_starting_config, write_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
