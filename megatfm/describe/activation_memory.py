@@ -31,9 +31,8 @@ from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
 
-ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-"""`train.precision` → dtype of activations; any other precision has 2 bytes."""
-
+ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+"""Dtype of activations by `train.precision`; bfloat16 for the others."""
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of fake tensors: a module needs a value, or an operator has no shape rule."""

@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
         "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.estimator",
         "megatfm.estimate.recorded",
-        "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
+        "megatfm.report.run_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
