@@ -216,7 +216,7 @@ class SequenceMetadata:
         documents = self.full_sequence.documents
         if documents is None:
             return 1
-        return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
+        return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1) if len(documents) else 1)
 
     def find_document_members(self) -> Tensor:
         """Return boolean [B, N, T], whether a token is in each of N = `max_documents_per_row` documents of its row."""

@@ -119,6 +119,13 @@ def test_the_sides_of_a_batch_draw_from_different_random_keys() -> None:
 
 
 DEBERTA = {"attention.name": "deberta", "position.name": "deberta", "position.max_distance": 4}
+LINFORMER = {
+    "attention.name": "linformer", "attention.max_length": 8, "attention.projected_length": 4, "position.name": "none",
+}  # fmt: skip
+LONGFORMER = {
+    "attention.name": "longformer", "attention.pattern.name": "longformer", "attention.pattern.width": 2,
+    "attention.pattern.global_tokens": [0], "position.name": "none",
+}  # fmt: skip
 CHOICE = {"ffn.name": "moe", "ffn.n_experts": 3, "ffn.top_k": 2, "ffn.router.name": "expert_choice"}
 
 
@@ -127,6 +134,7 @@ CHOICE = {"ffn.name": "moe", "ffn.n_experts": 3, "ffn.top_k": 2, "ffn.router.nam
     [
         ("decoder", {}, 6), ("decoder", {"position.name": "shaw", "position.max_distance": 3}, 6),
         ("encoder", DEBERTA, 6), ("encoder", CHOICE, 6), ("encoder_decoder", {}, 1100), ("xlnet", {}, 6),
+        ("encoder", LINFORMER, 6), ("encoder", LONGFORMER, 6),
     ],
 )  # fmt: skip
 def test_a_batch_without_rows_has_losses_and_gradients_of_0(family: str, options: dict[str, Any], length: int) -> None:
