@@ -19,8 +19,8 @@ from megatfm.config import Config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_write_errors, to_strict_json
+from megatfm.inference.batched_generation import GeneratedAnswers, answer_rows
 from megatfm.inference.evaluate import evaluate_set, load_run_config, open_engine
-from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.tasks.files import read_rows

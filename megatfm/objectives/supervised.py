@@ -21,7 +21,7 @@ from megatfm.config import (
 from megatfm.config.section import Section
 from megatfm.data.sequences import BEGINS, DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
+from megatfm.layers.loss_terms import FIRST_TARGET, PREFERENCE_TERMS
 from megatfm.objectives.base import (
     DECODER_ONLY,
     ENCODER_DECODER,

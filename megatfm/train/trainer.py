@@ -230,7 +230,8 @@ class Trainer:
         config = self.config
         run_on_rank_0_raising(lambda: checkpoint.remove_leftovers(self.run.checkpoints))  # first, to make room
         if config.resilience.preflight:
-            for line in preflight(config, self.run, self.engine, self.context.nodes):
+            resume_step = latest.step if latest else None
+            for line in preflight(config, self.run, self.engine, self.context.nodes, resume_step):
                 self._log_event("slow", line)
         if latest:
             event, details = "resumed", [f"from {latest.path.name}", *self.state.resume(latest)]

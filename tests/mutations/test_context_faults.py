@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Window
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import xlnet
 from megatfm.ops.attention import block_sparse
 from megatfm.parallel import (
@@ -24,9 +24,8 @@ from megatfm.parallel import (
 )
 from megatfm.parallel.mesh import SHARD, DataAxes, Mesh, Position
 from tests.support.context_parity import context_case, context_microbatches
-from tests.support.faults import EVERYTHING, list_expected_errors, patch_backward
 from tests.support.models import ADAMW, LENGTH
-from tests.support.parity import build_engine, model_gradient_errors
+from tests.support.parity import EVERYTHING, build_engine, list_expected_errors, model_gradient_errors
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -67,7 +66,7 @@ def gradients_of_fetched_keys_stay(patch: Patch) -> None:
         laid[:, :, ctx.plan.permutation] = g
         return laid[:, :, : g.shape[2] - sum(map(len, ctx.plan.recv_indices))].clone(), None
 
-    patch_backward(patch, context_parallel._Fetch, backward)
+    patch.setattr(context_parallel._Fetch, "backward", staticmethod(backward))
 
 
 def a_halo_is_one_short(patch: Patch) -> None:

@@ -182,7 +182,6 @@ def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, name:
         assert stored == [f"model.decoder.layers.1.ffn.{STATE[name]}"]
 
 
-# Every router on every way of sharing experts, dropless and with a capacity: the pairs that are left.
 ROUTERS: dict[str, dict[str, Any]] = {
     "v2": {"name": "deepseek_v2", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "aux_loss_coef": 0.3},
     "v3": DEEPSEEK_V3_ROUTER,
@@ -193,7 +192,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build_router_model(**ffn: Any) -> ModelConfig:
+def model_with_every_router(**ffn: Any) -> ModelConfig:
     """A block for each router; where experts are limited, some drop by position."""
     policies = {kind: {"drop_policy": "position"} for kind in ("second", "plain") if ffn}
     kinds = {
@@ -205,25 +204,28 @@ def build_router_model(**ffn: Any) -> ModelConfig:
     )
 
 
-ROUTER_MODELS = {"every router": build_router_model(), "every router, limited": build_router_model(capacity_factor=0.6)}
+ROUTER_MODELS = {
+    "every router": model_with_every_router(),
+    "every router, limited": model_with_every_router(capacity_factor=0.6),
+}
 BESIDE = ("ep2 × replicas", "ep2 × tp2", "ep2 × pp2, 1f1b", "ep2 × pp2, zbv")
 ACROSS = ("ep4 of 2 × tp2, zero3", "ep2 × tp2 by channels, zero3")
-ROUTER_LAYOUTS = {
+SHARED = {
     **{layout: EXPERT_LAYOUTS[4][layout] for layout in (*(f"ep4, zero{z}" for z in range(4)), *BESIDE)},
     **EXPERT_PIPELINE_LAYOUTS,
     **{layout: EXPERT_TP_LAYOUTS[4][layout] for layout in ACROSS},
 }
 ROUTER_CASES: dict[str, tuple[str, int, dict[str, ParallelConfig]]] = {
-    "shared": ("every router", 4, ROUTER_LAYOUTS),
+    "shared": ("every router", 4, SHARED),
     "parts of rows": ("every router", 4, EXPERT_CONTEXT_LAYOUTS),
-    "limited": ("every router, limited", 4, ROUTER_LAYOUTS),
+    "limited": ("every router, limited", 4, SHARED),
     "limited, parts of rows": ("every router, limited", 4, EXPERT_CONTEXT_LAYOUTS),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROUTER_CASES)
-def test_every_router_equals_one_device_on_every_layout(workers: Workers, case: str) -> None:
+def test_every_router_on_every_layout_equals_one_device(workers: Workers, case: str) -> None:
     name, ranks, layouts = ROUTER_CASES[case]
     compared = workers.run(compare_expert_layouts, ranks, name, layouts, ROUTER_MODELS, timeout=500.0)
     assert compared[0] == list(layouts)

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -237,3 +237,11 @@ def run_command(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     return int(ended.value.code or 0)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait until a condition holds; it is a failure if it doesn't in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
+        time.sleep(0.01)

@@ -11,8 +11,6 @@ import importlib
 import os
 import sys
 
-from tests.support.page_cache import leave_files_in_page_cache
-
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
     "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
@@ -31,9 +29,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
-leave_files_in_page_cache()
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
 gc.disable()
+from tests.support.process_state import leave_files_in_page_cache  # noqa: E402
+
+leave_files_in_page_cache()
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

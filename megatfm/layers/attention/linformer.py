@@ -19,7 +19,7 @@ from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import FULL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference

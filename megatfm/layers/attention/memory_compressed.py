@@ -25,7 +25,7 @@ from megatfm.layers.attention.patterns.pattern import (
 )
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, UnstructuredMask
 
 # B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block

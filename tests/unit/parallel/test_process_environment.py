@@ -23,8 +23,7 @@ from megatfm.parallel import startup_watch
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.rendezvous import restart_store
 from megatfm.parallel.startup_watch import StartupWatch
-from tests.support.forked_commands import ForkedCommand
-from tests.support.waiting import wait_until
+from tests.support.forked_commands import ForkedCommand, wait_until
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
