@@ -6,6 +6,7 @@ which keys a query sees, is computed a second time here, by closed forms and bru
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -103,6 +104,7 @@ class _Step:
         self.config, self.model = config, model
         self.pipeline: ExpectedPipeline | None = divide_into_stages(config, model) if parallel.pp > 1 else None
         self.shardings: dict[str, ModuleSharding] = find_module_shardings(model, parallel)
+        self.parameters = RankParameters.from_model(config, model, self.shardings, self.pipeline)
         self.context_shards = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.context_shards.batches if self.context_shards else [batch]
         self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.pipeline) for shard in self.batches]
@@ -133,8 +135,7 @@ class _Step:
                 self._add_pair_sums(traffic, microbatch_calls)
         if self.pipeline:
             add_pipeline(traffic, config, self.pipeline, position.pp, self.batches[position.cp], microbatch_indices)
-        rank_params = RankParameters(self.model, self.shardings, self.pipeline, position, parallel)
-        add_weights_and_gradients(traffic, config, rank_params, calls, first_passes)
+        add_weights_and_gradients(traffic, config, replace(self.parameters, position=position), calls, first_passes)
         if not self.pipeline or len(self.pipeline.stages) - 1 in stages:  # that has the features
             add_contrastive_loss(traffic, config, self.batches, position)
         return traffic.to_table()

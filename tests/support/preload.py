@@ -46,5 +46,6 @@ for name in ("build", "startup_checks"):
     sys.modules[f"megatfm.train.{name}"].time_matmul = time_matmul  # type: ignore[attr-defined]
 sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
 sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
+importlib.import_module("tests.support.forked_commands").list_modules_with_popen()
 gc.freeze()
 gc.enable()
