@@ -24,10 +24,10 @@ from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
 from megatfm.ops.attention.kernels import LONG
-from megatfm.ops.grouped_mm import KERNELS
-from megatfm.ops.log_once import mute_log_once
+from megatfm.ops.moe import KERNELS
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
+from megatfm.terminal import mute_log_once
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")

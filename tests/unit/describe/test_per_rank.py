@@ -185,7 +185,7 @@ def test_kernels_of_fake_tensors_are_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are on a CPU, whatever the run is to use."""
-    monkeypatch.setattr("megatfm.ops.log_once._LOGGED", set[str]())
+    monkeypatch.setattr("megatfm.terminal._LOGGED", set[str]())
     sizes = ["model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.ffn.n_experts=4"]
     with caplog.at_level("INFO", "megatfm"):
         assert measure_block_activations(load_config("olmoe-1b-7b", [*sizes, "model.ffn.top_k=2"]))

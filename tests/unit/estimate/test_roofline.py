@@ -23,7 +23,7 @@ from megatfm.estimate.roofline import (
     estimate_pass_seconds,
 )
 from megatfm.estimate.stand_ins import ROWS, GroupedMatmulStandIn
-from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.moe import KERNELS
 
 PROCESSORS = 6
 LAUNCH = 1e-6
