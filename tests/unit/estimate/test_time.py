@@ -346,7 +346,7 @@ def test_the_report_has_the_estimate_beside_what_was_measured(run: Path, capsys:
     assert code == 0, output
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "Estimated and measured" in page
-    assert "<td>step, s</td><td>0.5</td>" in page
+    assert '<th scope="row">step, s</th><td>0.5</td>' in page
 
 
 def test_grouped_products_are_of_a_ranks_own_experts() -> None:
