@@ -278,6 +278,7 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
     for image, label, weight in zip(pictures, labels.tolist(), weights.tolist(), strict=True):
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
+    assert {image.caption for image in iter_captioned_images(batch, PATCH, ["kind"] * 70)} == {"kind"}
     tokens = np.flatnonzero(batch["documents"][0] == 2)
     np.testing.assert_array_equal(pictures[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
     captions = ["a\nb\r\n\tc\u2028d", "\u732b\u3068\u72ac", "", "W" * 500]
