@@ -17,7 +17,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object
 from megatfm.convert.hf_config import Json
-from megatfm.convert.image_processor import read_preprocessor
+from megatfm.convert.starting_config import read_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame

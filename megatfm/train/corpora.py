@@ -26,7 +26,7 @@ from megatfm.engines.interface import RowSources
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
-from megatfm.objectives.image_classification import HEAD, get_n_classes
+from megatfm.objectives.images import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
 from megatfm.terminal import format_counted, join_first
 from megatfm.tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
 from megatfm.layers.classifier import index_documents
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import two_towers
 from megatfm.ops import contrastive
 from megatfm.parallel import cp_plans, parallelize

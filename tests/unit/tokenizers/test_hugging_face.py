@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
