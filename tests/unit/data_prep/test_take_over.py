@@ -190,10 +190,7 @@ def test_a_type_that_is_too_narrow_is_refused(
 ) -> None:
     """The upper halves of the ids would be ids of 0."""
     write_file(tmp_path / "in" / "a.bin", np.array([i for ids in documents for i in (*ids, END)], written).tobytes())
-    size = np.dtype(written).itemsize
-    with pytest.raises(
-        UsageError, match=rf"every second id is 0, so its ids have {size} bytes: .*'{read}' is too narrow"
-    ):
+    with pytest.raises(UsageError, match=f"every second id is 0, as if wider ones were read as {read}: mend"):
         data_prep.run(config(tmp_path, model, "tokens", tokens={"eos_id": END, "dtype": read}))
 
 
