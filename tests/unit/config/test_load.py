@@ -285,6 +285,14 @@ def test_keys_are_renamed_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert migrate(other, RENAMED, (), ()) == other
 
 
+def test_keys_of_kinds_of_blocks_may_be_dotted() -> None:
+    """As `with_changes` takes them from Python, and configs store them."""
+    kinds = {"wide": {"attention.n_heads": 8, "ffn": {"name": "moe"}, "ffn.capacity": 2.0}}
+    layer_type = {"wide": {"attention": {"n_heads": 8}, "ffn": {"name": "moe", "capacity_factor": 2.0}}}
+    for key in ("block", "layer_type"):
+        assert migrate({"model": {key: kinds}}) == {"model": {"layer_type": layer_type}}
+
+
 def test_values_and_what_was_computed_before_a_key_came() -> None:
     values = (("parallel.cp_method", "heads", "ulysses"), ("model.ffn.kind", 1, "one"))
     before = (("optimizer[muon].dtype", "bf16"),)
