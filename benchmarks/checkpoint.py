@@ -48,7 +48,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.launchers.local import find_free_port
-from tests.support import kill_series, killed_ranks
+from tests.support import kill_series
 from tests.support.rank_processes import make_rank_variables
 
 # ---------------------------------------------------------------------------------------------------- speed
@@ -280,7 +280,7 @@ def prepare(folder: Path) -> Path:
         data_prep.run(load_section(PrepConfig, config))
         os._exit(0)
 
-    pid = killed_ranks.fork_process(make)
+    pid = kill_series.fork_process(make)
     assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
     return corpus
 
@@ -336,7 +336,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     for rank in range(world):
         variables = make_rank_variables(rank, world, port)
         output = folder / f"said-{rank}"
-        pids.append(killed_ranks.fork_process(lambda: killed_ranks.run_rank(words, variables, output)))  # noqa: B023
+        pids.append(kill_series.fork_process(lambda: kill_series.run_rank(words, variables, output)))  # noqa: B023
     return pids
 
 

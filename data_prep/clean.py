@@ -12,7 +12,6 @@ from blake3 import blake3
 from megatfm.data_prep.dedup.key_table import write_keys
 from megatfm.data_prep.dedup.methods import ExactDedup
 from megatfm.data_prep.dedup.runner import DedupPass, write_part
-from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import (
     ChunkedDocumentWriter,
     Document,
@@ -20,13 +19,14 @@ from megatfm.data_prep.documents import (
     format_drop_reasons,
     get_part_path,
     read_documents,
+    warn_of_skipped,
 )
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.filters.base import CountingFilter, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
-from megatfm.data_prep.input_files import InputFiles, chunk_by_bytes
+from megatfm.data_prep.input_files import DocumentReader, InputFiles, chunk_by_bytes
 from megatfm.data_prep.split import choose_held_out
 from megatfm.errors import UsageError
 
@@ -119,7 +119,7 @@ class CleanStage:
                 "bytes": counts[-1].bytes_out,
                 "documents": [part["documents"] for part in parts],
                 "steps": [step_counts.as_json() for step_counts in counts],
-                "notes": notes,
+                "notes": [*notes, *warn_of_skipped(counts[0])],
                 "skipped_files": skipped,
             }
 

@@ -285,6 +285,24 @@ def to_drop_reason(reason: str) -> str:
     return re.sub(r"^(is|has)_(an?_)?", "", words)
 
 
+MANY_SKIPPED = 0.1
+"""Share of unreadable documents above which there is a warning."""
+
+
+def warn_of_skipped(read: StepStats) -> list[str]:
+    """Return a note if many documents were unreadable and skipped. read: statistics of the first step."""
+    drops = {reason: drop for reason, drop in read.dropped.items() if reason != "empty"}
+    skipped = sum(drop.documents for drop in drops.values())
+    if skipped <= MANY_SKIPPED * read.documents_in:
+        return []
+    reason, drop = max(drops.items(), key=lambda item: item[1].documents)
+    return [
+        f"{skipped:,} of {read.documents_in:,} documents ({100 * skipped / read.documents_in:.0f} %) were unreadable, "
+        f"and were left out, most of them for {reason} (as {drop.examples[0]}): if a setting such as read.text_key or "
+        "read.format is wrong, correct it and prepare again with overwrite=true"
+    ]
+
+
 def format_drop_reasons(counts: Iterable[StepStats]) -> str:
     """Format in one line why documents were dropped."""
     reasons = [

@@ -1,4 +1,7 @@
-"""Import documents that need no cleaning, token ids (`IdFiles`) or images: split by document, written as shards."""
+"""Import documents that need no cleaning, token ids or images: split by document, written as shards.
+
+Their sources are in `import_token_ids.py` and `import_images.py`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,15 +16,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, format_drop_reasons
+from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, format_drop_reasons, warn_of_skipped
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.input_files import InputFile, InputFiles, matches_path
-from megatfm.data_prep.readers.record import BadFileError
-from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
+from megatfm.data_prep.input_files import matches_path
 from megatfm.data_prep.tokenize import TokenizeStage, get_members_path, get_tokens_path
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
 EMPTY_SPLIT: StageResult = {
@@ -52,8 +53,6 @@ class ImportedDocument:
 class ImportSource(Protocol):
     """A source of documents, in parts that don't depend on the executor."""
 
-    warning: str
-    """A note for the user."""
     parts: int
     bytes: int
     skipped: list[str]
@@ -67,6 +66,10 @@ class ImportSource(Protocol):
     def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         """Yield the documents of a part; dropped ones are added to `counts`, `advance` is called with the bytes
         read."""
+        ...
+
+    def list_notes(self, counts: StepStats) -> list[str]:
+        """Return notes for the user. counts: of all parts."""
         ...
 
 
@@ -140,6 +143,7 @@ class ImportStage:
             **{name: written_splits.get(name, EMPTY_SPLIT) for name in SPLITS},
             "provenance": manifest_fields,
             "steps": [counts.as_json()],
+            "notes": [*self._source.list_notes(counts), *warn_of_skipped(counts)],
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
 
@@ -187,48 +191,3 @@ def _hash_document(document: ImportedDocument) -> str:
         digest.update(f"{extension}:{len(data)}:".encode())
         digest.update(data)
     return digest.hexdigest(length=16)
-
-
-class IdFiles:
-    """Files of token ids; each file is a part."""
-
-    warning = "token ids were imported as they are: duplicates were not searched for"
-
-    def __init__(self, inputs: InputFiles, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.parts = len(inputs.files)
-        self.bytes = sum(file.size for file in inputs.files)
-        self.skipped: list[str] = []
-        self._inputs = inputs
-        self._lengths = np.array([len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64)
-
-    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
-        file = self._inputs.files[part]
-        try:
-            with self._inputs.fetch(file, companions=(".idx",)) as path:
-                for index, ids in enumerate(read_token_ids(path, self._inputs.config)):
-                    if len(ids):
-                        yield self._to_document(file, index, ids)
-                    else:
-                        counts.count_input(0)
-                        counts.count_dropped("empty", 0, f"{file.name}#{index}")
-        except BadFileError as error:
-            self._inputs.skip_or_refuse(file.path, str(error))
-            self.skipped.append(f"{file.path}: {error}")
-            counts.count_input(0)
-            counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
-        advance(file.size)
-
-    def _to_document(self, file: InputFile, index: int, ids: Ids) -> ImportedDocument:
-        size = self.tokenizer.vocab_size
-        if ids.min() < 0 or ids.max() >= size:
-            bad_id = int(ids.max() if ids.max() >= size else ids.min())
-            raise MegatfmError(
-                f"{file.path}: document {index} has id {bad_id}, but the tokenizer has {size:,}: set "
-                "tokenizer.file to the one that made it, or mend read.tokens.dtype"
-            )
-        if len(self._lengths):
-            text_bytes = int(self._lengths[ids].sum())
-        else:
-            text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-        return ImportedDocument(f"{file.name}#{index}", ids, text_bytes)

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from megatfm import rng
 from megatfm.config.prep import ReadConfig, SplitConfig
-from megatfm.corpus.image_size import PILLOW_FORMATS
+from megatfm.corpus.images import PILLOW_FORMATS
 from megatfm.data_prep.documents import StepStats, to_drop_reason
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
@@ -38,8 +38,6 @@ class ImageFiles:
     Captions become ids if there is a tokenizer. Files are shuffled by `split.seed`, since a folder has one class and a
     block should have many. Samples of a tar keep their order.
     """
-
-    warning = "images were imported as they are: duplicates were not searched for"
 
     def __init__(
         self, inputs: InputFiles, tokenizer: Tokenizer | None, task_bytes: int, labels: ClassLabels, split: SplitConfig
@@ -65,6 +63,9 @@ class ImageFiles:
             except BadFileError as error:
                 self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in group))
+
+    def list_notes(self, counts: StepStats) -> list[str]:
+        return ["images were imported as they are: duplicates were not searched for"]
 
     def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | BadRecord]]:
         config = self._inputs.config

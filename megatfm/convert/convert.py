@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.locate import is_peft_folder
+from megatfm.checkpoint.locate import find_best_checkpoint, is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
@@ -32,7 +32,6 @@ from megatfm.models import build
 from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
 from megatfm.terminal import ProgressLog, format_counted, join_first
-from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")

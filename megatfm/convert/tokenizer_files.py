@@ -24,7 +24,7 @@ from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
 from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
-from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
+from megatfm.tokenizers.sentence_piece import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")

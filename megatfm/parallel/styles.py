@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.errors import UsageError
 from megatfm.ops.cross_entropy import LogitOptions, VocabularyShard, choose_chunk, cross_entropy
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
@@ -151,13 +152,31 @@ def _sum_non_padding_tokens(module: nn.Module, tp: TensorParallelGroup, layouts:
     _sum_loss(module, tp, layouts)
 
 
+def get_multiply(module: nn.Module, layouts: Layouts, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function (x, W, b) → x Wᵀ + b by which a style computes with a shard of W: the method `multiply`.
+
+    default: that of torch's own Linear. Raises UsageError for a forward without a `multiply` beside it: the style
+    replaces the forward, so all else that it computes, such as an adapter's output, would be lost.
+    """
+    definitions = (vars(base) for base in type(module).__mro__)
+    owner = next(names for names in definitions if "forward" in names or "multiply" in names)
+    if "multiply" in owner:
+        return module.multiply  # type: ignore[return-value]
+    if owner["forward"] is nn.Linear.forward:
+        return default
+    weight = next(layout.name for layout in layouts.values())
+    raise UsageError(
+        f"{weight}: its style replaces the forward of {type(module).__name__}, which has no method `multiply(x, "
+        "weight, bias)` beside it: add one that uses the given shard, or use `megatfm.layers.linear.Linear`"
+    )
+
+
 def _sum_matmul(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     has_bias = "bias" in layouts
 
     if getattr(module, "matmul", None) is F.linear:  # FP8 has a matmul of its own
         module.matmul = multiply_partial  # type: ignore[assignment]
-    # `Linear` has `multiply`, which adds LoRA's output; a plugin's layer may have none.
-    multiply: Callable[..., Tensor] = getattr(module, "multiply", multiply_partial)
+    multiply = get_multiply(module, layouts, multiply_partial)
 
     def forward(x: Tensor) -> Tensor:
         y = tp.reduce_output(multiply(x, module.weight, None))
@@ -170,10 +189,11 @@ def _sum_matmul(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) ->
 def _slice_heads(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     heads = module.heads
     head = tp.rank * heads // tp.group.size()  # type: ignore[operator]
+    multiply = get_multiply(module, layouts, F.linear)
 
     def forward(x: Tensor) -> Tensor:
         weight, *bias = (module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts)
-        return getattr(module, "multiply", F.linear)(x, weight, bias[0] if bias else None)
+        return multiply(x, weight, bias[0] if bias else None)
 
     replace_forward(module, forward)
 

@@ -17,8 +17,8 @@ from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.text import PromptSampler, generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.run import train
-from tests.support.evaluated_tasks import write_tasks
 from tests.support.files import read_lines
+from tests.support.finetuning_tasks import write_tasks
 from tests.support.forked_commands import run_command
 from tests.support.workers import WorkerFailure, Workers
 

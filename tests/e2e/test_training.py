@@ -130,6 +130,24 @@ def test_a_stop_interrupts_an_evaluation_which_the_next_start_repeats(
         assert [states[0].get(name) for name in names[1]] == [states[1].get(name) for name in names[1]]
 
 
+def test_a_branch_of_an_interrupted_evaluation_repeats_it(
+    workers: Workers, make_config: Callable[..., Config], whole_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The branch knows the best loss, and leaves the other run's checkpoint as it is."""
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    assert workers.run(train_until_batch, 1, make_config("train.patience=9", run="trunk"), 1) == [EXIT_REQUEUE]
+    metadata = trunk / "checkpoints/step-00000004/metadata.json"
+    stored = metadata.read_bytes()
+    config = make_config("train.patience=9", f"train.branch_from={trunk}@4", run="branch")
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
+    assert metadata.read_bytes() == stored
+    uninterrupted = whole_run(1, "train.patience=9")
+    assert training_curve(branch) == training_curve(uninterrupted)[3:]
+    ends = [checkpoint.read_state(run / "checkpoints/step-00000008") for run in (branch, uninterrupted)]
+    assert ends[0]["best"] == ends[1]["best"]
+    assert "unevaluated" not in ends[0]
+
+
 @pytest.mark.parametrize(("options", "state"), [
     ('name="schedule_free_adamw"', ["z", "trained"]),
     pytest.param('name="adamw", ema_decay=0.8', ["ema", "trained"], marks=EXTENDED),

@@ -7,14 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
-from megatfm.parallel import context_modules, context_parallel, styles
-from tests.support.faults import EVERYTHING, list_expected_errors
-from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_reference
+from megatfm.parallel import context_parallel, cp_plans, styles
+from tests.support.image_text_models import LLAVA_CASES, LLAVA_LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors, uneven_microbatches
+from tests.support.parity import (
+    EVERYTHING,
+    build_engine,
+    list_expected_errors,
+    model_gradient_errors,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -125,7 +130,7 @@ def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:
         received = x.new_zeros(*x.shape[:2], len(plan.indices) - x.shape[2], x.shape[3])
         return real(x.detach(), plan) + torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
 
-    patch.setattr(context_modules, "fetch", fetch)
+    patch.setattr(cp_plans, "fetch", fetch)
 
 
 def images_of_a_row_see_one_another(patch: Patch) -> None:
@@ -178,7 +183,7 @@ def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     batch, model, objective, _ = llava_reference(name)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(LLAVA_MODELS[name], LAYOUTS[ranks][layout], ADAMW)
+        engine = build_engine(LLAVA_MODELS[name], LLAVA_LAYOUTS[ranks][layout], ADAMW)
         engine.forward_backward(uneven_microbatches(engine, batch), objective)
         return list_expected_errors(model, patterns), set(model_gradient_errors(engine, model))
 
@@ -192,5 +197,5 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_cell_is_a_fast_one(fault: Callable[[Patch], None]) -> None:
     name, ranks, layout, _ = FAULTS[fault]
-    fast = [case.values for case in CASES if not case.marks]
+    fast = [case.values for case in LLAVA_CASES if not case.marks]
     assert [layouts for model, layouts, n in fast if (model, n) == (name, ranks) and layout in layouts]

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import PassThroughObjective, family_case
-from tests.support.llava_models import LLAVA_MODELS, llava_batch
+from tests.support.image_text_models import (
+    LLAVA_MODELS,
+    TOWER_MODELS,
+    TowerObjective,
+    llava_batch,
+    tower_microbatches,
+    tower_reference,
+)
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
@@ -21,7 +28,6 @@ from tests.support.parity import (
     one_device_reference,
     uneven_microbatches,
 )
-from tests.support.tower_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
 from tests.support.workers import Workers
 
 Microbatches = list[dict[str, Tensor]]

@@ -12,16 +12,15 @@ import torch.distributed as dist
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.config.task import METRICS, TaskConfig
-from megatfm.inference.generated_answers import answer_rows
+from megatfm.inference.batched_generation import answer_rows
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tasks.files import read_rows
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.finetuning import resolve_task
-from tests.support.evaluated_tasks import build_initial_model, small_config
 from tests.support.files import write_lines
-from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, save_bert
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, build_initial_model, save_bert, small_config
 from tests.support.workers import Workers
 
 ROWS = 13

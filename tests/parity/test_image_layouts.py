@@ -1,4 +1,4 @@
-"""Models of images under every kind of layout: loss and each gradient as on one device, in float64."""
+"""Models of images, and of images and text, under layouts: loss and each gradient as on one device, in float64."""
 
 from collections import Counter
 
@@ -7,36 +7,39 @@ import pytest
 from megatfm.config import ParallelConfig
 from tests.support.batches import family_case
 from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference
-from tests.support.image_models import is_compared as is_compared
+from tests.support.image_text_models import LLAVA_CASES, LLAVA_LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
     layout_microbatches,
-    microbatches,
     model_gradient_errors,
     one_device_reference,
     uneven_microbatches,
 )
 from tests.support.workers import Workers
 
+RECOMPUTED_LAYOUTS = ("cp3", "tp3", "pp3", "zero3 on 3")
+RECOMPUTED_LLAVA_LAYOUTS = ("tp", "zbv", "zero 2", "cp by Ulysses")
+
 
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients of a model by layout."""
-    batch, model, objective, loss = image_reference(name)
+    is_llava = name in LLAVA_MODELS
+    batch, model, objective, loss = (llava_reference if is_llava else image_reference)(name)
+    layout_of, recomputed = (LLAVA_LAYOUTS, RECOMPUTED_LLAVA_LAYOUTS) if is_llava else (LAYOUTS, RECOMPUTED_LAYOUTS)
+    cut = uneven_microbatches if is_llava else layout_microbatches
     wrong = {}
     for layout in layouts:
-        parallel = LAYOUTS[ranks][layout]
-        recomputed = "full" if layout in ("cp3", "tp3", "pp3", "zero3 on 3") else "none"
-        engine = build_engine(IMAGE_MODELS[name], parallel, ADAMW, recomputed=recomputed)
-        cut = uneven_microbatches if parallel.pp > 1 else microbatches
+        mode = "full" if layout in recomputed else "none"
+        engine = build_engine((LLAVA_MODELS | IMAGE_MODELS)[name], layout_of[ranks][layout], ADAMW, recomputed=mode)
         stats = engine.forward_backward(cut(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         wrong[layout] = model_gradient_errors(engine, model)
     return wrong
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), [*CASES, *LLAVA_CASES])
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):
         assert wrong == {layout: {} for layout in layouts}

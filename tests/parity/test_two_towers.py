@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_leaves
 from megatfm.config import ParallelConfig
 from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss
 from megatfm.parallel.parallelize import DataRing
-from tests.support.layouts import make_cases_by_ranks
-from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors
-from tests.support.tower_models import (
+from tests.support.image_text_models import (
+    TOWER_LAYOUTS,
     TOWER_MODELS,
     TowerObjective,
     caption_numbers,
@@ -28,35 +26,10 @@ from tests.support.tower_models import (
     tower_microbatches,
     tower_reference,
 )
+from tests.support.layouts import make_cases_by_ranks
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
-
-LAYOUTS = {
-    1: {"one process": ParallelConfig()},
-    2: {"zero 0": ParallelConfig(dp_shard=2, zero=0), "zero 1": ParallelConfig(dp_shard=2, zero=1),
-        "zero 2": ParallelConfig(dp_shard=2, zero=2), "zero 3": ParallelConfig(dp_shard=2),
-        "tp 2": ParallelConfig(tp=2), "cp 2": ParallelConfig(cp=2, zero=0), "pp 2": ParallelConfig(pp=2),
-        "pp 2, cut between the towers": ParallelConfig(pp=2, pp_split_points=("text.embedding",)),
-        "pp 2 interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
-        "pp 2 zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "pp 2 gpipe": ParallelConfig(pp=2, pp_schedule="gpipe"),
-        "pp 2 interleaved zero bubble": ParallelConfig(pp=2, pp_schedule="interleaved-zero-bubble"),
-        "pp 2 dualpipev": ParallelConfig(pp=2, pp_schedule="dualpipev")},
-    3: {
-        "zero 1": ParallelConfig(dp_shard=3, zero=1),
-        "zero 3": ParallelConfig(dp_shard=3),
-        "tp 3": ParallelConfig(tp=3),
-        "tp 3 without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
-        "cp 3": ParallelConfig(cp=3, zero=0),
-        "pp 3": ParallelConfig(pp=3),
-    },
-    4: {"replicas": ParallelConfig(dp_replicate=2, dp_shard=2), "tp 2": ParallelConfig(dp_shard=2, tp=2),
-        "cp 2": ParallelConfig(dp_shard=2, cp=2), "cp 2 × tp 2": ParallelConfig(cp=2, tp=2),
-        "pp 2 × zero 1": ParallelConfig(pp=2, dp_shard=2, zero=1), "pp 2 × zero 3": ParallelConfig(pp=2, dp_shard=2),
-        "pp 2 × replicas": ParallelConfig(pp=2, dp_replicate=2), "pp 2 × tp 2": ParallelConfig(pp=2, tp=2),
-        "pp 2 × cp 2": ParallelConfig(pp=2, cp=2)},
-    5: {"zero 0": ParallelConfig(dp_shard=5, zero=0), "zero 3": ParallelConfig(dp_shard=5),
-        "cp 5": ParallelConfig(cp=5, zero=0)},
-}  # fmt: skip
-
 
 LONGER = {
     2: ["zero 0", "zero 2", "pp 2 gpipe", "pp 2 interleaved zero bubble", "pp 2 dualpipev"],
@@ -66,13 +39,14 @@ LONGER = {
 }
 """Layouts of extended cases: `make test` has each of their axes with towers in others."""
 RECOMPUTED = ("tp 2", "zero 3", "cp 3", "pp 3")
+CASES = make_cases_by_ranks(TOWER_MODELS, TOWER_LAYOUTS, extended=LONGER)
 
 
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients by layout: of one micro-batch and of three, in turn."""
     wrong, row = {}, list(TOWER_MODELS).index(name)
     model, batch, loss = tower_reference(name)
-    for column, (layout, parallel) in enumerate(LAYOUTS[ranks].items()):
+    for column, (layout, parallel) in enumerate(TOWER_LAYOUTS[ranks].items()):
         if layout not in layouts:
             continue
         recomputed = "full" if layout in RECOMPUTED else "none"
@@ -86,7 +60,7 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
     return wrong
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(TOWER_MODELS, LAYOUTS, extended=LONGER))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
 def test_gradients_of_towers_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):
         assert wrong == {layout: {} for layout in layouts}

@@ -18,7 +18,7 @@ from tests.support.layouts import PIPELINE_SCHEDULES
 from tests.support.models import BERT_OPTIONS, DROPOUTS, FAMILY_MODELS, SMALL_MODEL
 from tests.support.parity import backward_on_one_device, build_engine, model_gradient_errors
 from tests.support.pattern_models import PATTERN_MODELS
-from tests.support.uninitialized_memory import fill_memory_with_nan
+from tests.support.tensors import fill_memory_with_nan
 
 DECODER = {**SMALL_MODEL, **DROPOUTS, "attention.n_kv_heads": 2}
 ENCODER = {**SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, "family": "encoder"}

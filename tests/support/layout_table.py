@@ -17,7 +17,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatfm.config import Config, ParallelConfig
-from tests.parity import test_deepspeed, test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
+from tests.parity import test_deepspeed, test_pipelines
 from tests.support.context_parity import CONTEXT_LAYOUTS, CONTEXT_MODELS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
 from tests.support.deepspeed_runs import list_family_layouts, make_stage_cases
 from tests.support.expert_parity import (
@@ -30,10 +30,10 @@ from tests.support.expert_parity import (
     SCHEDULED_MODELS,
     expert_layouts_of,
 )
+from tests.support.image_models import LAYOUTS, is_compared
+from tests.support.image_text_models import LLAVA_LAYOUTS, LLAVA_MODELS, TOWER_LAYOUTS, TOWER_MODELS
 from tests.support.layouts import FAMILY_LAYOUTS
-from tests.support.llava_models import LLAVA_MODELS
 from tests.support.models import FAMILY_NAMES
-from tests.support.tower_models import TOWER_MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
@@ -49,7 +49,7 @@ IMAGE_ROWS = {
 """Model of tests/support/image_models.py → its name in the table."""
 TOWER_ROWS = {name: f"two towers, {name}" for name in TOWER_MODELS}
 LLAVA_ROWS = {name: f"vision-language, {name}" for name in LLAVA_MODELS}
-"""Models of tests/support/tower_models.py and llava_models.py → their names."""
+"""Models of tests/support/image_text_models.py → their names."""
 ModelsByLayout = dict[str, set[str]]
 """Layout → models."""
 
@@ -169,14 +169,9 @@ def make_context_table() -> str:
 
 def list_image_cases() -> Iterator[tuple[str, str]]:
     """Rows and layouts that the tests of models of images compare."""
-    for test, rows in (
-        (test_image_layouts, IMAGE_ROWS),
-        (test_two_towers, TOWER_ROWS),
-        (test_llava_layouts, LLAVA_ROWS),
-    ):
-        is_compared = getattr(test, "is_compared", lambda model, parallel: True)
+    for layouts_by_ranks, rows in ((LAYOUTS, IMAGE_ROWS), (TOWER_LAYOUTS, TOWER_ROWS), (LLAVA_LAYOUTS, LLAVA_ROWS)):
         for model, row in rows.items():
-            for ranks, layouts in test.LAYOUTS.items():
+            for ranks, layouts in layouts_by_ranks.items():
                 for parallel in layouts.values() if ranks > 1 else ():
                     if is_compared(model, parallel):
                         yield row, layout_name(parallel)

@@ -1,4 +1,4 @@
-"""The program in the place of Python in jobs of the test cluster: `SOCKET PYTHON words…`, see `forked_jobs.py`.
+"""The program in the place of Python in jobs of the test cluster: `SOCKET PYTHON words…`, see `slurm_cluster.py`.
 
 It hands its command to the server at SOCKET, forwards signals to the process that the server forks, and ends as that
 does; what the server doesn't fork, it executes. It runs without site-packages, and imports little.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_jobs import PythonServer
 from tests.support.slurm_cluster import (
     JOB_REPORT_PROPERTY,
     JOB_REPORTS,
     Cluster,
     Job,
     Project,
+    PythonServer,
     find_missing_requirement,
 )
 from tests.support.small_runs import SMALL_CONFIG, SMALL_PREP

@@ -11,7 +11,7 @@ from megatfm.checkpoint import file_format
 from megatfm.checkpoint.planner import WriteItem
 from megatfm.checkpoint.staging import Staging
 from megatfm.ops import transfer
-from tests.support.uninitialized_memory import OFF, is_misaligned
+from tests.support.tensors import OFF, is_misaligned
 
 TENSORS = {
     name: torch.arange(float(size), dtype=dtype).to(dtype)

@@ -29,7 +29,7 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.checkpoint_schemas import METADATA, edit_metadata, write_schema_1
+from tests.support.files import METADATA, edit_metadata, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
 

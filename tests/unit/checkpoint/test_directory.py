@@ -31,7 +31,7 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import list_checkpoints, purge_old_checkpoints
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.checkpoint_schemas import edit_metadata, read_metadata, write_metadata
+from tests.support.files import edit_metadata, read_metadata, write_metadata
 from tests.support.workers import Workers
 
 

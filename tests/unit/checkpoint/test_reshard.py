@@ -22,7 +22,7 @@ from megatfm.checkpoint import (
     sharded_tensor,
 )
 from megatfm.errors import MegatfmError
-from tests.support.checkpoint_schemas import write_schema_1
+from tests.support.files import write_schema_1
 from tests.support.workers import Workers
 
 HOST = socket.gethostname()

@@ -18,8 +18,7 @@ from megatfm.config import list_presets, load_config
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import LockedError, UsageError
 from tests.support.forked_commands import run_command
-from tests.support.small_runs import SMALL_CONFIG
-from tests.support.trained_runs import tokenizer_model
+from tests.support.small_runs import SMALL_CONFIG, tokenizer_model
 
 __all__ = ["tokenizer_model"]  # a fixture
 

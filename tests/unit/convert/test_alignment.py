@@ -12,10 +12,9 @@ import megatfm
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.models import build
-from tests.support.hf_decoders import build_hf_decoder
 from tests.support.hf_encoders import HF_ENCODERS, build_hf_encoder
-from tests.support.hf_folders import DECODER_TOKENS
-from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned
+from tests.support.hf_folders import DECODER_TOKENS, build_hf_decoder
+from tests.support.tensors import assert_aligned_inputs, is_misaligned
 
 MODELS = ["gpt1", "mistral", "mla", "t5", *HF_ENCODERS]
 

@@ -22,7 +22,6 @@ from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.weight_mapping import map_name, to_hf
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, build_hf_decoder
 from tests.support.hf_encoders import (
     ENCODER_TOKENS,
     HF_LONG_ENCODERS,
@@ -34,6 +33,11 @@ from tests.support.hf_encoders import (
 )
 from tests.support.hf_folders import (
     DECODER_TOKENS,
+    HF_DECODERS,
+    LLAMA_OPTIONS,
+    SWITCH_OPTIONS,
+    T5_OPTIONS,
+    build_hf_decoder,
     build_hf_gpt2,
     build_hf_llama,
     check_same_tensors,

@@ -23,12 +23,15 @@ from megatfm.inference.text import open_text_model
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
-from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
 from tests.support.hf_folders import (
     DECODER_TOKENS,
+    HF_DECODERS,
+    LLAMA_OPTIONS,
+    build_hf_decoder,
     build_hf_llama,
     check_same_tensors,
     copy_to_aligned_memory,
+    decoder_logits,
     edit_config,
     edit_tensors,
     load_complete,

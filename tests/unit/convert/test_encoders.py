@@ -20,7 +20,6 @@ from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
-from tests.support.hf_decoders import GPT_OPTIONS, LLAMA_OPTIONS
 from tests.support.hf_encoders import (
     ENCODER_TOKENS,
     HF_ENCODERS,
@@ -30,6 +29,8 @@ from tests.support.hf_encoders import (
     get_vocabulary_logits,
 )
 from tests.support.hf_folders import (
+    GPT_OPTIONS,
+    LLAMA_OPTIONS,
     check_same_tensors,
     convert_there_and_back,
     copy_to_aligned_memory,

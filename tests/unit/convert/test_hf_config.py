@@ -15,18 +15,27 @@ import megatfm
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES, find_architecture, list_candidates
 from megatfm.convert.architectures.sparse_encoders import GLOBAL_TOKENS_KEY as SEEN_BY_ALL
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
 from tests.support.hf_encoders import (
     HF_ENCODERS,
+    HF_IMAGES,
     HF_LONG_ENCODERS,
     LONG_TOKENS,
     build_hf_encoder,
+    build_hf_image_model,
     build_hf_long_encoder,
     get_vocabulary_logits,
+    image_logits,
     long_encoder_logits,
+    write_pixels,
 )
-from tests.support.hf_folders import perturb_parameters
-from tests.support.hf_images import HF_IMAGES, build_hf_image_model, image_logits, write_pixels
+from tests.support.hf_folders import (
+    GPT_OPTIONS,
+    HF_DECODERS,
+    LLAMA_OPTIONS,
+    build_hf_decoder,
+    decoder_logits,
+    perturb_parameters,
+)
 from tests.support.layouts import SLOW, extend
 
 TOKENS = torch.randint(7, 60, (3, 9), generator=torch.Generator().manual_seed(3))

@@ -25,14 +25,7 @@ from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
 from megatfm.objectives import build_objective
 from megatfm.objectives.images import make_image_reader
-from tests.support.hf_folders import (
-    check_same_tensors,
-    convert_there_and_back,
-    copy_to_aligned_memory,
-    edit_config,
-    perturb_parameters,
-)
-from tests.support.hf_images import (
+from tests.support.hf_encoders import (
     HF_IMAGES,
     PIXELS,
     SMALL_SWIN,
@@ -42,6 +35,13 @@ from tests.support.hf_images import (
     image_logits,
     make_image_batch,
     write_pixels,
+)
+from tests.support.hf_folders import (
+    check_same_tensors,
+    convert_there_and_back,
+    copy_to_aligned_memory,
+    edit_config,
+    perturb_parameters,
 )
 from tests.support.images import draw_pixels, make_batch
 

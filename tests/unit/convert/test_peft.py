@@ -30,9 +30,8 @@ from megatfm.convert.weight_mapping import WeightMapping, map_name
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
 from megatfm.layers.lora import is_factor
-from tests.support.hf_decoders import build_hf_decoder, decoder_logits
 from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder, get_vocabulary_logits
-from tests.support.hf_folders import build_hf_gpt2, build_hf_llama
+from tests.support.hf_folders import build_hf_decoder, build_hf_gpt2, build_hf_llama, decoder_logits
 from tests.support.reference_gradients import cast_to_float64
 
 pytestmark = pytest.mark.filterwarnings(

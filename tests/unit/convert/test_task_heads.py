@@ -15,9 +15,8 @@ from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.errors import UsageError
 from megatfm.train.finetuning import get_stored_labels
-from tests.support.hf_decoders import HF_DECODERS
 from tests.support.hf_encoders import ENCODER_TOKENS, HF_ENCODERS, SMALL_ENCODER
-from tests.support.hf_folders import edit_config, edit_tensors, perturb_parameters
+from tests.support.hf_folders import HF_DECODERS, edit_config, edit_tensors, perturb_parameters
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": HF_ENCODERS["BertForMaskedLM"],

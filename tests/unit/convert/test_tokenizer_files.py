@@ -30,10 +30,10 @@ from megatfm.inference.prompts import PromptOptions, build_prompts
 from megatfm.inference.text import generate_text_beam, open_text_model
 from megatfm.models import build
 from megatfm.tokenizers import TOKENIZER_FILENAMES, train_byte_bpe, train_sentencepiece, train_wordpiece
-from tests.support.hf_decoders import GPT_OPTIONS, LLAMA_OPTIONS
 from tests.support.hf_encoders import BERT_ENCODER
+from tests.support.hf_folders import GPT_OPTIONS, LLAMA_OPTIONS
 from tests.support.reference_gradients import perturb
-from tests.support.tokenizer_cases import LLAMA2_PIECES
+from tests.support.text_objectives import LLAMA2_PIECES
 
 TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 

@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
 from tests.support.hf_folders import DECODER_TOKENS, build_hf_gpt2, build_hf_llama
-from tests.support.trained_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 

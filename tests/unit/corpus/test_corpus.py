@@ -20,8 +20,8 @@ from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
-from tests.support.corpus_fuzzer import ARGUMENTS, CorpusFuzzer, run_examples
 from tests.support.packed_corpora import assert_refused
+from tests.support.webdatasets import ARGUMENTS, CorpusFuzzer, run_examples
 
 Write = Callable[..., Path]
 
@@ -127,17 +127,21 @@ def test_show_gives_the_overview(folder: Path) -> None:
         assert fact in text
 
 
-def test_show_wraps_long_lines_at_the_terminal_s_width(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_wraps_long_lines_at_the_width_of_a_terminal_or_of_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest["provenance"] = {"config": ["a word"] * 40}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert len(describe_corpus(folder).splitlines()[-1]) > 300, "lines of a file are whole"
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = describe_corpus(folder).splitlines()
-    assert all(len(line) <= 80 for line in lines if len(line.split()) > 2), "a path or a hash stays whole"
-    assert f"tokenizer    {'a' * 64}" in lines
-    assert lines[-1].startswith(" " * len("fingerprint  "))
+    for width in (120, 80):
+        lines = describe_corpus(folder).splitlines()
+        assert all(len(line) <= width for line in lines if len(line.split()) > 2), "a path or a hash stays whole"
+        assert f"tokenizer    {'a' * 64}" in lines
+        assert lines[-1].startswith(" " * len("fingerprint  "))
+        sample = int(Corpus.open(folder).lengths().argmax())
+        assert all(len(line) <= width for line in describe_corpus(folder, sample).splitlines()), "ids are wrapped, too"
+        monkeypatch.setenv("COLUMNS", "80")
 
 
 def test_show_gives_a_sample(folder: Path) -> None:
@@ -148,7 +152,7 @@ def test_show_gives_a_sample(folder: Path) -> None:
     text = describe_corpus(folder, 7, decode)
     for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
         assert fact in text
-    tokens = describe_corpus(folder, 7).splitlines()[-1].split()
+    tokens = describe_corpus(folder, 7).partition("\n\n")[2].split()
     assert tokens == list(map(str, Corpus.open(folder).read_sample(7).tokens))
 
 

@@ -1,5 +1,6 @@
 """The command: exit codes, one line for each mistake, nothing half-written, and words of earlier versions."""
 
+import errno
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from megatfm.config.key_migrations import RENAMED_PREP_KEYS, RENAMED_PREP_VALUES
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
@@ -89,6 +90,23 @@ def test_skipped_files_are_listed(prep: Prep, changeable_corpus: Path, capfd: py
     output = capfd.readouterr().err
     assert f"skipped: {corpus}/a.png: is a binary file" in output
     assert f"skipped: {corpus}/loop: is a link that leads back" in output
+
+
+def test_a_wrong_text_key_that_skips_most_documents_is_noted(
+    prep: Prep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"content" if number % 12 else "text": f"{number} words " * 99} for number in range(120)]
+    write_file(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, records)).encode())
+    words = ["read.folder=in", "read.on_error=skip", "tokenizer.vocab_size=300", "split.validation=0"]
+    assert prep(*words) == 0
+    note = "note: 110 of 120 documents (92 %) were unreadable, and were left out, most of them for no_field_text (as a."
+    assert note in capfd.readouterr().err
+    write_file(
+        tmp_path / "in" / "a.jsonl", "\n".join(json.dumps({"text": r.popitem()[1]}) for r in records[11:]).encode()
+    )
+    write_file(tmp_path / "in" / "b.jsonl", b"\n".join([b"{"] * 10))
+    assert prep(*words, "out=few") == 0
+    assert "were unreadable" not in capfd.readouterr().err, "one in twelve is not many"
 
 
 USAGE = {
@@ -179,6 +197,22 @@ def test_files_that_can_not_grow(
     assert ": File too large: make room" in error_line(capfd)
     assert nothing_half_written(tmp_path / "out", prepared_hashes)
     assert file_hashes(data_prep.run(config()).out) == prepared_hashes
+
+
+@pytest.mark.parametrize("name", [".work", "????????????????"])
+def test_a_folder_that_can_not_be_made_names_the_way_out(
+    config: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_folder = os.mkdir
+
+    def fail(path: Path, *arguments: Any) -> None:
+        if Path(path).match(name):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        make_folder(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(MegatfmError, match=r"can't write .*/\.work.*: No space left on device: make room or choose"):
+        data_prep.run(config())
 
 
 @pytest.fixture

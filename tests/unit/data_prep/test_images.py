@@ -26,8 +26,16 @@ from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.forked_commands import run_command
 from tests.support.images import encode_noise
-from tests.support.prep_files import file_hashes, write_file
-from tests.support.prep_tasks import KILLED, count_moments, hold_first_task, run_killed_at, run_task, stop_before_commit
+from tests.support.prep_files import (
+    KILLED,
+    count_moments,
+    file_hashes,
+    hold_first_task,
+    run_killed_at,
+    run_task,
+    stop_before_commit,
+    write_file,
+)
 from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 
@@ -244,6 +252,23 @@ def test_bad_samples_are_named_or_skipped(tmp_path: Path, lay: Any, members: dic
     assert len(taken(tmp_path / "out")) == 12
     assert len(result["skipped_files"]) == 1
     assert "500" in result["skipped_files"][0]
+
+
+def test_halves_of_surrogate_pairs_go_from_captions_and_labels(tmp_path: Path) -> None:
+    """JSON may spell them; neither a tokenizer nor a manifest can take them."""
+    tokenizer = make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=297), ["a caption of words"])
+    (tmp_path / "model").mkdir()
+    model = write_tokenizer(tmp_path / "model", tokenizer)
+    rows = []
+    for number in range(12):
+        write_file(tmp_path / "in" / f"{number}.jpg", image(number))
+        write_file(tmp_path / "in" / f"{number}.json", b'{"text": "a \\ud800 b"}')
+        rows.append(json.dumps({"file": f"{number}.jpg", "label": f"\udc00{number % 2}"}))
+    write_file(tmp_path / "labels.jsonl", "\n".join(rows).encode())
+    labels = {"by": "table", "table": str(tmp_path / "labels.jsonl")}
+    data_prep.run(config(tmp_path, read={"labels": labels}, tokenizer={"file": str(tmp_path / "model")}))
+    assert {model.decode(sample.tokens) for sample in taken(tmp_path / "out").values()} == {"a \ufffd b"}
+    assert Corpus.open(tmp_path / "out" / "train").manifest.class_names == ["\ufffd0", "\ufffd1"]
 
 
 def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:

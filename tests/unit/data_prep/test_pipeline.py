@@ -18,8 +18,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import file_hashes, shard_texts, write_file
-from tests.support.prep_tasks import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, shard_texts, write_file
 
 Make = Callable[..., PrepConfig]
 

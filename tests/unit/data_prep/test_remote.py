@@ -21,8 +21,7 @@ from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.packed_corpora import serve_s3, use_s3
-from tests.support.prep_files import write_file
-from tests.support.prep_tasks import StoppedError, run_tasks, stop_before_commit
+from tests.support.prep_files import StoppedError, run_tasks, stop_before_commit, write_file
 
 
 @pytest.fixture(scope="module")

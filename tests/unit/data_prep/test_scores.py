@@ -21,7 +21,7 @@ from megatfm.data_prep.filters.base import CountingFilter, make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, hash_features
 from megatfm.errors import UsageError
 from megatfm.inference.text import open_text_model
-from tests.support.trained_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
+from tests.support.small_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 

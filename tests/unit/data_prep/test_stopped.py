@@ -19,15 +19,17 @@ from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
 from tests.support.forked_commands import ForkedCommand
 from tests.support.layouts import EXTENDED, SLOW
-from tests.support.prep_files import SIGNAL_SCRIPT, file_hashes, write_file
-from tests.support.prep_tasks import (
+from tests.support.prep_files import (
     KILLED,
+    SIGNAL_SCRIPT,
     count_moments,
+    file_hashes,
     hold_first_task,
     run_killed_at,
     run_task,
     run_tasks,
     stop_before_commit,
+    write_file,
 )
 
 Make = Callable[..., PrepConfig]

@@ -169,6 +169,19 @@ def test_an_id_that_ends_no_document_is_refused(tmp_path: Path, model: Path) -> 
     assert {tuple(ids) for ids in taken(unstripped.out).values()} == {(60, 61, END), (62, END)}
 
 
+@pytest.mark.parametrize("ids", [[*range(60, 90)] * 9, [60]])
+def test_files_without_the_end_of_a_document_are_noted(tmp_path: Path, model: Path, ids: list[int]) -> None:
+    write_file(tmp_path / "in" / "empty.bin", b"")
+    for number in range(9):
+        end = [END] if number < 2 else []
+        write_file(tmp_path / "in" / f"{number}.bin", np.array([*ids, *end], "<u2").tobytes())
+    notes = data_prep.run(config(tmp_path, model, "tokens")).result["notes"]
+    assert [note for note in notes if note.startswith("read.tokens.eos_id = 2 never occurs in 7 of 10 files")]
+    for path in (tmp_path / "in").iterdir():
+        path.write_bytes(np.array([*ids, END] * 3, "<u2").tobytes())
+    assert "never occurs" not in str(data_prep.run(config(tmp_path, model, "tokens", "ended")).result["notes"])
+
+
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.bin").write_bytes(np.array([5, END, 400, END], "<u2").tobytes())

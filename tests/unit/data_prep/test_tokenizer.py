@@ -26,8 +26,7 @@ from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigat
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
-from tests.support.prep_files import file_hashes, make_prep_config, write_file
-from tests.support.prep_tasks import stop_before_commit
+from tests.support.prep_files import file_hashes, make_prep_config, stop_before_commit, write_file
 
 Make = Callable[..., PrepConfig]
 FILES = {

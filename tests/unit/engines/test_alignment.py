@@ -21,7 +21,7 @@ from tests.support.layouts import extend
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.sharded_engines import assert_same_after_resume, get_tensor, load_checkpoint, train_steps
-from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
+from tests.support.tensors import assert_aligned_inputs, is_misaligned, misalign
 from tests.support.workers import Workers
 
 LAYOUTS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatfm.models import Decoder
-from tests.support.trained_runs import SMALL_DECODER, padded_decoder, random_model, tokenizer_model, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, padded_decoder, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 

@@ -13,7 +13,7 @@ import megatfm
 from megatfm.errors import UsageError
 from megatfm.inference.embeddings import SentenceEmbedder
 from tests.support.reference_gradients import perturb
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
 
 PIECES = [
     "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *(f"##{letter}" for letter in "abcdefghij"),

@@ -11,12 +11,11 @@ from torch import Tensor
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate, stream
-from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.text import open_text_model
+from megatfm.inference.text import IncrementalDetokenizer, open_text_model
 from megatfm.models import Decoder
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.plugins import plugin
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint
+from tests.support.small_runs import SMALL_DECODER, random_model, write_next_checkpoint
 
 PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 

@@ -15,14 +15,14 @@ import transformers
 
 from megatfm.convert.load import load_generation_fields, load_hf_model
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_questions, evaluate_task_files
 from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
 from megatfm.inference.likelihood import Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from tests.support.hf_folders import perturb_parameters, write_gpt2
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, random_model, write_trained_run
 
 ROWS = [
     {"ask": f"textwrap {number} {'import ' * (number % 4)}", "a": "größer", "b": "if", "c": "東京", "key": number % 3}

@@ -38,10 +38,10 @@ from megatfm.inference.text import TextModel, generate_text, generate_text_beam
 from megatfm.models import build
 from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.tokenizers import SentencePieceTokenizer
+from tests.support.image_text_models import LLAVA
 from tests.support.images import cut_patches, draw_pixels, encode_noise, make_batch, make_masked_batch
-from tests.support.llava_models import LLAVA
 from tests.support.reference_gradients import build_pair, cast_to_float64, perturb
-from tests.support.trained_runs import random_model
+from tests.support.small_runs import random_model
 from tests.support.workers import Workers
 
 SIDE = 4

@@ -20,7 +20,7 @@ from megatfm.config import EvaluationTaskConfig
 from megatfm.convert.load import load_hf_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluate import measure_compressors
 from megatfm.inference.evaluation_tasks import evaluate_questions
@@ -33,7 +33,7 @@ from megatfm.tasks.questions import open_evaluation_task
 from tests.support.files import write_lines
 from tests.support.hf_folders import build_hf_gpt2, build_hf_llama
 from tests.support.layouts import extend
-from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
+from tests.support.small_runs import SMALL_DECODER, random_model, write_trained_run
 from tests.support.workers import Workers
 
 EXPERTS = SMALL_DECODER.with_changes({"ffn": {"name": "moe", "d_ff": 24, "n_experts": 4, "top_k": 2}})

@@ -27,14 +27,14 @@ from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
 from megatfm.registry import import_plugins
 from tests.support.forked_commands import run_command
 from tests.support.hf_folders import edit_config, edit_tensors, write_gpt2
-from tests.support.trained_runs import (
+from tests.support.small_runs import (
     SMALL_DECODER,
     padded_decoder,
     random_model,
     write_next_checkpoint,
     write_trained_run,
 )
-from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
+from tests.support.tensors import assert_aligned_inputs, is_misaligned, misalign
 
 
 def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_named(
 
 
 def test_loaded_weights_are_aligned_like_new_ones(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit holds only so, see tests/support/uninitialized_memory.py."""
+    """Bit for bit holds only so, see tests/support/tensors.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misalign(tensor) for name, tensor in read(*args).items()}  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_tensors", planted)
@@ -358,14 +358,18 @@ def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model:
         HarnessRequests(loaded, 1).loglikelihood_rolling(["a"])
 
 
-@pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])
+@pytest.mark.parametrize(
+    ("config", "objective", "separator"),
+    [(SMALL_DECODER, "prefix", ""), (PAIRS, "prefix", ""), (PAIRS, "span_corruption", "\n"), (PAIRS, "answers", "\n")],
+)
 def test_samples_and_beams_from_a_prompt(
-    config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
+    config: ModelConfig, objective: str, separator: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
+    """A text that does not continue the prompt, such as an answer, is shown on a line of its own."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     shown: list[str] = []
     (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, on_text=shown.append)
-    assert "".join(shown) == TEXT + greedy
+    assert "".join(shown) == TEXT + separator + greedy
     assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 

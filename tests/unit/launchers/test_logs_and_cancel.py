@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megatfm.launchers.logs import ERROR_PATTERN, ErrorScanner, follow_logs, print_tails, select_logs
+from tests.support.forked_commands import wait_until
 from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm
-from tests.support.waiting import wait_until
 
 
 def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from megatfm.errors import MegatfmError
 from megatfm.launchers.supervisor import Child, _ChildGroup, supervise
-from tests.support.forked_commands import ForkedCommand
-from tests.support.waiting import wait_until
+from tests.support.forked_commands import ForkedCommand, wait_until
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """

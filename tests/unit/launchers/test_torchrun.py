@@ -19,7 +19,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers import snapshot
 from megatfm.launchers.job import MEGATFM_COMMAND
 from megatfm.launchers.torchrun import find_common_exit_code, make_torchrun_command, run_worker, signal_workers
-from tests.support.waiting import wait_until
+from tests.support.forked_commands import wait_until
 
 ROOT = Path(__file__).parents[3]
 STEP = {

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.layers import stage_blocks
-from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.layers.attention.windowed import MapWindows
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.hf_images import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
+from tests.support.hf_encoders import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
 from tests.support.images import draw_pixels
 from tests.support.models import FAMILY_MODELS, MVIT_MODEL, SWIN_V2_OPTIONS
 from tests.support.reference_gradients import perturb

@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForMaskedImageModeling
 from megatfm.config import ModelConfig, load_config
 from megatfm.errors import UsageError
 from megatfm.models import build
-from tests.support.hf_images import build_hf_model, copy_hf_weights, draw_images
+from tests.support.hf_encoders import build_hf_model, copy_hf_weights, draw_images
 from tests.support.images import make_batch
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 from tests.support.tensors import move_parameters

@@ -10,7 +10,7 @@ from megatfm.engines.registry import ENGINES
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.support.tower_models import SIGLIP, TOWER_MODELS, TOWERS, tower_batch
+from tests.support.image_text_models import SIGLIP, TOWER_MODELS, TOWERS, tower_batch
 
 # Parameters as those of the released models.
 

@@ -11,8 +11,8 @@ from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.image_text_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 from tests.support.images import encode_noise
-from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 
 BOS, EOS, PAD, IMG, NONE = 1, 2, 0, IMAGE_TOKEN, -100
 SPECIAL = SpecialTokens(bos=BOS, eos=EOS, pad=PAD, vocab_size=VOCABULARY)

@@ -16,8 +16,8 @@ from megatfm.layers.classifier import count_topk_correct
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
+from tests.support.image_text_models import TOWERS
 from tests.support.images import encode_image, encode_noise
-from tests.support.tower_models import TOWERS
 
 KEY = ChunkKey(0, 0, 0, 0)
 NO_TEXT = np.zeros(0, np.uint16)

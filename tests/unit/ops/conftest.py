@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.uninitialized_memory import fill_memory_with_nan
+from tests.support.tensors import fill_memory_with_nan
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatfm.ops import transfer as module
 from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned, move_to_device
-from tests.support.uninitialized_memory import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
+from tests.support.tensors import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
 
 ROWS = torch.arange(15.0).view(5, 3)
 MISALIGNED = {

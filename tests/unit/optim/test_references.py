@@ -15,7 +15,7 @@ from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import BatchedMuon, split_batches
 from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, Role
 from tests.support.sharded_engines import OPTIMIZER_SECTION, RATE, check_stack_moves_as_matrices
-from tests.support.uninitialized_memory import OperatorCounter
+from tests.support.tensors import OperatorCounter
 
 STEPS = 15
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {

@@ -3,15 +3,20 @@
 import importlib
 import pkgutil
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
+from megatfm.layers.initialisation import Constant
+from megatfm.layers.linear import Linear
 from megatfm.models import build
 from megatfm.parallel.layout import Region, Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh
@@ -264,6 +269,31 @@ def test_a_tensor_of_too_few_dims_needs_a_style_that_declares_its_gradient(worke
         assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard")
     assert set(workers.run(lay_a_scalar, 2, "replicated_partial_grad")) == {"('tp',) (8, 4)"}
     assert set(workers.run(lay_a_scalar, 2, "rowwise")) == {"('tp',) (8, 2)"}
+
+
+@pytest.mark.parametrize("style", ["rowwise", "replicated_kv_heads"])
+@pytest.mark.parametrize("linear", [lambda: nn.Linear(8, 4), lambda: Linear(8, 4, Constant(1.0), heads=1)])
+def test_a_forward_that_a_style_replaces_has_a_multiply_beside_it(linear: Callable[[], nn.Module], style: str) -> None:
+    """Its factor of 3 would be lost without a word."""
+    base: Any = linear()
+
+    class Tripled(type(base)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(3 * x)
+
+    def lay(cls: type) -> None:
+        with torch.device("meta"):
+            model = Around(linear())
+        model.blocks[0].__class__, model.blocks[0].heads = cls, 1
+        with fake_ranks(2, 0):
+            parallelize(model, build_mesh(ParallelConfig(tp=2), 2, "cpu"), sequence_parallel=True)
+
+    Around.tp_plan = (("blocks.0", style),)
+    lay(type(base))
+    with pytest.raises(UsageError, match=r"^blocks\.0\.weight: .* forward of Tripled, which has no method `multiply"):
+        lay(Tripled)
+    Tripled.multiply = lambda module, x, weight, bias: F.linear(3 * x, weight, bias)
+    lay(Tripled)
 
 
 def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:

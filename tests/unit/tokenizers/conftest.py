@@ -20,7 +20,7 @@ from megatfm.tokenizers import (
     train_sentencepiece,
     train_wordpiece,
 )
-from tests.support.tokenizer_cases import LLAMA2_PIECES, T5_PIECES
+from tests.support.text_objectives import LLAMA2_PIECES, T5_PIECES
 
 
 @pytest.fixture(scope="session")

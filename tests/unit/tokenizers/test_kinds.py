@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
-from tests.support.tokenizer_cases import LLAMA2_PIECES, LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS, T5_PIECES
+from tests.support.text_objectives import LLAMA2_PIECES, LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS, T5_PIECES
 
 characters = st.characters(exclude_categories=["Cs"])
 any_text = st.lists(st.text(characters) | st.sampled_from(ODD_TEXTS)).map("".join)

@@ -28,7 +28,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
 from megatfm.train.evaluation import compute_loss_by_position, evaluate, format_result
-from tests.support.evaluated_tasks import build_initial_model, small_config
+from tests.support.finetuning_tasks import build_initial_model, small_config
 from tests.support.images import encode_noise
 from tests.support.webdatasets import pack_tar
 from tests.support.workers import Workers

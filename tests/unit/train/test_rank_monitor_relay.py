@@ -18,8 +18,8 @@ from megatfm.parallel.distributed import ProcessInfo
 from megatfm.train.json_connection import JsonConnection
 from megatfm.train.rank_monitor_client import RankMonitor, _describe_thread, find_relays, is_peer_loss
 from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServer
-from tests.support.monitor_clients import MonitorClient, connect, make_heartbeat
-from tests.support.waiting import wait_until
+from tests.support.forked_commands import wait_until
+from tests.support.rank_processes import MonitorClient, connect, make_heartbeat
 
 HOSTS = ["n0", "n0", "n1", "n1", "n1"]
 RELAYS = [0, 1, 2, 2, 2]

@@ -13,9 +13,8 @@ import pytest
 from megatfm.train import rank_monitor_server
 from megatfm.train.json_connection import LINE_BYTES, JsonConnection
 from megatfm.train.rank_monitor_server import RankMonitorServer
-from tests.support.forked_commands import ForkedCommand
-from tests.support.monitor_clients import MonitorClient
-from tests.support.waiting import wait_until
+from tests.support.forked_commands import ForkedCommand, wait_until
+from tests.support.rank_processes import MonitorClient
 
 Connect = Callable[..., MonitorClient]
 OpenHub = Callable[..., Connect]

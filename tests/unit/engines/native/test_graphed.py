@@ -20,7 +20,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
-from tests.support.uninitialized_memory import HostWaits
+from tests.support.tensors import HostWaits
 from tests.support.workers import Workers
 
 

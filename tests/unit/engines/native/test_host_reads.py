@@ -27,7 +27,7 @@ from tests.support.context_parity import context_case, context_microbatches
 from tests.support.layouts import EXTENDED, extend
 from tests.support.models import ADAMW, FAMILY_MODELS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches, model_gradient_errors
-from tests.support.uninitialized_memory import BLOCKING_METHODS, HostWaits
+from tests.support.tensors import BLOCKING_METHODS, HostWaits
 from tests.support.workers import Workers
 
 MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})

@@ -30,7 +30,7 @@ from tests.support.expert_parity import MOE_OPTIONS, SPARSE
 from tests.support.models import ADAMW, LENGTH, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.sharded_engines import count_held_bytes, low_precision_gradients
-from tests.support.uninitialized_memory import OperatorCounter
+from tests.support.tensors import OperatorCounter
 from tests.support.workers import Workers
 
 
