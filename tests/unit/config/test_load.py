@@ -89,6 +89,18 @@ def test_a_path_from_the_command_line_is_relative_to_the_current_directory(
     assert load("data.train=~/x").data.train == str(Path.home() / "x")
 
 
+def test_a_folder_may_be_named_like_a_variable(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's config, whose paths are absolute, names files in it that don't exist yet."""
+    (folder := tmp_path / "$project").mkdir()
+    monkeypatch.chdir(folder)
+    config = load("data.cache_dir=cache")
+    (stored := folder / "mine.toml").write_text(to_toml(config))
+    assert load_config(stored) == config
+    for path in (folder / "$NAME" / "cache", folder / "cache-$NAME"):
+        with pytest.raises(UsageError, match=r"a config knows no variables of the environment"):
+            load_config(stored, [f"data.cache_dir={path}"])
+
+
 @pytest.mark.parametrize("preset", list_presets())
 def test_a_preset_s_paths_are_relative_to_here(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
