@@ -178,8 +178,11 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             raise UsageError(
                 f"override {override!r}: `extends` stands in a config file; here, give {text or 'a config'} as CONFIG"
             )
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         if key == CORPUS and text:
-            _set_corpus(values, override, text)
+            folder = _parse(override, text)
+            _set_corpus(values, override, folder if isinstance(folder, str) else text)
             continue
         table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
@@ -188,8 +191,6 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
                 hint = _suggest_keys(key, (), config_class)
                 raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
-        if text in NULLS:
-            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         value = _parse(override, text)
         if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
