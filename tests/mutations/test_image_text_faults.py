@@ -11,11 +11,11 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
 from megatfm.layers.classifier import index_documents
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import two_towers, vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.ops import contrastive
-from megatfm.parallel import context_modules, context_parallel, cp_plans, parallelize, styles
+from megatfm.parallel import context_parallel, cp_plans, parallelize, styles
 from tests.support.image_text_models import (
     LLAVA_CASES,
     LLAVA_LAYOUTS,
@@ -303,7 +303,7 @@ def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:
         received = x.new_zeros(*x.shape[:2], len(plan.indices) - x.shape[2], x.shape[3])
         return real(x.detach(), plan) + torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
 
-    patch.setattr(context_modules, "fetch", fetch)
+    patch.setattr(cp_plans, "fetch", fetch)
 
 
 def images_of_a_row_see_one_another(patch: Patch) -> None:

@@ -16,7 +16,7 @@ from transformers.models.modernbert import modeling_modernbert
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import draw_random_blocks
 from megatfm.layers.block import Block
-from megatfm.layers.rope import compute_frequencies
+from megatfm.layers.position import compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.hf_encoders import (

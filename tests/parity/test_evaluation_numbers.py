@@ -191,7 +191,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 caption = np.arange(20, 21 + number % 5) + number // 2 * has_caption
                 writer.add(
                     f"{number:04d}", (caption if has_caption else caption[:0]).astype(np.uint16), "drawn", 1,
-                    members=make_image_files(number), image_size=(SIDE, SIDE),
+                    members=make_image_files(number),
                 )  # fmt: skip
             writer.finish({})
     return corpora

@@ -158,6 +158,24 @@ def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks
         assert max(differences.values()) <= 1e-7, differences
 
 
+SOURCE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": (DECODER, {}),
+    "future heads, zero1": (DECODER | {"n_mtp_heads": 2}, {"dp_shard": 2, "zero": 1}),
+    "zero3 x tp": (DECODER, {"dp_shard": 2, "tp": 2}),
+    "tp without sequence parallelism": (DECODER, {"tp": 2, "sequence_parallel": False}),
+    "pp x cp": (DECODER, {"pp": 2, "cp": 2, "pp_schedule": "1f1b"}),
+    "zero bubble": (DECODER, {"pp": 2, "pp_schedule": "zbv"}),
+    "sparse head, tp": (ENCODER, {"tp": 2}),
+    "sparse head, cp": (ENCODER, {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", SOURCE_CASES)
+def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers, case: str) -> None:
+    """DeepSpeed's is in test_deepspeed, whose processes have imported it."""
+    check_losses_by_source(workers, *SOURCE_CASES[case])
+
+
 GRID = {"a": ["w", "x", "y"], "b": ["x", "y", "z"], "c": ["x"], "d": ["x", "w"]}
 
 
@@ -203,21 +221,3 @@ def test_no_cell_is_lost() -> None:
     assert now.keys() == GRID.keys()
     assert all("x" in layouts for layouts in now.values())
     assert all(case.values[2:] == (4,) for case in actual)
-
-
-SOURCE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one rank": (DECODER, {}),
-    "future heads, zero1": (DECODER | {"n_mtp_heads": 2}, {"dp_shard": 2, "zero": 1}),
-    "zero3 x tp": (DECODER, {"dp_shard": 2, "tp": 2}),
-    "tp without sequence parallelism": (DECODER, {"tp": 2, "sequence_parallel": False}),
-    "pp x cp": (DECODER, {"pp": 2, "cp": 2, "pp_schedule": "1f1b"}),
-    "zero bubble": (DECODER, {"pp": 2, "pp_schedule": "zbv"}),
-    "sparse head, tp": (ENCODER, {"tp": 2}),
-    "sparse head, cp": (ENCODER, {"cp": 2}),
-}
-
-
-@pytest.mark.parametrize("case", SOURCE_CASES)
-def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers, case: str) -> None:
-    """DeepSpeed's is in test_deepspeed, whose processes have imported it."""
-    check_losses_by_source(workers, *SOURCE_CASES[case])

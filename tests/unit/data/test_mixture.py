@@ -16,7 +16,7 @@ from megatfm.data.mixture import EpochCounter, Mixture, Phase, compute_quotas, m
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.files import flip_bit
-from tests.support.packed_corpora import SHARD
+from tests.support.packed_corpora import SHARD, pack_dataset
 
 STREAMS, BLOCK = 4, 20
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
@@ -28,7 +28,7 @@ CHANGE = 130  # in the second block of the first phase: positions 80 … 159; be
 def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
     def make(seed: int = 1, phases: Any = ((0, WEIGHTS), (CHANGE, LATER)), block: int = BLOCK) -> Mixture:
         sources = {
-            name: PackedDataset(
+            name: pack_dataset(
                 memory_corpus([[7, 9, 3]] * n), causal_type(), sequence_length=8, seed=make_source_seed(seed, name),
                 streams=STREAMS,
             )
@@ -79,7 +79,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
     worst = 0.0
     for seed in range(3):
         sources = {
-            name: PackedDataset(memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams)
+            name: pack_dataset(memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams)
             for name, _ in zip("abc", weights, strict=False)
         }
         mixture = Mixture(
@@ -195,7 +195,7 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
 
 def test_sources_of_other_lengths_are_refused(memory_corpus: Any, causal_type: Any) -> None:
     sources = {
-        name: PackedDataset(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
+        name: pack_dataset(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
         for name, length in (("a", 8), ("b", 16))
     }
     with pytest.raises(UsageError, match=r"data\.mixture\.b: its rows have 16 tokens, those of a 8"):
@@ -292,11 +292,11 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
     options = {"sequence_length": 16, "seed": 3, "streams": 2}
     read: list[int] = []
     block = corpus.read_block
-    healthy = PackedDataset(corpus, Chosen(), **options)
-    rows = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
+    healthy = pack_dataset(corpus, Chosen(), **options)
+    rows = pack_dataset(corpus, Chosen(), quarantine=bad, **options)
     padded_except(rows, healthy, {1, 4, 5, 6})
     corpus.read_block = lambda number: read.append(number) or block(number)
-    quarantined = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
+    quarantined = pack_dataset(corpus, Chosen(), quarantine=bad, **options)
     for position in range(len(quarantined)):
         quarantined.read_row(position)
     assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
@@ -316,14 +316,14 @@ def test_quarantined_documents_are_no_partners(memory_corpus: Any, causal_type: 
     partners: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
     bad = Quarantine.parse(["1"], 3)
-    PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
+    pack_dataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
     assert partners == [[last], [first, last], [first]]
 
 
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
-    rows = PackedDataset(
+    rows = pack_dataset(
         corpus, causal, sequence_length=12, seed=0, shuffle=False, attend_across_documents=True,
         quarantine=Quarantine.parse(["1"], 3),
     )  # fmt: skip
@@ -339,7 +339,7 @@ def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
     first, last = int(corpus.blocks[bad]), int(corpus.blocks[bad + 1]) - 1
 
     def read(entries: list[str]) -> None:
-        rows = PackedDataset(
+        rows = pack_dataset(
             corpus, causal, sequence_length=64, seed=0, quarantine=Quarantine.parse(entries, corpus.n_samples),
         )  # fmt: skip
         with DataLoader(rows, global_batch=8, micro_batch=8, end_position=len(rows)) as loader:

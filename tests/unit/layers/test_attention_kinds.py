@@ -15,15 +15,14 @@ from megatfm.config import ModelConfig, load_config
 from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention import linformer
-from megatfm.layers.attention.deberta import assign_log_buckets
 from megatfm.layers.attention.memory_compressed import MemoryCompressedPattern
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.windows_2d import Windows2d
-from megatfm.layers.attention.windowed import WindowedAttention
+from megatfm.layers.attention.relative import assign_log_buckets
+from megatfm.layers.attention.windowed import WindowedAttention, Windows2d
 from megatfm.layers.block import Block
 from megatfm.layers.initialisation import make_initialiser
-from megatfm.layers.maps import MapSequence
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_views import MapSequence
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.reference_gradients import perturb

@@ -21,7 +21,7 @@ from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
-from megatfm.ops.grouped_mm import KERNELS, choose_grouped_kernel, grouped_linear
+from megatfm.ops.moe import KERNELS, choose_grouped_kernel, grouped_linear
 from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned, move_to_device
 from tests.support.tensors import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
 

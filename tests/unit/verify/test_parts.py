@@ -271,7 +271,7 @@ def test_unnamed_sizes_become_small() -> None:
 FOLDER = Path(expected.__file__).parent
 FILES = [
     *sorted(FOLDER.glob("expected*.py")),
-    *(FOLDER / f"{name}.py" for name in ("axes", "context_shards", "module_calls", "module_shardings", "traffic")),
+    *(FOLDER / f"{name}.py" for name in ("context_shards", "layouts", "module_calls", "module_shardings", "traffic")),
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""

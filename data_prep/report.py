@@ -1,4 +1,7 @@
-"""The report of a prepared corpus: one HTML file without outside references, deterministic."""
+"""The report of a prepared corpus: one deterministic HTML file without outside references.
+
+It shows what came in, what was dropped and why, and what came out.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +38,12 @@ def _load_template() -> Template:
     # Autoescape: names and examples are foreign text, and no script may run.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": format_count, "size": format_file_size}
-    text = (resources.files("megatfm.data_prep.report") / "report.html").read_text(encoding="utf-8")
+    text = (resources.files("megatfm.data_prep") / "report.html").read_text(encoding="utf-8")
     return environment.from_string(text)
 
 
 def render_report(result: Mapping[str, Any]) -> str:
     """Return the HTML page of a `prep.json`."""
-    package = resources.files("megatfm.data_prep.report")
     styles = resources.files("megatfm") / "report" / "report.css"
     steps, images = result["steps"], has_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
@@ -65,7 +67,7 @@ def render_report(result: Mapping[str, Any]) -> str:
         splits=[(name, result[name], make_charts(result[name], images)) for name in SPLITS if result[name]["shards"]],
         result=result,
         settings=list(flatten_settings(result["config"])),
-        style=Markup(styles.read_text(encoding="utf-8") + (package / "report.css").read_text(encoding="utf-8")),
+        style=Markup(styles.read_text(encoding="utf-8")),
     )
 
 

@@ -1,16 +1,20 @@
-"""An estimate as one self-contained page: memory by rank, time by cause, the schedule's timeline, scaling curves."""
+"""An estimate as files: one self-contained page, of memory by rank, time by cause, the schedule's timeline and scaling
+curves; and a config of the layout that extends the estimated one, with the words that launch it."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import tomli_w
 from jinja2 import Environment, StrictUndefined
 
-from megatfm.errors import UsageError
+from megatfm.config import load_config
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import GIB, Cluster
-from megatfm.estimate.estimator import Estimate, Estimator
+from megatfm.estimate.estimator import Estimate, Estimator, resolve_precision
 from megatfm.estimate.stalls import describe_failures
 from megatfm.estimate.text import describe_fit, describe_run, describe_speed, list_causes
 from megatfm.files import atomic_write, name_write_errors
@@ -106,14 +110,16 @@ def draw_memory(estimate: Estimate) -> Drawing:
     """Draw a stacked bar of each pipeline rank's memory, and a line at the device's."""
     device = estimate.cluster.device.memory_bytes
     scale = WIDTH / (1.02 * max(device, estimate.worst.total))
-    boxes, rows = [], []
+    boxes, rows, legend = list[Box](), list[str](), dict[str, str]()
     for row, rank in enumerate(estimate.memory):
         rows.append(f"rank {rank.pipeline_rank}: {rank.total / GIB:.1f} GiB")
         x = 0.0
         for name, n_bytes in rank.parts.items():
-            boxes.append(Box(x, row * ROW, n_bytes * scale, name, f"{name}: {n_bytes / GIB:.2f} GiB"))
+            kind = name.partition(" ")[0]
+            boxes.append(Box(x, row * ROW, n_bytes * scale, kind, f"{name}: {n_bytes / GIB:.2f} GiB"))
+            legend |= {kind: name} if n_bytes else {}
             x += n_bytes * scale
-    return Drawing(rows, boxes, {part: part for part in estimate.worst.parts}, device * scale)
+    return Drawing(rows, boxes, legend, device * scale)
 
 
 def draw_timeline(estimate: Estimate) -> Drawing | None:
@@ -135,7 +141,8 @@ def draw_timeline(estimate: Estimate) -> Drawing | None:
     ]
     rows = [f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle" for rank, busy in enumerate(timeline.busy)]
     is_cut = len(passes) < len(timeline.passes)
-    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes, {end:.3g} s" if is_cut else f"{end:.3g} s"
+    shown = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else "all passes"
+    note = f"{shown} take {end:.3g} s"
     kinds = {p.kind for p in passes}
     legend = {f"pass-{kind}": name for kind, name in PASS_KINDS.items() if kind in kinds}
     return Drawing(rows, boxes, legend, note=note, min_width=PASS_PIXELS * len(passes) // len(rows))
@@ -178,3 +185,58 @@ def compute_scaling_lines(points: Sequence[ScalePoint]) -> tuple[list[tuple[floa
     curve = [place(point.gpus, point.tokens_per_second) for point in points]
     ideal = [place(p.gpus, first.tokens_per_second * p.gpus / first.gpus) for p in (first, last)]
     return curve, ideal
+
+
+# ------------------------------------------------------------------------------------------------ layout
+
+
+def render_layout_config(source: str, estimate: Estimate) -> str:
+    """Return a config file's text: the keys in which the estimate differs from `source`, a preset's name or a path."""
+    base = resolve_precision(load_config(source, []), estimate.cluster.device)
+    changed = _find_changed_keys(base.model_dump(exclude_none=True), estimate.config.model_dump(exclude_none=True))
+    extends = str(Path(source).resolve()) if Path(source).exists() else source
+    return tomli_w.dumps({"extends": extends, "name": estimate.config.name, **changed})
+
+
+def _find_changed_keys(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a nested table whose values differ from the base's."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        base_value = base.get(key)
+        if isinstance(value, dict) and isinstance(base_value, dict):
+            if nested := _find_changed_keys(base_value, value):
+                changed[key] = nested
+        elif value != base_value:
+            changed[key] = list(value) if isinstance(value, tuple) else value
+    return changed
+
+
+def write_layout(source: str, estimate: Estimate, path: Path) -> None:
+    """Write the config, and load it as a check.
+
+    Raises UsageError for a file that exists, MegatfmError if it can't be written.
+    """
+    if path.exists():
+        raise UsageError(f"--write {path}: the file exists: give another name")
+    with name_write_errors(path):
+        atomic_write(path, render_layout_config(source, estimate))
+    loaded = resolve_precision(load_config(str(path), []), estimate.cluster.device)
+    for section in ("parallel", "model", "data", "train"):
+        if getattr(loaded, section) != getattr(estimate.config, section):
+            raise MegatfmError(
+                f"{path}: [{section}] loads with other values than the estimate's: set the layout by hand"
+            )
+
+
+def make_launch_arguments(path: Path, cluster: Cluster) -> list[str]:
+    """Return the arguments of `megatfm launch` that start the config.
+
+    Raises UsageError for GPUs that do not divide over the nodes, on each of which SLURM starts as many ranks.
+    """
+    gpus, nodes = cluster.gpus, cluster.nodes
+    if gpus % nodes:
+        raise UsageError(
+            f"--write: {gpus} GPUs do not divide over {nodes} nodes: choose --gpus {gpus - gpus % nodes} or "
+            f"{gpus + -gpus % nodes}, or --gpus-per-node"
+        )
+    return [str(path), "--slurm", "--nodes", str(nodes), "--gpus-per-node", str(gpus // nodes)]

@@ -1,15 +1,21 @@
-"""Collections of garbage at chosen steps, and what a step leaves to them."""
+"""Global generators over a resume; collections of garbage at chosen steps, and what a step leaves to them."""
 
 import gc
+import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
+from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.train.garbage_collection import GarbageCollection
+from megatfm.train import process_state
+from megatfm.train.process_state import GarbageCollection
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, TIED_MODEL
 from tests.support.parity import build_engine, microbatches
@@ -120,3 +126,51 @@ def test_a_step_leaves_no_tensors_in_reference_cycles(
 ) -> None:
     """Their memory would be held until the next collection."""
     assert workers.run(count_tensors_in_cycles, 2, model, parallel, recomputed) == [Counter()] * 2
+
+
+# ------------------------------------------------------------------------------------------------- generators
+
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    return [
+        random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(np.random.rand()),
+        float(torch.randn(())), float(torch.rand(())),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draws", [0, 1, 4])
+def test_random_numbers_after_a_resume_are_those_of_an_uninterrupted_run(tmp_path: Path, draws: int) -> None:
+    process_state.seed_all(3, 0)
+    for _ in range(draws):
+        draw()
+    path = checkpoint.save(tmp_path, 1, process_state.rng_state_dict(0, CPU), {})
+    expected = [draw() for _ in range(3)]
+    process_state.seed_all(4, 0)
+    assert draw() not in expected
+    room = process_state.empty_rng_state_dict(checkpoint.read_tensor_specs(path), 0, 1, CPU)
+    checkpoint.load(path, room)
+    process_state.load_rng_state_dict(room, 0, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_ranks_and_seeds_differ_and_repeat() -> None:
+    draws = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        process_state.seed_all(seed, rank)
+        draws.append(draw())
+    assert draws[3] == draws[0]
+    assert len({tuple(item) for item in draws[:3]}) == 3
+
+
+def test_generators_of_other_ranks_are_not_taken() -> None:
+    names = [name for rank in range(2) for name in process_state.rng_state_dict(rank, CPU)]
+    assert process_state.empty_rng_state_dict(names, 1, 2, CPU).keys() == process_state.rng_state_dict(1, CPU).keys()
+    assert process_state.empty_rng_state_dict(names, 0, 1, CPU) == {}
+    assert process_state.empty_rng_state_dict(names, 0, 4, CPU) == {}
+    assert process_state.empty_rng_state_dict(["model.w"], 0, 1, CPU) == {}
+    before = torch.get_rng_state()
+    process_state.load_rng_state_dict({}, 0, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
