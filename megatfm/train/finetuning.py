@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig, make_usage_error
+from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -279,7 +277,5 @@ def _set_steps(config: Config) -> tuple[Config, int]:
         changes["evaluate.every"] = max(1, math.ceil(n_rows / global_batch))  # once an epoch
     try:
         return config.with_changes(changes), n_rows
-    except ValidationError as error:
-        raise make_usage_error(
-            f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error
-        ) from None
+    except UsageError as error:
+        raise UsageError(f"the steps of task.epochs = {config.task.epochs} over {config.task.train}: {error}") from None
