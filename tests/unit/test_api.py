@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,10 @@ def test_evaluation_is_what_the_command_leaves(
     assert set(actual) == {"held-out", "again", "more", "web"}
     assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     assert actual["more"]["compressors"] == {"of tokens": float(Corpus.open("validation").n_tokens)}
+    config = (run / "config.toml").read_text()
+    shutil.copytree(run, tmp_path / "moved")
+    (tmp_path / "moved/config.toml").write_text(re.sub(r'(?m)^train = ".*"$', 'train = "/gone"', config))
+    assert megatfm.load(tmp_path / "moved").evaluate()["held-out"]["loss"] == actual["held-out"]["loss"]
     requested, stored = list[Any](), json.loads((run / "evaluation.json").read_text())
 
     def evaluate_run(_: Path, sets: Any, *__: Any, show: Callable[[Any, Any], None], **___: Any) -> None:
