@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from megatfm import rng
 from megatfm.config.prep import ReadConfig, SplitConfig
-from megatfm.corpus.image_size import PILLOW_FORMATS
+from megatfm.corpus.images import PILLOW_FORMATS
 from megatfm.data_prep.documents import StepStats, to_drop_reason
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.workspace import OTHER, to_folder_name

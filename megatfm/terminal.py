@@ -1,6 +1,7 @@
 """A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
 
-Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, and the progress of long tasks.
+Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, the progress of long tasks, and log
+lines that appear once a process.
 """
 
 import codecs
@@ -153,6 +154,16 @@ def join_first(names: Sequence[str], limit: int) -> str:
     """Join the first `limit` names with commas, and append how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+_LOGGED: set[str] = set()
+
+
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message, unless this process has logged the same one before."""
+    if message not in _LOGGED:
+        _LOGGED.add(message)
+        log.log(level, message)
 
 
 class ProgressLog:

@@ -13,16 +13,23 @@ from pathlib import Path
 from PIL import Image
 
 from megatfm.config.prep import ReadConfig
-from megatfm.corpus.image_size import (
+from megatfm.corpus.images import (
     MAX_PIXELS,
     ImageFormatError,
     get_image_format,
     list_image_extensions,
     open_image,
 )
-from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
+from megatfm.corpus.images import PILLOW_FORMATS as IMAGES
 from megatfm.corpus.webdataset_images import parse_class_number
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, find_repeated_key, get_nested, parse_json
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    BadRecord,
+    find_repeated_key,
+    get_nested,
+    parse_json,
+    replace_surrogates,
+)
 from megatfm.data_prep.readers.webdataset import find_repeated_extension, read_samples
 
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
@@ -99,7 +106,7 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
         return BadRecord(key, f"has a .json with a key twice: {repeated!r}")
     caption = get_nested(metadata, config.text_key)
     if "txt" not in members and isinstance(caption, str):
-        text = caption
+        text = replace_surrogates(caption)
     order = [*images, *(extension for extension in SIDECAR_EXTENSIONS if extension in members)]
     return ImageRecord(key, {extension: members[extension] for extension in order}, text)
 

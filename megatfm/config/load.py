@@ -238,12 +238,14 @@ def _descend(values: dict[str, Any], parts: Sequence[str], override: str, create
 
 def _parse(override: str, text: str) -> Any:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value, *further_keys = tomllib.loads(f"value = {text}").values()
     except tomllib.TOMLDecodeError:
         return FromCommandLine(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"override {override[:40]}…: {error}") from None
-    return FromCommandLine(text) if isinstance(value, date | time) else map_strings(value, FromCommandLine)
+    if further_keys or isinstance(value, date | time):  # a text's later lines may look like keys
+        return FromCommandLine(text)
+    return map_strings(value, FromCommandLine)
 
 
 def format_config_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:

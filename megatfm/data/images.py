@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import (
+from megatfm.corpus.images import (
     MAX_PIXELS,
     PILLOW_FORMATS,
     get_image_format,

@@ -24,16 +24,15 @@ from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
 from megatfm.ops.attention.kernels import LONG
-from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.moe import KERNELS
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
 
-ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-"""`train.precision` → dtype of activations; any other precision has 2 bytes."""
-
+ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+"""Dtype of activations by `train.precision`; bfloat16 for the others."""
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of fake tensors: a module needs a value, or an operator has no shape rule."""

@@ -23,17 +23,17 @@ from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import Corpora, make_batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.decision_log import DecisionLog
-from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.evaluation_tasks import TaskEvaluator
+from megatfm.train.process_state import keep_freed_memory
 from megatfm.train.profiling import (
     explain_out_of_memory,
-    keep_freed_memory,
     record_allocations,
     should_record_allocations,
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
+from megatfm.train.resilience import adapt_layout, check_progress
 from megatfm.train.run_state import RunContext
 from megatfm.train.signals import StopSignals
 from megatfm.train.trainer import Trainer

@@ -4,6 +4,7 @@ A fault ends the run with an error that names rank and host. A slow rank is name
 """
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -46,29 +47,40 @@ CGROUP_VERSIONS = (
 """Version 2 and 1 of control groups: controller, files with limit and usage, and prefix of keys in memory.stat."""
 
 
-def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None) -> list[str]:
+def preflight(
+    config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None, resume_step: int | None = None
+) -> list[str]:
     """Check disks, memory and every axis of the mesh; return one line for each slow rank. A collective.
 
-    Raises MegatfmError on all ranks; it names the ranks where a check failed.
+    resume_step: step of the run's checkpoint that it resumes from; None if it starts. Raises MegatfmError on all ranks;
+    it names the ranks where a check failed.
     """
+    folder = run.checkpoints if run.checkpoints.is_symlink() else run.folder  # perhaps on another disk
     try:
-        return _run_preflight(config, run, engine, nodes)
+        return _run_preflight(config, run, folder, engine, nodes, resume_step)
     finally:
         with contextlib.suppress(OSError):
-            (run.folder / f".probe-{run.rank}").unlink()
+            (folder / f".probe-{run.rank}").unlink()
 
 
-def _run_preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None) -> list[str]:
+def _run_preflight(
+    config: Config,
+    run: RunDirectory,
+    folder: Path,
+    engine: Engine,
+    nodes: NodeTopology | None,
+    resume_step: int | None,
+) -> list[str]:
     problems: list[str] = []
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     try:
-        probe_disk(run.folder, run.rank)
+        probe_disk(folder, run.rank)
         seconds["writing and syncing a file"] = time.perf_counter() - start
         state_bytes = estimate_checkpoint_bytes(run, engine)
         if run.is_main:
-            keep, advice = config.checkpoint.keep, "lower checkpoint.keep, or give another run_dir"
-            check_space(run.folder, run.checkpoints, state_bytes, keep, advice)
+            n_new = count_new_checkpoints(config, len(list_checkpoints(run.checkpoints)), resume_step)
+            check_space(folder, state_bytes, n_new, "lower checkpoint.keep, or give another run_dir")
         if nodes and nodes.is_node_leader:
             check_local_disk(nodes, state_bytes)
         check_memory(config, engine)
@@ -76,7 +88,7 @@ def _run_preflight(config: Config, run: RunDirectory, engine: Engine, nodes: Nod
     except (MegatfmError, OSError) as error:
         problems.append(str(error))
     raise_together(problems)
-    raise_together(_find_missing_probes(run))
+    raise_together(_find_missing_probes(folder, run.is_main))
     seconds |= time_axes(engine.mesh, engine.device)
     return find_slow(all_gather_object((socket.gethostname(), seconds)))
 
@@ -102,17 +114,34 @@ def probe_disk(folder: Path, rank: int) -> None:
         raise MegatfmError(f"{folder}: can't write, sync and rename a file there: {error.strerror}") from error
 
 
-def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, advice: str) -> None:
-    """Raise MegatfmError if there is too little space for `keep` checkpoints and the one being written.
+def count_new_checkpoints(config: Config, n_present: int, resume_step: int | None) -> int:
+    """Return how many checkpoints a run writes before it removes as many: the space that it needs, in checkpoints.
 
-    checkpoints: folder whose existing checkpoints count. advice: end of the message, how to mend it.
+    n_present: checkpoints that it has. resume_step: step of the one that it resumes from; None if it starts.
+    `checkpoint.keep_every` isn't counted: those stay for ever.
     """
-    n_to_write = max(1, keep + 1 - len(list_checkpoints(checkpoints)))
+    steps, first_step = config.train.steps, resume_step or 0
+    if first_step >= steps:
+        return 0
+    tracks_best = bool(config.task or config.train.patience)  # see BestCheckpoint
+    periods = [config.checkpoint.every, config.evaluate.every if tracks_best else 0]
+    saves_left = sum(math.ceil(steps / every) - first_step // every for every in periods if every)
+    n_kept = config.checkpoint.keep + tracks_best
+    if resume_step is not None and not config.checkpoint.verify_after_write and saves_left > config.checkpoint.keep:
+        n_kept += 1  # the verified checkpoint that it resumes from
+    return min(saves_left, max(1, n_kept + 1 - n_present))
+
+
+def check_space(folder: Path, state_bytes: int, n_new: int, advice: str) -> None:
+    """Raise MegatfmError if there is too little space for `n_new` more checkpoints.
+
+    advice: end of the message, how to mend it.
+    """
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < n_to_write * state_bytes:
+    if free_bytes < n_new * state_bytes:
         raise MegatfmError(
-            f"{folder}: {format_file_size(free_bytes)} are free, but {n_to_write} more checkpoint"
-            f"{'s' * (n_to_write > 1)} of {format_file_size(state_bytes)} will be written: make room, {advice}"
+            f"{folder}: {format_file_size(free_bytes)} are free, but {n_new} more checkpoint{'s' * (n_new > 1)} of "
+            f"{format_file_size(state_bytes)} must fit: make room, {advice}"
         )
 
 
@@ -132,7 +161,8 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
         n_ranks += len(nodes.list_ranks_on(nodes.replicated_node))
     node_bytes = state_bytes * n_ranks // len(nodes.node_of_rank)
     remove_leftovers(nodes.folder)
-    check_space(nodes.folder, nodes.folder, node_bytes, KEEP, "or give another checkpoint.local_dir")
+    n_new = max(1, KEEP + 1 - len(list_checkpoints(nodes.folder)))
+    check_space(nodes.folder, node_bytes, n_new, "or give another checkpoint.local_dir")
 
 
 def check_memory(config: Config, engine: Engine) -> None:
@@ -233,12 +263,12 @@ def find_slow(per_rank: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
     return lines
 
 
-def _find_missing_probes(run: RunDirectory) -> list[str]:
+def _find_missing_probes(folder: Path, is_main: bool) -> list[str]:
     """Return a problem, on rank 0, if it can't see every rank's probe file: then run_dir is not on a shared disk."""
     dist.barrier()
-    if not run.is_main:
+    if not is_main:
         return []
-    probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
+    probes = {folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
     deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
     for probe in probes:
         file_io.wait_until_visible(probe, deadline)
@@ -249,7 +279,7 @@ def _find_missing_probes(run: RunDirectory) -> list[str]:
     if not missing:
         return []
     names = ", ".join(map(str, missing[:8]))
-    return [f"rank 0 can't see the file that rank {names} wrote to {run.folder}: run_dir must be on a shared disk"]
+    return [f"rank 0 can't see the file that rank {names} wrote to {folder}: it must be on a shared disk"]
 
 
 def raise_together(problems: list[str]) -> None:

@@ -11,14 +11,13 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
 from megatfm.layers.classifier import index_documents
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import two_towers
 from megatfm.ops import contrastive
 from megatfm.parallel import cp_plans, parallelize
-from tests.support.faults import EVERYTHING, list_expected_errors
 from tests.support.image_text_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors
+from tests.support.parity import EVERYTHING, build_engine, list_expected_errors, model_gradient_errors
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch

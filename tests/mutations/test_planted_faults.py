@@ -25,10 +25,16 @@ from megatfm.parallel.layout import Region, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.support import parity
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.faults import EVERYTHING, patch_backward
 from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
-from tests.support.parity import build_engine, gradient_errors, microbatches, one_device, one_device_gradients
+from tests.support.parity import (
+    EVERYTHING,
+    build_engine,
+    gradient_errors,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -59,18 +65,18 @@ def scatter_sum_keeps_its_shard(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return torch.cat([gradient] * dist.get_world_size(ctx.group), ctx.dim), None, None
 
-    patch_backward(patch, collectives._ReduceScatter, backward)
+    patch.setattr(collectives._ReduceScatter, "backward", staticmethod(backward))
 
 
 def gather_shards_takes_its_own(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
 
-    patch_backward(patch, collectives._AllGather, backward)
+    patch.setattr(collectives._AllGather, "backward", staticmethod(backward))
 
 
 def copy_to_shards_forgets_its_sum(patch: Patch) -> None:
-    patch_backward(patch, collectives._CopyToGroup, lambda ctx, gradient: (gradient, None))
+    patch.setattr(collectives._CopyToGroup, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
 
 
 def sum_partial_sums_twice(patch: Patch) -> None:
@@ -79,8 +85,10 @@ def sum_partial_sums_twice(patch: Patch) -> None:
         return collectives.all_reduce_no_grad(x, group)
 
     patch.setattr(collectives._ReduceFromGroup, "forward", staticmethod(forward))
-    patch_backward(
-        patch, collectives._ReduceFromGroup, lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None)
+    patch.setattr(
+        collectives._ReduceFromGroup,
+        "backward",
+        staticmethod(lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None)),
     )
 
 
@@ -125,7 +133,7 @@ def forget_the_tie_s_second_use(patch: Patch) -> None:
         hidden, _, *remaining = real(ctx, gradient)
         return hidden, None, *remaining
 
-    patch_backward(patch, _ChunkedCrossEntropy, backward)
+    patch.setattr(_ChunkedCrossEntropy, "backward", staticmethod(backward))
 
 
 def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:

@@ -7,14 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
-from megatfm.parallel import context_modules, context_parallel, styles
-from tests.support.faults import EVERYTHING, list_expected_errors
+from megatfm.parallel import context_parallel, cp_plans, styles
 from tests.support.image_text_models import LLAVA_CASES, LLAVA_LAYOUTS, LLAVA_MODELS, llava_reference
 from tests.support.models import ADAMW
-from tests.support.parity import build_engine, model_gradient_errors, uneven_microbatches
+from tests.support.parity import (
+    EVERYTHING,
+    build_engine,
+    list_expected_errors,
+    model_gradient_errors,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -125,7 +130,7 @@ def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:
         received = x.new_zeros(*x.shape[:2], len(plan.indices) - x.shape[2], x.shape[3])
         return real(x.detach(), plan) + torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
 
-    patch.setattr(context_modules, "fetch", fetch)
+    patch.setattr(cp_plans, "fetch", fetch)
 
 
 def images_of_a_row_see_one_another(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorru
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.moe import experts
 from megatfm.models import build
-from megatfm.ops.grouped_mm import grouped_linear
+from megatfm.ops.moe import grouped_linear
 from megatfm.parallel import collectives
 from megatfm.verify.verify import verify
 from tests.support import expert_parity

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.config.task import METRICS, TaskConfig
-from megatfm.inference.generated_answers import answer_rows
+from megatfm.inference.batched_generation import answer_rows
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tasks.files import read_rows
 from megatfm.train.build import build_engine

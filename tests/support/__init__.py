@@ -4,7 +4,6 @@ Compare numbers
     parity              engines, references of one device, errors of gradients; so do `context_parity`, `expert_parity`
                         and `frozen_parity` for models with rows in parts, experts, and weights that stay
     layouts             the layouts that grids go through, parts of a grid, bytes on the wire
-    faults              faults that a comparison must find
     source_losses       the loss of each source of rows
     reference_gradients transformers as an oracle; its small models are in `hf_folders` and `hf_encoders`
     deepspeed_runs      steps under DeepSpeed; `deepspeed_state` has what it saves

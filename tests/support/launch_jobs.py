@@ -20,7 +20,7 @@ from megatfm.launchers import attempts, prolog_epilog, record
 from megatfm.launchers.attempts import Attempt, AttemptLog, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
-from megatfm.launchers.slurm_site import Site
+from megatfm.launchers.slurm import Site
 
 
 def run_launch(*words: str, config: str = "quickstart") -> int:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -213,3 +214,31 @@ def _errors_over_bound(engine: NativeEngine, expected: Mapping[str, Tensor]) -> 
         for name, g in engine.gradients().items()
     }
     return {name: error for name, error in errors.items() if not error <= GRADIENT_BOUND}  # NaN is over it
+
+
+EVERYTHING = {"*"}
+"""Patterns of all parameters whose gradient is not zero on one device."""
+
+
+def list_expected_errors(model: nn.Module, patterns: Iterable[str]) -> set[str]:
+    """Return the parameters of a model with gradients whose gradients a fault makes wrong.
+
+    patterns: of names, each of which matches some; those behind a minus are left out. A bias of keys shifts all scores
+    of a query alike, and so has no gradient under a softmax: only a pattern with `wk` in it stands for one in which a
+    fault leaves a gradient.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    bound = 1e-12 * torch.cat([g.flatten() for g in gradients.values()]).norm()
+    zero = {name for name, gradient in gradients.items() if gradient.norm() <= bound}
+    assert all(fnmatchcase(name, "*.wk*.bias") for name in zero), sorted(zero)
+
+    for pattern in patterns:
+        assert any(fnmatchcase(name, pattern.removeprefix("-")) for name in gradients), pattern
+
+    def is_expected(name: str) -> bool:
+        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern.removeprefix("-"))]
+        return any(name not in zero or "wk" in p for p in matching) and not any(p.startswith("-") for p in matching)
+
+    expected = set(filter(is_expected, gradients))
+    assert expected
+    return expected

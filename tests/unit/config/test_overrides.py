@@ -127,6 +127,15 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
     assert quickstart("train.compile=true").train.compile is True
 
 
+def test_text_of_several_lines_stays_whole() -> None:
+    """The lines after the first look like further keys of a TOML file."""
+    for text in ("7\nname = 1", "'a'\n[model]", '["a"]\nb = 2'):
+        assert quickstart(f"log.wandb_project={text}").log.wandb_project == text
+    assert quickstart("train.freeze=[\n'a',\n'b']\n").train.freeze == ["a", "b"]
+    with pytest.raises(UsageError, match=r"^quickstart: train\.steps = '100\\nseed = 1': input should be"):
+        quickstart("train.steps=100\nseed = 1")
+
+
 def test_brackets_inside_a_word_stay() -> None:
     for override, words in {
         "decoder.layers.[01]": ["decoder.layers.[01]"],

@@ -12,8 +12,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from megatfm.config import ImagesConfig
 from megatfm.data import images
-from megatfm.data.image_rand_augment import OPERATIONS
-from megatfm.data.image_transforms import TRANSFORMS
+from megatfm.data.image_transforms import OPERATIONS, TRANSFORMS
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
 from tests.support.images import encode_image

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from megatfm.config.data import MixtureSource
-from megatfm.data.dataset import PackedDataset, join_rows
+from megatfm.data.dataset import join_rows
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import EpochCounter, Mixture, Phase, compute_quotas, make_source_seed
 from megatfm.errors import UsageError
+from tests.support.packed_corpora import pack_dataset
 
 STREAMS, BLOCK = 4, 20
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
@@ -23,7 +24,7 @@ CHANGE = 130  # in the second block of the first phase: positions 80 … 159; be
 def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
     def make(seed: int = 1, phases: Any = ((0, WEIGHTS), (CHANGE, LATER)), block: int = BLOCK) -> Mixture:
         sources = {
-            name: PackedDataset(
+            name: pack_dataset(
                 memory_corpus([[7, 9, 3]] * n), causal_type(), sequence_length=8, seed=make_source_seed(seed, name),
                 streams=STREAMS,
             )
@@ -74,7 +75,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
     worst = 0.0
     for seed in range(3):
         sources = {
-            name: PackedDataset(memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams)
+            name: pack_dataset(memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams)
             for name, _ in zip("abc", weights, strict=False)
         }
         mixture = Mixture(
@@ -190,7 +191,7 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
 
 def test_sources_of_other_lengths_are_refused(memory_corpus: Any, causal_type: Any) -> None:
     sources = {
-        name: PackedDataset(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
+        name: pack_dataset(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
         for name, length in (("a", 8), ("b", 16))
     }
     with pytest.raises(UsageError, match=r"data\.mixture\.b: its rows have 16 tokens, those of a 8"):

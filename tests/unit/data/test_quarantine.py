@@ -12,7 +12,7 @@ from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.files import flip_bit
-from tests.support.packed_corpora import SHARD
+from tests.support.packed_corpora import SHARD, pack_dataset
 
 
 def test_ranges_are_sorted_and_joined() -> None:
@@ -74,11 +74,11 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
     options = {"sequence_length": 16, "seed": 3, "streams": 2}
     read: list[int] = []
     block = corpus.read_block
-    healthy = PackedDataset(corpus, Chosen(), **options)
-    rows = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
+    healthy = pack_dataset(corpus, Chosen(), **options)
+    rows = pack_dataset(corpus, Chosen(), quarantine=bad, **options)
     padded_except(rows, healthy, {1, 4, 5, 6})
     corpus.read_block = lambda number: read.append(number) or block(number)
-    quarantined = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
+    quarantined = pack_dataset(corpus, Chosen(), quarantine=bad, **options)
     for position in range(len(quarantined)):
         quarantined.read_row(position)
     assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
@@ -98,14 +98,14 @@ def test_quarantined_documents_are_no_partners(memory_corpus: Any, causal_type: 
     partners: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
     bad = Quarantine.parse(["1"], 3)
-    PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
+    pack_dataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
     assert partners == [[last], [first, last], [first]]
 
 
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
-    rows = PackedDataset(
+    rows = pack_dataset(
         corpus, causal, sequence_length=12, seed=0, shuffle=False, attend_across_documents=True,
         quarantine=Quarantine.parse(["1"], 3),
     )  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
     first, last = int(corpus.blocks[bad]), int(corpus.blocks[bad + 1]) - 1
 
     def read(entries: list[str]) -> None:
-        rows = PackedDataset(
+        rows = pack_dataset(
             corpus, causal, sequence_length=64, seed=0, quarantine=Quarantine.parse(entries, corpus.n_samples),
         )  # fmt: skip
         with DataLoader(rows, global_batch=8, micro_batch=8, end_position=len(rows)) as loader:

@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.config.prep import LabelsConfig, ReadConfig
-from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import to_drop_reason
-from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.images import ImageRecord, make_record

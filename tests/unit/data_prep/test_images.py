@@ -255,6 +255,23 @@ def test_bad_samples_are_named_or_skipped(tmp_path: Path, lay: Any, members: dic
     assert "500" in result["skipped_files"][0]
 
 
+def test_halves_of_surrogate_pairs_go_from_captions_and_labels(tmp_path: Path) -> None:
+    """JSON may spell them; neither a tokenizer nor a manifest can take them."""
+    tokenizer = make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=297), ["a caption of words"])
+    (tmp_path / "model").mkdir()
+    model = write_tokenizer(tmp_path / "model", tokenizer)
+    rows = []
+    for number in range(12):
+        write_file(tmp_path / "in" / f"{number}.jpg", image(number))
+        write_file(tmp_path / "in" / f"{number}.json", b'{"text": "a \\ud800 b"}')
+        rows.append(json.dumps({"file": f"{number}.jpg", "label": f"\udc00{number % 2}"}))
+    write_file(tmp_path / "labels.jsonl", "\n".join(rows).encode())
+    labels = {"by": "table", "table": str(tmp_path / "labels.jsonl")}
+    data_prep.run(config(tmp_path, read={"labels": labels}, tokenizer={"file": str(tmp_path / "model")}))
+    assert {model.decode(sample.tokens) for sample in taken(tmp_path / "out").values()} == {"a \ufffd b"}
+    assert Corpus.open(tmp_path / "out" / "train").manifest.class_names == ["\ufffd0", "\ufffd1"]
+
+
 def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     as_folder(tmp_path / "in", samples(12))
     for name in ("a.gif", "b.tiff"):

@@ -23,7 +23,7 @@ from megatfm.estimate.roofline import (
     estimate_pass_seconds,
 )
 from megatfm.estimate.stand_ins import ROWS, GroupedMatmulStandIn
-from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.moe import KERNELS
 
 PROCESSORS = 6
 LAUNCH = 1e-6
@@ -130,6 +130,17 @@ def test_a_gradient_of_a_small_weight_uses_all_multiprocessors(device: Device) -
     m, n, k = 128, 256, 1 << 20
     whole_rate = 2 * m * n * k / (PROCESSORS * 1e12)
     assert estimate_matmul_seconds(device, Operator("mm", "matmul", 0.0, {}, {}, (1, m, n, k))) < 1.01 * whole_rate
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_loss_reads_its_logits_twice_and_writes_them_once(tp: int) -> None:
+    """The kernels of `ops.cross_entropy_triton`, between which shards exchange three float32 of each token."""
+    overrides = ["train.precision=bf16", "data.sequence_length=64", "train.micro_batch=2", "model.n_layers=1"]
+    config = load_config("gpt2-124m", [*overrides, "model.vocab_size=1024", f"parallel.tp={tp}"])
+    with open_estimator(config, load_cluster("h100", 2)) as opened:
+        head = opened.profile(config).parts[-1]
+    moved = sum(op.moved_bytes for op in head.forward if op.name == "cross_entropy")
+    assert moved == 2 * 64 * (3 * 1024 // tp * 2 + (tp > 1) * 2 * 3 * 4)
 
 
 class GroupedShapes(TorchDispatchMode):

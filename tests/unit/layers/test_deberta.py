@@ -11,12 +11,11 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention.deberta import assign_log_buckets
-from megatfm.layers.attention.patterns.windows_2d import Windows2d
-from megatfm.layers.attention.windowed import WindowedAttention
+from megatfm.layers.attention.relative import assign_log_buckets
+from megatfm.layers.attention.windowed import WindowedAttention, Windows2d
 from megatfm.layers.initialisation import make_initialiser
-from megatfm.layers.maps import MapSequence
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_views import MapSequence
 from megatfm.models import build
 from tests.support.tensors import assert_same_gradients, draw, move_parameters
 

@@ -17,7 +17,7 @@ from megatfm import parallel
 from megatfm.config import ModelConfig, load_config
 from megatfm.engines.losses import to_device
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.rope import Rope
+from megatfm.layers.position import Rope
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import reference

@@ -12,10 +12,10 @@ from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops import keyed_random
-from megatfm.ops.attention import bands, block_plan, block_sparse, flex, relative_bias, tile
-from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
+from megatfm.ops.attention import bands, block_plan, block_sparse, flex, tile
+from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask, expand_bias, slice_tile
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.support.layouts import EXTENDED, SLOW
 from tests.support.pattern_models import SameChunkPattern
@@ -176,8 +176,8 @@ def test_a_relative_bias_equals_its_expansion_to_pairs() -> None:
     queries, keys, bias = 5, 9, torch.randn(2, 13)
     rows = [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)]
     expected = torch.stack(rows, 1)
-    assert torch.equal(relative_bias.expand_bias(bias, keys), expected)
-    assert torch.equal(relative_bias.slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
+    assert torch.equal(expand_bias(bias, keys), expected)
+    assert torch.equal(slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)

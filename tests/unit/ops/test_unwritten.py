@@ -19,7 +19,7 @@ from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
-from megatfm.ops.grouped_mm import KERNELS, choose_grouped_kernel, grouped_linear
+from megatfm.ops.moe import KERNELS, choose_grouped_kernel, grouped_linear
 
 DTYPES = [torch.bfloat16, torch.float32]
 B, N, T, H = 2, 4, 77, 20

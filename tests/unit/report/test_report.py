@@ -294,7 +294,7 @@ def test_mfu_is_shown_by_both_conventions(run: Path) -> None:
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report_page(run)
     assert "42 %" in page.text
-    assert "40 % by visible pairs" in page.text
+    assert "40 % without masked attention" in page.text
     assert "% of 989 TFLOP/s per device (H200: data sheet)" in page.text
 
 

@@ -16,16 +16,15 @@ from megatfm import tokenizers
 from megatfm.config import PreferenceObjective, TaskConfig
 from megatfm.data.sequences import DocumentChunk, split_inner_documents
 from megatfm.errors import UsageError
-from megatfm.layers.preference import FIRST_TARGET
+from megatfm.layers.loss_terms import FIRST_TARGET
 from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.supervised import ANNOTATION, Answers, Preferences
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
-from megatfm.tasks.answers import AnswerEncoder, format_trained
+from megatfm.tasks.answers import AnswerEncoder, PreferenceEncoder, format_trained
 from megatfm.tasks.chat import ChatTemplate, load_chat_template
 from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.examples import ExampleFormat
-from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
 from tests.support.models import UNTIED_MODEL
 

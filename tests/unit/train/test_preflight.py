@@ -19,10 +19,18 @@ from megatfm.errors import MegatfmError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.parallel.mesh import build_mesh
+from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import startup_checks
 from megatfm.train.build import build_engine, build_model
 from megatfm.train.profiling import StepProfile, explain_out_of_memory, should_record_allocations
-from megatfm.train.startup_checks import check_local_disk, check_space, find_slow, get_free_memory, probe_disk
+from megatfm.train.startup_checks import (
+    check_local_disk,
+    check_space,
+    count_new_checkpoints,
+    find_slow,
+    get_free_memory,
+    probe_disk,
+)
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
 
@@ -40,8 +48,7 @@ def test_a_probe_that_rank_0_can_not_remove_does_not_end_it_alone(
         (tmp_path / f".probe-{rank}").mkdir()
     ranks = SimpleNamespace(barrier=lambda: None, get_world_size=lambda: 2)
     monkeypatch.setattr(startup_checks, "dist", ranks)
-    run: Any = SimpleNamespace(folder=tmp_path, is_main=True)
-    assert startup_checks._find_missing_probes(run) == []
+    assert startup_checks._find_missing_probes(tmp_path, is_main=True) == []
 
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
@@ -52,20 +59,50 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
         probe_disk(tmp_path / "gone", 3)
 
 
-def test_room_is_needed_for_what_is_kept_and_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def free(size: float) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+@pytest.mark.parametrize(
+    ("settings", "n_present", "resume_step", "due"),
+    [
+        ([], 0, None, 4),  # three are kept while the next is written
+        ([], 1, 100, 4),  # besides the newest three, the one that it resumes from
+        ([], 3, 300, 2),
+        ([], 9, 900, 1),
+        (["checkpoint.verify_after_write=true"], 3, 300, 1),  # the newest is verified, so the old one goes
+        (["train.steps=250"], 0, None, 3),  # no more are saved than these
+        (["train.steps=250"], 1, 100, 2),
+        (["train.steps=250"], 3, 250, 0),
+        (["train.patience=3", "evaluate.every=100"], 0, None, 5),  # the best one
+    ],
+)
+def test_room_is_needed_for_what_is_kept_and_what_is_written(
+    settings: list[str], n_present: int, resume_step: int | None, due: int
+) -> None:
+    rhythm = ["checkpoint.every=100", "checkpoint.keep=3", "train.steps=1000", 'data.validation={v="v"}']
+    config = load_config("quickstart", [*rhythm, *settings])
+    assert count_new_checkpoints(config, n_present, resume_step) == due
 
-    checkpoints = tmp_path / "checkpoints"
-    for n_checkpoints, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
-        for step in range(n_checkpoints):
-            (checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
-        free(due * 1e9)
-        check_space(tmp_path, checkpoints, 10**9, 3, "or else")
-        free(due * 1e9 - 1)
-        words = f"{tmp_path}: {due} GB are free, but {due} more checkpoint{'s' * (due > 1)} of 1 GB will be written"
-        with pytest.raises(MegatfmError, match=f"^{re.escape(words)}: make room, or else$"):
-            check_space(tmp_path, checkpoints, 10**9, 3, "or else")
+
+def test_too_little_space_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 * 10**9 - (folder == tmp_path)))
+    check_space(tmp_path / "large", 10**9, 4, "or else")
+    check_space(tmp_path, 10**9, 3, "or else")
+    words = f"{tmp_path}: 4 GB are free, but 4 more checkpoints of 1 GB must fit: make room, or else"
+    with pytest.raises(MegatfmError, match=f"^{re.escape(words)}$"):
+        check_space(tmp_path, 10**9, 4, "or else")
+
+
+def test_the_disk_that_checkpoints_link_to_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = tmp_path / "large"
+    run = RunDirectory(tmp_path / "run", 0)
+    large.mkdir()
+    run.folder.mkdir()
+    run.checkpoints.symlink_to(large)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=(folder.resolve() != large) * 1e18))
+    engine: Any = SimpleNamespace(layout={"w": torch.empty(8)}, precision=SimpleNamespace(param_dtype=torch.float32))
+    with pytest.raises(
+        MegatfmError, match=rf"{run.checkpoints}: 0 B are free, but 3 more checkpoints of 96 B must fit"
+    ):
+        startup_checks.preflight(load_config("quickstart", []), run, engine)
+    assert not list(large.iterdir()), "no probe is left"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from megatfm.verify.shrink import shrink
 FOLDER = Path(expected.__file__).parent
 FILES = [
     *sorted(FOLDER.glob("expected*.py")),
-    *(FOLDER / f"{name}.py" for name in ("axes", "context_shards", "module_calls", "module_shardings", "traffic")),
+    *(FOLDER / f"{name}.py" for name in ("context_shards", "layouts", "module_calls", "module_shardings", "traffic")),
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
