@@ -94,7 +94,7 @@ def load_section(
         _check_command(path_or_preset, config_class, values)
         for file in files[1:]:
             _check_command(file.path, config_class, file.values)
-        raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
+        raise UsageError(f"{subject}: {format_config_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
         # A run directory may come from another user: reading its config must not make its code importable.
@@ -249,7 +249,7 @@ def _parse(override: str, text: str) -> Any:
     return map_strings(value, FromCommandLine)
 
 
-def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
+def format_config_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`, or all keys that are unknown."""
     errors = error.errors(include_url=False)
     # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.

@@ -141,7 +141,7 @@ class Section(BaseModel):
         A dotted key changes that key alone: `data.validation.code` adds a corpus, while `data.validation` replaces all
         of them. Under a new `name`, a section keeps the options that the new variant also has.
         """
-        return type(self).model_validate(_merge_into_section(self, keys))
+        return type(self).model_validate(merge_into_section(self, keys))
 
 
 _keys_read: dict[tuple[type[Section], str], set[str]] = {}
@@ -153,7 +153,7 @@ def get_keys_read(section: Section) -> set[str]:
     return _keys_read.setdefault((type(section), str(getattr(section, "name", ""))), set())
 
 
-def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
+def merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section's values with changes; changed sections below it become tables."""
     values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
     values |= section.__pydantic_extra__ or {}  # a plugin's keys
@@ -192,7 +192,7 @@ def _merge_into_variant(
     old_name = getattr(section, "name", None)
     name = changes.get("name", old_name)
     if name == old_name:
-        return _merge_into_section(section, changes)
+        return merge_into_section(section, changes)
     variant = next((option for option in variants if get_variant_name(option) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
     common_values = {key: getattr(section, key) for key in common}

@@ -90,6 +90,8 @@ def read_upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
     try:
         image = open_image(files[images[0]], get_image_format(images[0]))
         return image.size if read_orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
+    except ImportError:
+        raise
     except Exception:  # Pillow raises many kinds; decoding reports the damage
         return None
 

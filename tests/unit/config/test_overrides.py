@@ -33,6 +33,16 @@ def test_a_key_is_taken_out_and_its_default_holds() -> None:
         quickstart("~")
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"optimizer.matrix_lrr": 1}, r"^optimizer\.matrix_lrr: unknown key \(did you mean .*matrix_lr"),
+    ({"train.steps": "many"}, r"^train\.steps = 'many': input should be a valid integer"),
+    ({"train.steps": 3}, r"^lr_schedule\.warmup_steps = .* is longer than the run"),
+])  # fmt: skip
+def test_changes_from_python_are_refused_as_on_the_command_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        quickstart().with_changes(changes)
+
+
 @pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.a=NULL", "data.corpus=null"])
 def test_null_is_no_word(override: str) -> None:
     with pytest.raises(

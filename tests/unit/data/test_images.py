@@ -258,6 +258,8 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
         writer.add("0", np.zeros(0, np.uint16), "made", 0, {"png": b"", "cls": b"0"})
         writer.finish({})
+    with pytest.raises(UsageError, match=r"holds no tokens of text: prepare it with tokenizer\.file"):
+        Corpus.open(tmp_path).check_tokenizer("b" * 64)
     result = objective(row=64, max_patches=20)
     with pytest.raises(UsageError, match=r"its index lacks the sizes of images.*prepare the corpus again"):
         rows_of(Corpus.open(tmp_path), result, row=64)
