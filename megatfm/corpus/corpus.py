@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.files import read_at
 from megatfm.corpus.index_cache import open_indexes
-from megatfm.corpus.manifest import MANIFEST, Manifest
+from megatfm.corpus.manifest import MANIFEST, NO_TOKENIZER, Manifest
 from megatfm.corpus.shard_format import (
     PAYLOAD_OFFSET,
     BadFrameError,
@@ -116,6 +116,8 @@ class Corpus:
 
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
+        if self.tokenizer_hash == NO_TOKENIZER and tokenizer_hash != NO_TOKENIZER:
+            raise UsageError(f"{self.folder}: holds no tokens of text: prepare it with tokenizer.file, or give another")
         if tokenizer_hash != self.tokenizer_hash:
             raise UsageError(
                 f"{self.folder}: was written with tokenizer {self.tokenizer_hash[:16]}, but the one given is "
