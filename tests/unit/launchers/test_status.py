@@ -291,6 +291,26 @@ def test_status_survives_badly_written_files(make: MakeRun, pid: object, capsys:
         assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
 
 
+@pytest.mark.parametrize("number", ["NaN", "inf", 1e400, 1e30], ids=str)
+def test_status_survives_numbers_without_a_bound(
+    make: MakeRun, number: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counts and times of damaged files; a loss alone may be NaN."""
+    run = make()
+    (run / "config.toml").write_text("[train]\nsteps = inf\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": number, "step_seconds": number}) + "\n")
+    (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": number}))
+    assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+    (run / "lock").unlink()
+    for launcher in ("slurm", "local"):
+        record = {"launcher": launcher, "host": socket.gethostname(), "kind": "prep", "jobs": ["7"]}
+        numbers = dict.fromkeys(("pid", "array", "time", "exit_code"), number)
+        (run / "launch.json").write_text(json.dumps(record | numbers))
+        for attempts in ([], [{"time": 1.0, "submission": "7", "job": "7", "code": 0, "ended": number}]):
+            (run / "restarts.json").write_text(json.dumps(attempts))
+            assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+
+
 def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> None:
     run = make()
     began = psutil.Process().create_time()
