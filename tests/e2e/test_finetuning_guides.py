@@ -200,7 +200,7 @@ def test_the_page_on_images(tmp_path: Path) -> None:
     ))  # fmt: skip
     released.save_pretrained(tmp_path / "released")
     lines = walk("vision.md", tmp_path, {"HF_FOLDER": "released"})
-    runs = ("quickstart-vision", "photos", "larger", "mae-b16", "tuned", "simmim-swin-b")
+    runs = ("quickstart-vision", "photos", "larger", "own-classes", "mae-b16", "tuned", "simmim-swin-b")
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {*runs}
     for run in runs:
         assert training_curve(tmp_path / "runs" / run)[-1]["step"] == (6 if run == runs[0] else 2)

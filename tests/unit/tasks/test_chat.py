@@ -276,6 +276,11 @@ def preference_encoder(tokenizer: Tokenizer, **task: Any) -> PreferenceEncoder:
     return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(64), "", scores)
 
 
+def test_a_tokenizer_without_offsets_is_refused_with_one_that_has_them(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"needs a tokenizer\.json.*in `megatfm prep`, tokenizer\.kind=byte-bpe"):
+        encoder(tokenizer, "").encode_chats([{"messages": []}])
+
+
 def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:
     examples, notes = preference_encoder(tokenizer).encode(ROWS)
     for row, example in zip(ROWS, examples, strict=True):
