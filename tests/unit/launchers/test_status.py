@@ -15,9 +15,18 @@ import pytest
 from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.run_jobs import BOOT_ID, describe_process
 from megatfm.launchers.status import get_run_status
-from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
+from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm
 
 ROOT = Path(__file__).parents[3]
+
+
+def write_attempts(run: Path, *codes: int | None) -> None:
+    """Write `restarts.json`: an attempt of job 7 for each exit code, None for one that runs."""
+    result = [
+        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
+        for code in codes
+    ]
+    (run / "restarts.json").write_text(dump_attempts(result))
 
 
 def test_a_run_in_full(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
