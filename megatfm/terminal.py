@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,13 +158,25 @@ def join_first(names: Sequence[str], limit: int) -> str:
 
 
 _LOGGED: set[str] = set()
+_is_muted = False
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log a message, unless this process has logged the same one before."""
-    if message not in _LOGGED:
+    """Log a message, unless this process has logged the same one before, or `mute_log_once` is entered."""
+    if message not in _LOGGED and not _is_muted:
         _LOGGED.add(message)
         log.log(level, message)
+
+
+@contextmanager
+def mute_log_once() -> Iterator[None]:
+    """Drop such messages, as of tensors that have shapes alone, and are on another device than a run's."""
+    global _is_muted
+    was_muted, _is_muted = _is_muted, True
+    try:
+        yield
+    finally:
+        _is_muted = was_muted
 
 
 class ProgressLog:

@@ -36,6 +36,8 @@ MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or folder on Linux's file systems (NAME_MAX)."""
+VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+"""A variable of the environment, as a shell writes it."""
 
 
 def list_divisors(number: int) -> list[int]:
@@ -347,7 +349,9 @@ def _resolve_path(value: Any, info: ValidationInfo) -> Any:
     if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
         raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
     resolved = os.path.normpath(Path(base or Path.cwd()) / path)
-    if (variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", value)) and not os.path.lexists(resolved):
+    # A folder may have such a name, and a path below it, in a run's config, need not exist yet.
+    variable_paths = [path for path in (Path(resolved), *Path(resolved).parents) if VARIABLE.search(path.name)]
+    if (variable := VARIABLE.search(value)) and not all(map(os.path.lexists, variable_paths)):
         raise ValueError(
             f"{value!r}: a config knows no variables of the environment: write what {variable[0]} stands for, or set "
             "the key on the command line, where the shell does that"

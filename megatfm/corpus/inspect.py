@@ -186,11 +186,12 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    return "\n".join(_wrap(f"{name:<{width}}  {value}", width + 2) for name, value in facts.items())
+    lines = {f"{name:<{width}}  {value}": " " in value for name, value in facts.items()}
+    return "\n".join(_wrap(line, width + 2) if has_words else line for line, has_words in lines.items())
 
 
 def _wrap(line: str, indent: int = 0) -> str:
-    """Return a line broken at the terminal's width, or at `FILE_WIDTH` in a file; a path or a hash stays whole."""
+    """Return a line broken at the terminal's width, or at `FILE_WIDTH` in a file; further lines are indented."""
     width = max(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, 2 * indent)
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 

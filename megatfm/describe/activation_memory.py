@@ -27,6 +27,7 @@ from megatfm.ops.attention.kernels import LONG
 from megatfm.ops.moe import KERNELS
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
+from megatfm.terminal import mute_log_once
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
@@ -84,11 +85,12 @@ def measure_block_activations(config: Config) -> tuple[int, int] | None:
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silence torch's log about fake tensors."""
+    """Silence torch's log about fake tensors, and megatfm's about the kernels that they run in."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with mute_log_once():
+            yield
     finally:
         logger.disabled = was_disabled
 

@@ -62,8 +62,7 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
 
     from megatfm.config import load_config
     from megatfm.errors import MegatfmError
-    from megatfm.imaginary.compiled import compile_without_code
-    from megatfm.imaginary.stand_ins import replace_fused_attention
+    from megatfm.imaginary.kernels import compile_without_code, replace_fused_attention
     from megatfm.imaginary.step import make_batches, take_steps
     from megatfm.parallel.mesh import build_mesh
     from megatfm.registry import import_plugins

@@ -211,13 +211,13 @@ LONG_LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17
 """More than what would be seen whole, and some that no block divides."""
 
 
-def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:
-    tokens = draw_tokens(VOCABULARY, rows, length, seed=0, low=PAD + 1)
-    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(draw_tokens(3, rows, length, seed=2) == 0, -100)
+def batch_of(config: ModelConfig, length: int) -> dict[str, Tensor]:
+    tokens = draw_tokens(VOCABULARY, 2, length, seed=0, low=PAD + 1)
+    labels = draw_tokens(VOCABULARY, 2, length, seed=3).where(draw_tokens(3, 2, length, seed=2) == 0, -100)
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "token_type_ids": draw_tokens(config.embedding.n_segments, rows, length, seed=1),
+        "token_type_ids": draw_tokens(config.embedding.n_segments, 2, length, seed=1),
         "labels": labels,
     }
 

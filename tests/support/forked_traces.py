@@ -21,7 +21,7 @@ import pytest
 
 GPU = ("NVIDIA H100 80GB HBM3", (9, 0))
 IMPORTED_LAST = (
-    "torch.testing._internal.distributed.fake_pg", "megatfm.imaginary.step", "megatfm.imaginary.stand_ins",
+    "torch.testing._internal.distributed.fake_pg", "megatfm.imaginary.step",
     "megatfm.train.build", "megatfm.engines.native.engine",
 )  # fmt: skip
 """Modules of a trace, which are imported when torch reports a GPU."""

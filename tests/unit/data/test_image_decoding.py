@@ -15,7 +15,7 @@ from megatfm.data import images
 from megatfm.data.image_transforms import OPERATIONS, TRANSFORMS
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
-from tests.support.images import encode_image
+from tests.support.images import encode_image, png_chunk
 
 
 def noise(height: int = 21, width: int = 34, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -96,10 +96,6 @@ def test_a_rotation_is_found_behind_other_segments() -> None:
     for turned in (data, comment_first):
         actual = np.asarray(decode(turned, "jpg", 3))
         np.testing.assert_array_equal(actual, np.rot90(np.asarray(upright), -1))
-
-
-def png_chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def png_of(color_type: int, depth: int, height: int, width: int, rows: bytes) -> bytes:

@@ -25,7 +25,7 @@ from megatfm.data_prep.import_images import write_digits
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.forked_commands import run_command
-from tests.support.images import encode_noise
+from tests.support.images import encode_noise, png_chunk
 from tests.support.prep_files import (
     KILLED,
     count_moments,
@@ -212,13 +212,9 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def header_bomb() -> bytes:
     """A PNG of 60,000 × 60,000 pixels in a few bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    end = chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
+    end = png_chunk(b"IDAT", zlib.compress(b"")) + png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + end
 
 
 def flipped(data: bytes) -> bytes:

@@ -16,7 +16,7 @@ from megatfm.report.run import Run
 from megatfm.terminal import format_counted
 from tests.support.files import write_lines
 from tests.support.forked_commands import run_command
-from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
+from tests.support.small_runs import Page, replace_metrics, report_page, write_reported_run
 
 
 def test_a_finished_run_shows_everything(run: Path) -> None:
