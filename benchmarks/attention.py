@@ -37,7 +37,7 @@ from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.train.profiling import keep_freed_memory
+from megatfm.train.process_state import keep_freed_memory
 
 HEADS, WIDTH, RANK = 2, 64, 128
 LINFORMER = f"linformer {RANK}"

@@ -38,6 +38,7 @@ from megatfm.corpus.webdataset_index import index_folder
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import PackingConfig
 from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.causal import Causal
@@ -86,7 +87,7 @@ def make_contenders(folder: Path) -> dict[str, Contender]:
         return sum(len(next(documents)[1]) for _ in range(of.n_samples))
 
     def read_rows(of: Corpus) -> int:
-        packed = PackedDataset(of, objective, sequence_length=LENGTH, seed=next(seeds))
+        packed = PackedDataset(of, PackingConfig(objective, (LENGTH,), next(seeds)))
         with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH, end_position=len(packed)) as loader:
             for _ in loader:
                 pass
@@ -143,7 +144,7 @@ def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
 
 def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> float:
     """Return the seconds a step that a trainer waits for its rows if its step takes `step_seconds`."""
-    packed = PackedDataset(Corpus.open(folder / "ours"), Causal(SPECIAL), sequence_length=LENGTH, seed=0)
+    packed = PackedDataset(Corpus.open(folder / "ours"), PackingConfig(Causal(SPECIAL), (LENGTH,), seed=0))
     with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH) as loader:
         next(loader)
         before = loader.wait_seconds

@@ -44,7 +44,7 @@ from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
-from megatfm.train.profiling import keep_freed_memory
+from megatfm.train.process_state import keep_freed_memory
 from tests.support.batches import family_batch
 from tests.support.expert_parity import (
     EXPERT_CONTEXT_LAYOUTS,

@@ -45,7 +45,7 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.data.bin_packing import measure_padding
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.packing_plan import build_packing_plan
-from megatfm.data.sequences import DocumentChunk
+from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
 
@@ -149,14 +149,14 @@ def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     task = make_objective(name, family, rows)
     n, documents = min(task.max_tokens or 512, 512), [tokens for _, tokens in corpus.read_block(0)]
     text, partners = np.resize(documents[0], n), Partners(documents)
-    lengths = {"sequence_length": rows[0], "target_length": rows[-1]}
+    packing_config = PackingConfig(task, (rows[0], rows[-1])[: len(task.field_prefixes)], seed=0)
 
     def build() -> None:
         for sample in range(BUILT):
             task.build_example(DocumentChunk(text, partners), ChunkKey(0, 0, sample, 0))
 
     def plan() -> PackedDataset:
-        return PackedDataset(corpus, task, **lengths, seed=0, shuffle=False)  # type: ignore[arg-type]
+        return PackedDataset(corpus, packing_config, shuffle=False)  # type: ignore[arg-type]
 
     planning = time_best_of_three(plan)
     sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples

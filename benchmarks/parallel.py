@@ -53,7 +53,7 @@ from megatfm.models import build
 from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, compute_token_indices, is_sparse_fetch
 from megatfm.parallel.mesh import AXES, build_mesh
 from megatfm.parallel.parallelize import parallelize
-from megatfm.train.profiling import keep_freed_memory
+from megatfm.train.process_state import keep_freed_memory
 from megatfm.verify.traffic import TrafficCounter
 
 # --------------------------------------------------------------------------------------------------- blocks

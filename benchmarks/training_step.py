@@ -40,7 +40,7 @@ from megatfm.objectives import Causal, Objective, SpecialTokens, build_objective
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.profiling import keep_freed_memory
+from megatfm.train.process_state import keep_freed_memory
 
 CLIP = 1.0
 

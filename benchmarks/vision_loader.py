@@ -35,6 +35,7 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.data import images
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import PackingConfig
 from megatfm.objectives import Objective, build_objective
 from megatfm.rng import ChunkKey
 
@@ -68,7 +69,7 @@ def make_objective() -> Objective:
 
 
 def iter_batches(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
-    rows = PackedDataset(corpus, result, sequence_length=TOKENS, seed=0, streams=32)
+    rows = PackedDataset(corpus, PackingConfig(result, (TOKENS,), seed=0), streams=32)
     with DataLoader(rows, global_batch=BATCH, micro_batch=BATCH, end_position=n_batches * BATCH) as loader:
         for (batch,) in loader:
             yield batch

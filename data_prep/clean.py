@@ -12,7 +12,6 @@ from blake3 import blake3
 from megatfm.data_prep.dedup.key_table import write_keys
 from megatfm.data_prep.dedup.methods import ExactDedup
 from megatfm.data_prep.dedup.runner import DedupPass, write_part
-from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import (
     ChunkedDocumentWriter,
     Document,
@@ -27,7 +26,7 @@ from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.filters.base import CountingFilter, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
-from megatfm.data_prep.input_files import InputFiles, chunk_by_bytes
+from megatfm.data_prep.input_files import DocumentReader, InputFiles, chunk_by_bytes
 from megatfm.data_prep.split import choose_held_out
 from megatfm.errors import UsageError
 

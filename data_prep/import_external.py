@@ -1,4 +1,7 @@
-"""Import documents that need no cleaning, token ids (`IdFiles`) or images: split by document, written as shards."""
+"""Import documents that need no cleaning, token ids or images: split by document, written as shards.
+
+Their sources are in `import_token_ids.py` and `import_images.py`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,11 +20,9 @@ from megatfm.data_prep.documents import SPLITS, StepStats, TokenizedDocument, fo
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.input_files import InputFile, InputFiles, matches_path
-from megatfm.data_prep.readers.record import BadFileError
-from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
+from megatfm.data_prep.input_files import matches_path
 from megatfm.data_prep.tokenize import TokenizeStage, get_members_path, get_tokens_path
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
 EMPTY_SPLIT: StageResult = {
@@ -190,62 +191,3 @@ def _hash_document(document: ImportedDocument) -> str:
         digest.update(f"{extension}:{len(data)}:".encode())
         digest.update(data)
     return digest.hexdigest(length=16)
-
-
-WITHOUT_EOS = "files_without_eos_id"
-"""Event of a plain file in which the id that ends documents never occurs."""
-
-
-class IdFiles:
-    """Files of token ids; each file is a part."""
-
-    def __init__(self, inputs: InputFiles, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.parts = len(inputs.files)
-        self.bytes = sum(file.size for file in inputs.files)
-        self.skipped: list[str] = []
-        self._inputs = inputs
-        self._lengths = np.array([len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64)
-
-    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
-        file = self._inputs.files[part]
-        try:
-            with self._inputs.fetch(file, companions=(".idx",)) as path:
-                for index, ids in enumerate(read_token_ids(path, self._inputs.config)):
-                    if len(ids):
-                        if self._inputs.config.format == "tokens" and ids.nbytes == file.size:
-                            counts.count_event(WITHOUT_EOS)
-                        yield self._to_document(file, index, ids)
-                    else:
-                        counts.count_input(0)
-                        counts.count_dropped("empty", 0, f"{file.name}#{index}")
-        except BadFileError as error:
-            self._inputs.skip_or_refuse(file.path, str(error))
-            self.skipped.append(f"{file.path}: {error}")
-            counts.count_input(0)
-            counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
-        advance(file.size)
-
-    def list_notes(self, counts: StepStats) -> list[str]:
-        notes = ["token ids were imported as they are: duplicates were not searched for"]
-        if n_files := counts.found.get(WITHOUT_EOS):
-            notes.append(
-                f"read.tokens.eos_id = {self._inputs.config.tokens.eos_id} never occurs in {n_files:,} of "
-                f"{self.parts:,} files, each of which became one document: check it, and read.tokens.dtype, against "
-                "the tool that wrote them"
-            )
-        return notes
-
-    def _to_document(self, file: InputFile, index: int, ids: Ids) -> ImportedDocument:
-        size = self.tokenizer.vocab_size
-        if ids.min() < 0 or ids.max() >= size:
-            bad_id = int(ids.max() if ids.max() >= size else ids.min())
-            raise MegatfmError(
-                f"{file.path}: document {index} has id {bad_id}, but the tokenizer has {size:,}: set "
-                "tokenizer.file to the one that made it, or mend read.tokens.dtype"
-            )
-        if len(self._lengths):
-            text_bytes = int(self._lengths[ids].sum())
-        else:
-            text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-        return ImportedDocument(f"{file.name}#{index}", ids, text_bytes)

@@ -13,7 +13,7 @@ from blake3 import blake3
 from megatfm.config.prep import LabelsConfig
 from megatfm.corpus.webdataset_images import LabelRule, are_captions, parse_class_number, read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, replace_surrogates
 from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import UsageError
 
@@ -143,7 +143,8 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
                 f"read.labels.table = {str(path)!r}: line {line} lacks {config.file_key!r} or {config.key!r} (it has "
                 f"{field_names}): set read.labels.file_key and read.labels.key"
             )
-        if table.setdefault(file, str(label)) != str(label):
+        name = replace_surrogates(str(label))
+        if table.setdefault(file, name) != name:
             raise UsageError(f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another")
     return table
 

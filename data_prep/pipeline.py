@@ -24,9 +24,10 @@ from megatfm.data_prep.execution.config_identity import identify_config
 from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecutor, LockExecutor, StageResult
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.execution.workspace import Workspace
-from megatfm.data_prep.import_external import EMPTY_SPLIT, IdFiles, ImportSource, ImportStage
+from megatfm.data_prep.execution.workspace import OTHER, Workspace
+from megatfm.data_prep.import_external import EMPTY_SPLIT, ImportSource, ImportStage
 from megatfm.data_prep.import_images import ImageFiles, fill_builtin_folder
+from megatfm.data_prep.import_token_ids import IdFiles
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage
@@ -56,7 +57,8 @@ def run(
     workspace = Workspace(config)
     executor = make_executor(workspace.folder) if make_executor else LocalExecutor()
     shared = isinstance(executor, LockExecutor)
-    with workspace.lock(shared) if shared or executor.rank == 1 else nullcontext(True) as locked:
+    lock = workspace.lock(shared) if shared or executor.rank == 1 else nullcontext(True)
+    with workspace.name_write_errors(), lock as locked:
         if shared and not locked:
             raise UsageError(f"{workspace.out}: no locks on this file system, but --task needs them: use mpirun")
         if not locked:
@@ -116,7 +118,11 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     for name in SPLITS:
         empty = name == "validation" and not config.split.has_validation_split
         result[name] = EMPTY_SPLIT if empty else tokenize_stage.run(name, split[name], provenance, basis)
-
+    if list(result["train"].get("corpora", ())) == [OTHER]:
+        result["notes"].append(
+            f"split.partition_by = {config.split.partition_by!r}: no document has such a field, or none of "
+            "split.partition_values, so all are in train/other: check both"
+        )
     return _finish(workspace, stages, result)
 
 
@@ -164,7 +170,10 @@ def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> S
     """Write the result and the report, once."""
 
     def finish() -> StageResult:
-        workspace.finish(result, clean=not isinstance(stages.executor, LockExecutor))
+        is_alone = not isinstance(stages.executor, LockExecutor)
+        workspace.finish(result, clean=is_alone)
+        if is_alone and workspace.folder.exists():
+            stages.reporter.log(f"{workspace.folder}: can't be removed yet: delete it, or run the same command again")
         return result
 
     return stages.executor.run_once(FINISH, workspace.read_result, finish)

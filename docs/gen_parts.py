@@ -8,7 +8,6 @@ from mkdocs.structure.files import File, Files
 
 from megatfm.config import Config
 from megatfm.config.section import get_variant_name, list_sections
-from megatfm.data import image_rand_augment as image_rand_augment  # registers its transform
 from megatfm.data.image_transforms import TRANSFORMS
 from megatfm.engines.registry import ENGINES
 from megatfm.layers.attention import ATTENTIONS

@@ -12,7 +12,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
 from megatfm.launchers.record import find_latest_checkpoint_step, is_finished, list_checkpoint_steps
-from megatfm.launchers.slurm_site import FROM_SHELL, Site
+from megatfm.launchers.slurm import FROM_SHELL, Site
 
 
 def explain_layout_error(config: Config, processes: int) -> str | None:

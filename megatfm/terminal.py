@@ -1,6 +1,7 @@
 """A terminal: characters that its encoding lacks, streams that are closed, its end, and tables that are too wide.
 
-Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, and the progress of long tasks.
+Also counts with their noun, as `1 layer` and `2 layers`, the first of many names, the progress of long tasks, and log
+lines that appear once a process.
 """
 
 import codecs
@@ -15,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -153,6 +155,28 @@ def join_first(names: Sequence[str], limit: int) -> str:
     """Join the first `limit` names with commas, and append how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+_LOGGED: set[str] = set()
+_is_muted = False
+
+
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message, unless this process has logged the same one before, or `mute_log_once` is entered."""
+    if message not in _LOGGED and not _is_muted:
+        _LOGGED.add(message)
+        log.log(level, message)
+
+
+@contextmanager
+def mute_log_once() -> Iterator[None]:
+    """Drop such messages, as of tensors that have shapes alone, and are on another device than a run's."""
+    global _is_muted
+    was_muted, _is_muted = _is_muted, True
+    try:
+        yield
+    finally:
+        _is_muted = was_muted
 
 
 class ProgressLog:

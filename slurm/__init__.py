@@ -1,1 +1,1 @@
-"""Templates of SLURM jobs, for `launchers/slurm.py`, and the description of a site, for `launchers/slurm_site.py`."""
+"""Templates of SLURM jobs and the description of a site, for `launchers/slurm.py`."""

@@ -26,7 +26,7 @@ from xdist.scheduler import LoadScopeScheduling
 gc.disable()  # until libraries and test modules are imported: they make much and drop little
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
-from megatfm.ops import log_once  # noqa: E402
+from megatfm import terminal  # noqa: E402
 from tests.support.process_state import (  # noqa: E402
     assert_unchanged_process,
     forget_plugins,
@@ -122,7 +122,7 @@ def restored_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
     """Lines are logged once in each test, plugins that it imports are forgotten, and it changes nothing else."""
-    log_once._LOGGED.clear()
+    terminal._LOGGED.clear()
     with assert_unchanged_process(), restore_environment(), forget_plugins():
         yield
 

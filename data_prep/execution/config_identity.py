@@ -1,5 +1,10 @@
-"""The identity of a preparation's config: the settings, and the hashes of files, that determine the result."""
+"""The settings, and the hashes of files, that determine a preparation's result, and that its tasks must share."""
 
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +12,8 @@ from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig, SplitConfig, TokenizerConfig
 from megatfm.config.prep_steps import PluginStepConfig
 from megatfm.config.section import Section
-from megatfm.errors import UsageError
+from megatfm.corpus.files import write_whole
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import hash_content
 
 VERSION = 5
@@ -93,3 +99,66 @@ def _hash_checkpoint(path: str) -> str:
     """Return the hash of the metadata of a checkpoint, or of the newest one of a run."""
     metadata_files = sorted(Path(path).glob("checkpoints/*/metadata.json"))
     return _hash_file(str(metadata_files[-1] if metadata_files else Path(path) / "metadata.json"))
+
+
+CONFIG = "config.json"
+_SETTLE_SECONDS = 10.0
+"""Seconds that the first of several tasks may take to write its settings."""
+
+
+class SharedSettings:
+    """Settings that all tasks in a work folder must share: the first task writes them, the others compare.
+
+    A lock on a file protects them, since network file systems keep locks on folders to one machine. The lock ends with
+    its process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    def write_or_compare(self, settings: Mapping[str, Any], shared: bool) -> dict[str, Any] | None:
+        """Write `settings` if no other task is at work, else compare. Returns the recorded settings if they differ.
+
+        shared: whether other tasks may be at work. Raises UsageError if they are and mustn't, MegatfmError if the first
+        one doesn't write its settings.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "tasks"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        settings = json.loads(json.dumps(settings))
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            if self._lock(fcntl.LOCK_EX):
+                write_whole(self._folder / CONFIG, json.dumps(settings, indent=2).encode())
+                # Another task may slip in between the two locks: then its settings count.
+                if not shared or self._lock(fcntl.LOCK_SH):
+                    return None
+            elif not shared:
+                raise UsageError(
+                    f"{self._folder.parent}: another prep is working here: wait for it, or choose another out"
+                )
+            elif self._lock(fcntl.LOCK_SH):
+                recorded: dict[str, Any] = json.loads((self._folder / CONFIG).read_bytes())
+                return None if recorded == settings else recorded
+            time.sleep(0.02)
+        raise MegatfmError(
+            f"{path}: another task holds this lock but has written no settings: end it, or start again later"
+        )
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self, kind: int) -> bool:
+        """Return whether the lock was acquired: always on a file system without locks, where tasks share no folder."""
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True

@@ -1,4 +1,4 @@
-"""Executors: the processes that prepare one corpus together, and the settings that they share.
+"""Executors: the processes that prepare one corpus together.
 
 A process is alone, a task that claims parts by locks, or a rank under MPI. All of them run the same stages.
 `run_parts` divides the parts of a stage among the processes and returns when all are done; `run_once` runs indivisible
@@ -9,7 +9,6 @@ used only if the file system has no locks, or if a corpus is to be replaced.
 """
 
 import fcntl
-import json
 import os
 import re
 import time
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatfm.corpus.files import write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 POLL_SECONDS = 0.2
@@ -27,6 +25,9 @@ FINISH = "finish"
 
 StageResult = dict[str, Any]
 """Result of a stage, or of a part of it, as JSON."""
+FindResult = Callable[[], StageResult | None]
+"""Finds the committed result of a stage; None before."""
+Work = Callable[[], StageResult]
 
 
 class Executor(Protocol):
@@ -39,13 +40,11 @@ class Executor(Protocol):
         """Do some of the parts 0 … count − 1, each once over all processes; return when all are done."""
         ...
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         """Return `find()`; if it is None, one process runs `work()` and all return its result."""
         ...
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+    def broadcast_result(self, read: FindResult) -> StageResult | None:
         """Return rank 0's `read()` under MPI, whose ranks must act alike; other executors call `read()` themselves."""
         return read()
 
@@ -60,9 +59,7 @@ class LocalExecutor(Executor):
             if not is_done(part):
                 work(part)
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         result = find()
         return work() if result is None else result
 
@@ -86,9 +83,7 @@ class LockExecutor(Executor):
             if not all(map(is_done, pending_parts)):
                 time.sleep(POLL_SECONDS)
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         while (result := find()) is None:
             with self._try_claim(name) as is_claimed:
                 if is_claimed and (result := find()) is None:
@@ -127,9 +122,7 @@ class MpiExecutor(Executor):
                 work(part)
         self._wait()
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         result = None
         if self.rank == 1:
             committed = find()
@@ -138,7 +131,7 @@ class MpiExecutor(Executor):
         shared: StageResult = self._world.bcast(result)
         return shared
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+    def broadcast_result(self, read: FindResult) -> StageResult | None:
         result: StageResult | None = self._world.bcast(read() if self.rank == 1 else None)
         return result
 
@@ -207,66 +200,3 @@ def get_mpi_world(size: int) -> Any:
             "at the one of this mpirun"
         )
     return MPI.COMM_WORLD
-
-
-CONFIG = "config.json"
-_SETTLE_SECONDS = 10.0
-"""Seconds that the first of several tasks may take to write its settings."""
-
-
-class SharedSettings:
-    """Settings that all tasks in a work folder must share: the first task writes them, the others compare.
-
-    A lock on a file protects them, since network file systems keep locks on folders to one machine. The lock ends with
-    its process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._descriptor: int | None = None
-
-    def write_or_compare(self, settings: Mapping[str, Any], shared: bool) -> dict[str, Any] | None:
-        """Write `settings` if no other task is at work, else compare. Returns the recorded settings if they differ.
-
-        shared: whether other tasks may be at work. Raises UsageError if they are and mustn't, MegatfmError if the first
-        one doesn't write its settings.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "tasks"
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        settings = json.loads(json.dumps(settings))
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < deadline:
-            if self._lock(fcntl.LOCK_EX):
-                write_whole(self._folder / CONFIG, json.dumps(settings, indent=2).encode())
-                # Another task may slip in between the two locks: then its settings count.
-                if not shared or self._lock(fcntl.LOCK_SH):
-                    return None
-            elif not shared:
-                raise UsageError(
-                    f"{self._folder.parent}: another prep is working here: wait for it, or choose another out"
-                )
-            elif self._lock(fcntl.LOCK_SH):
-                recorded: dict[str, Any] = json.loads((self._folder / CONFIG).read_bytes())
-                return None if recorded == settings else recorded
-            time.sleep(0.02)
-        raise MegatfmError(
-            f"{path}: another task holds this lock but has written no settings: end it, or start again later"
-        )
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _lock(self, kind: int) -> bool:
-        """Return whether the lock was acquired: always on a file system without locks, where tasks share no folder."""
-        assert self._descriptor is not None
-        try:
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True

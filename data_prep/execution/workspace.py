@@ -20,10 +20,14 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.documents import SPLITS
-from megatfm.data_prep.execution.config_identity import describe_first_difference, identify_config, omit_defaults
-from megatfm.data_prep.execution.executors import SharedSettings
+from megatfm.data_prep.execution.config_identity import (
+    SharedSettings,
+    describe_first_difference,
+    identify_config,
+    omit_defaults,
+)
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput
-from megatfm.data_prep.report.page import render_report
+from megatfm.data_prep.report import render_report
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import name_write_errors
 
@@ -216,8 +220,8 @@ class Workspace:
         else:
             remove_unlisted(self.out, result)
             _write_json(self.out / RESULT_FILE, result)
-        if clean:
-            shutil.rmtree(self._scratch)
+        if clean:  # a network file system keeps files that are still mapped, under other names
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _send_last_files(self, remote: RemoteOutput, result: Mapping[str, Any]) -> None:
         """Send the small files, and last the one that commits the corpus."""
@@ -256,6 +260,18 @@ class Workspace:
         finally:
             self._shared_settings.close()
             os.close(descriptor)
+
+    @contextmanager
+    def name_write_errors(self) -> Iterator[None]:
+        """Turn an OSError at a file or folder below `out` into a MegatfmError that says the way out."""
+        try:
+            yield
+        except OSError as error:
+            path = Path(os.fsdecode(error.filename or "/"))
+            if isinstance(error, FileNotFoundError) or not path.is_relative_to(self.out):
+                raise
+            with name_write_errors(path):
+                raise
 
     def _check_only_own_files(self) -> None:
         # Listed first, since another task may begin at the same time.

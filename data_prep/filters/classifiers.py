@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.config.prep_scores import FastTextConfig, LinearConfig
+from megatfm.config.prep_steps import FastTextConfig, LinearConfig
 from megatfm.data_prep.dedup.hashing import hash_ngrams, hash_words
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatfm.config.prep_scores import ClassifierConfig, PerplexityConfig
+from megatfm.config.prep_steps import ClassifierConfig, PerplexityConfig
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
 from megatfm.errors import UsageError

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatfm.config.prep_scores import PresidioConfig
-from megatfm.config.prep_steps import PIIConfig
+from megatfm.config.prep_steps import PIIConfig, PresidioConfig
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
 from megatfm.errors import UsageError

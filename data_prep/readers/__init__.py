@@ -34,7 +34,7 @@ _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _MODULES = {
     "jsonl": "text",
     "json": "text",
-    "csv": "text",
+    "csv": "tables",
     "parquet": "tables",
     "arrow": "tables",
     "warc": "web",

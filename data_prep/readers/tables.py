@@ -1,9 +1,10 @@
-"""Tables of Arrow and Parquet: a record in each row."""
+"""Tables of CSV, Arrow and Parquet: a record in each row."""
 
+import csv
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow
@@ -16,9 +17,47 @@ from megatfm.data_prep.readers.record import (
     BadFileError,
     BadRecord,
     Record,
+    open_decompressed,
     record_from_dict,
     select_columns,
 )
+from megatfm.data_prep.readers.text import number_lines
+
+
+def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
+    """Read a CSV file: a record for each row after the header, numbered from 1.
+
+    Cells are separated by tabs in a `.tsv`, else by commas (RFC 4180).
+    """
+    csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
+    with open_decompressed(path) as file:
+        rows = csv.reader(_decode_lines(file), delimiter=delimiter, strict=True)
+        row = 0
+        try:
+            names = next(rows, [])
+            select_columns(config, names)
+            for row, cells in enumerate(rows, 1):
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    counts = f"{len(cells)}, not {len(names)}"
+                    yield BadRecord(str(row), f"has another number of cells than the first row: {counts}")
+                else:
+                    yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config)
+        except csv.Error as error:
+            raise BadFileError(f"is damaged after row {row} ({error})") from None
+
+
+def _decode_lines(file: IO[bytes]) -> Iterator[str]:
+    for number, line in number_lines(file):
+        if b"\0" in line:
+            raise BadFileError(f"is a binary file, with a zero in line {number}")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadFileError(f"is not valid UTF-8: byte {error.start} of line {number}") from None
+
 
 _FILE = b"ARROW1"
 

@@ -1,6 +1,5 @@
-"""Plain text, JSON lines, JSON arrays and CSV, perhaps compressed; all in strict UTF-8."""
+"""Plain text, JSON lines and JSON arrays, perhaps compressed; all in strict UTF-8."""
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +13,7 @@ from megatfm.data_prep.readers.record import (
     find_repeated_key,
     open_decompressed,
     parse_json,
-    record_from_dict,
     record_from_json,
-    select_columns,
 )
 from megatfm.errors import MegatfmError
 
@@ -102,12 +99,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that aren't blank, numbered from 1."""
     with open_decompressed(path) as file:
-        for number, line in _number_lines(file):
+        for number, line in number_lines(file):
             if line.strip():
                 yield number, line
 
 
-def _number_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def number_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield all lines, numbered from 1. Raises BadFileError for a line longer than MAX_RECORD_BYTES."""
     for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b""), 1):
         if len(line) > MAX_RECORD_BYTES:
@@ -131,38 +128,3 @@ def read_json(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
         raise BadFileError("is no array of records")
     for number, element in enumerate(elements, 1):
         yield record_from_json(str(number), element, config)
-
-
-def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
-    """Read a CSV file: a record for each row after the header, numbered from 1.
-
-    Cells are separated by tabs in a `.tsv`, else by commas (RFC 4180).
-    """
-    csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
-    delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    with open_decompressed(path) as file:
-        rows = csv.reader(_decode_lines(file), delimiter=delimiter, strict=True)
-        row = 0
-        try:
-            names = next(rows, [])
-            select_columns(config, names)
-            for row, cells in enumerate(rows, 1):
-                if not cells:
-                    continue
-                if len(cells) != len(names):
-                    counts = f"{len(cells)}, not {len(names)}"
-                    yield BadRecord(str(row), f"has another number of cells than the first row: {counts}")
-                else:
-                    yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config)
-        except csv.Error as error:
-            raise BadFileError(f"is damaged after row {row} ({error})") from None
-
-
-def _decode_lines(file: IO[bytes]) -> Iterator[str]:
-    for number, line in _number_lines(file):
-        if b"\0" in line:
-            raise BadFileError(f"is a binary file, with a zero in line {number}")
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise BadFileError(f"is not valid UTF-8: byte {error.start} of line {number}") from None

@@ -1,12 +1,17 @@
 """Find the checkpoint that a user's path stands for. Errors say what the path holds instead, and the way out."""
 
 import json
+import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatfm.checkpoint.directory import find_latest
+from megatfm.checkpoint.directory import check_checkpoint, find_latest, name_checkpoint
 from megatfm.checkpoint.metadata import METADATA_FILENAME
-from megatfm.errors import UsageError
+from megatfm.checkpoint.reader import read_state
+from megatfm.errors import MegatfmError, UsageError
+
+log = logging.getLogger("megatfm")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """Owner and name, as the Hugging Face Hub names a model."""
@@ -48,6 +53,28 @@ def find_checkpoint(path: str | Path) -> Path:
     if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
         hint = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
     raise UsageError(f"{path}: there is no such folder: give one with a run or checkpoint{hint}")
+
+
+def find_best_checkpoint(run_dir: str | Path) -> Path:
+    """Return a run's best checkpoint if it has recorded one that is intact, else its newest one.
+
+    The path of a checkpoint is returned unchanged. Raises UsageError if there is no checkpoint, MegatfmError
+    if its record of the best one is damaged.
+    """
+    newest = find_checkpoint(run_dir)
+    if newest == Path(run_dir):
+        return newest
+    best = read_state(newest).get("best")
+    if isinstance(best, Mapping):
+        step = best.get("step")
+        if type(step) is not int:
+            raise MegatfmError(f"{newest}: damaged: the step of the best checkpoint is {step!r:.40}")
+        path = newest.with_name(name_checkpoint(step))
+        if path.is_dir() and check_checkpoint(path) is None:
+            return path
+        text = "%s: the best checkpoint, of step %d, is not here or not intact: %s is used"
+        log.warning(text, run_dir, step, newest.name)
+    return newest
 
 
 def refuse_foreign_checkpoint(path: Path) -> None:

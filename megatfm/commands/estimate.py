@@ -6,6 +6,7 @@ import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
@@ -115,7 +116,7 @@ def estimate_command(args: argparse.Namespace) -> int:
             _print_estimate(estimator, estimate)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.html:
-                from megatfm.estimate.page import write_estimate_page
+                from megatfm.estimate.export import write_estimate_page
 
                 write_estimate_page(estimator, estimate, args.html)
                 print(f"written: {args.html}")
@@ -218,28 +219,31 @@ def _describe_failed_search(estimator: "Estimator", result: "SearchResult") -> s
 
 def _print_traced_step(args: argparse.Namespace, estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step with few micro-batches, and print it beside the estimate of that step."""
+    from megatfm.estimate.export import write_layout
     from megatfm.estimate.text import describe_trace, make_traced_table
     from megatfm.estimate.traced import compare_with_trace, count_traced_microbatches, make_trace_overrides, run_trace
 
-    changes = make_trace_overrides(estimate.config, count_traced_microbatches(estimate))
-    keys = {change.partition("=")[0] for change in changes}
-    overrides = [*(override for override in args.overrides if override.partition("=")[0] not in keys), *changes]
-    traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
-    config = load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
-    bf16_estimate = estimator.estimate(config)
-    print_table(make_traced_table(compare_with_trace(bf16_estimate, traced), traced))
+    overrides = make_trace_overrides(estimate.config, count_traced_microbatches(estimate))
+    with TemporaryDirectory() as folder:
+        layout = Path(folder, "layout.toml")
+        write_layout(args.config, estimate, layout)
+        traced = run_trace(str(layout), overrides, args.gpus, args.rank or 0)
+        config = load_config(str(layout), overrides)
+    if config.train.precision == "auto":  # the imaginary GPU's
+        config = config.with_changes({"train.precision": "bf16"})
+    print_table(make_traced_table(compare_with_trace(estimator.estimate(config), traced), traced))
     for line in describe_trace(traced):
         print(line)
 
 
 def _write_job(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and print the command that starts them."""
-    from megatfm.estimate.write import make_launch_arguments, write_layout
+    from megatfm.estimate.export import make_launch_arguments, write_layout
     from megatfm.files import atomic_write, name_write_errors
     from megatfm.launchers import cli
 
+    launch_arguments = make_launch_arguments(args.write, estimate.cluster)
     write_layout(args.config, estimate, args.write)
-    launch_arguments = make_launch_arguments(args.write, estimate)
     parser = argparse.ArgumentParser()
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
@@ -277,7 +281,7 @@ def _print_estimate(estimator: "Estimator", estimate: "Estimate") -> None:
 
 def _print_advice(estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
     """Print a larger micro-batch that fits, too; or, if the run doesn't fit or needs less memory, what to change."""
-    from megatfm.estimate.advice import find_fitting_changes, find_largest_micro_batch
+    from megatfm.estimate.search import find_fitting_changes, find_largest_micro_batch
 
     if estimate.fits and not needs_less:
         largest = find_largest_micro_batch(estimator, estimate)

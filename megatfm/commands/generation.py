@@ -136,16 +136,16 @@ def generate_command(args: argparse.Namespace) -> int:
     _refuse_ignored_options(args)
     if args.chat and args.bos != "auto":
         raise UsageError("--chat: the template decides what stands before the prompt: leave --bos out")
-    begin, separator = ("chat", "\n") if args.chat else (args.bos, "")
     from megatfm.inference.decoding import Sampling
-    from megatfm.inference.prompts import PromptOptions
+    from megatfm.inference.prompts import PromptOptions, choose_separator
     from megatfm.inference.text import generate_text, generate_text_beam
 
-    options = PromptOptions(begin, args.sentinel, args.image)
+    options = PromptOptions("chat" if args.chat else args.bos, args.sentinel, args.image)
     model = load_text_model(args.run_dir, _choose_device(args.device), args.dtype, args.trust_plugins)
+    shown_prompt = f"{args.prompt}{choose_separator(model, options)}"
     if args.num_beams:
         text = generate_text_beam(model, args.prompt, args.max_tokens, args.num_beams, args.length_penalty, options)
-        print(f"{args.prompt}{separator}{text}")
+        print(f"{shown_prompt}{text}")
         _append_samples(model, args.prompt, [text])
         return 0
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, vocab_size=model.tokenizer.vocab_size)
@@ -153,7 +153,7 @@ def generate_command(args: argparse.Namespace) -> int:
     texts = generate_text(model, args.prompt, sampling, args.max_tokens, args.num_samples, options, on_text)
     if args.num_samples > 1:
         for number, text in enumerate(texts, start=1):
-            print(f"--- sample {number} of {args.num_samples}\n{args.prompt}{separator}{text}")
+            print(f"--- sample {number} of {args.num_samples}\n{shown_prompt}{text}")
     else:
         print()
     _append_samples(model, args.prompt, texts)

@@ -17,7 +17,7 @@ from megatfm.config.attention import (
     WindowPatternConfig,
     Windows2dPatternConfig,
 )
-from megatfm.config.data import DataConfig
+from megatfm.config.data import DataConfig, ImagesConfig
 from megatfm.config.heads import (
     ClassifierHeadConfig,
     MultipleChoiceHeadConfig,
@@ -26,7 +26,6 @@ from megatfm.config.heads import (
     TextClassifierHeadConfig,
 )
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
-from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load_config, load_section, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import OverlappingPatchesConfig, PatchEmbeddingConfig, PixelDecoderConfig

@@ -94,7 +94,7 @@ def load_section(
         _check_command(path_or_preset, config_class, values)
         for file in files[1:]:
             _check_command(file.path, config_class, file.values)
-        raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
+        raise UsageError(f"{subject}: {format_config_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
         # A run directory may come from another user: reading its config must not make its code importable.
@@ -178,8 +178,11 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             raise UsageError(
                 f"override {override!r}: `extends` stands in a config file; here, give {text or 'a config'} as CONFIG"
             )
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         if key == CORPUS and text:
-            _set_corpus(values, override, text)
+            folder = _parse(override, text)
+            _set_corpus(values, override, folder if isinstance(folder, str) else text)
             continue
         table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
@@ -188,8 +191,6 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
                 hint = _suggest_keys(key, (), config_class)
                 raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
-        if text in NULLS:
-            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         value = _parse(override, text)
         if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
@@ -238,15 +239,17 @@ def _descend(values: dict[str, Any], parts: Sequence[str], override: str, create
 
 def _parse(override: str, text: str) -> Any:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value, *further_keys = tomllib.loads(f"value = {text}").values()
     except tomllib.TOMLDecodeError:
         return FromCommandLine(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"override {override[:40]}…: {error}") from None
-    return FromCommandLine(text) if isinstance(value, date | time) else map_strings(value, FromCommandLine)
+    if further_keys or isinstance(value, date | time):  # a text's later lines may look like keys
+        return FromCommandLine(text)
+    return map_strings(value, FromCommandLine)
 
 
-def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
+def format_config_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`, or all keys that are unknown."""
     errors = error.errors(include_url=False)
     # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.

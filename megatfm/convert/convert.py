@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.locate import is_peft_folder
+from megatfm.checkpoint.locate import find_best_checkpoint, is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
-from megatfm.convert.image_processor import adopt_image_options, write_preprocessor
-from megatfm.convert.starting_config import make_starting_config
+from megatfm.convert.starting_config import adopt_image_options, make_starting_config, write_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
@@ -33,7 +32,6 @@ from megatfm.models import build
 from megatfm.models.dtypes import find_main_dtype
 from megatfm.registry import import_foreign_plugins
 from megatfm.terminal import ProgressLog, format_counted, join_first
-from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")
@@ -203,6 +201,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tensors = ((f"model.{name}", tensor) for name, tensor in read_converted_tensors(hf_model, shapes))
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
+    notes = notes if config.reads_text else []
     return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *image_notes, *untrainable]
 
 

@@ -14,8 +14,7 @@ from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import list_tensor_shapes, read_converted_tensors
 from megatfm.convert.electra_pair import open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json_object
-from megatfm.convert.image_processor import adopt_image_options
-from megatfm.convert.starting_config import make_starting_config
+from megatfm.convert.starting_config import adopt_image_options, make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build

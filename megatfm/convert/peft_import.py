@@ -21,10 +21,9 @@ from megatfm.convert.convert import (
     write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json_object
-from megatfm.convert.image_processor import adopt_image_options
 from megatfm.convert.peft import Factors, shorten_names
 from megatfm.convert.peft_adapter import MERGE_ADVICE, PeftAdapter
-from megatfm.convert.starting_config import make_starting_config
+from megatfm.convert.starting_config import adopt_image_options, make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name_factors
 from megatfm.models import MODELS

@@ -17,14 +17,14 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json_object
 from megatfm.convert.hf_config import Json
-from megatfm.convert.image_processor import read_preprocessor
+from megatfm.convert.starting_config import read_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
 from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
-from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
+from megatfm.tokenizers.sentence_piece import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -45,6 +45,8 @@ def export_tokenizer(
     if path is None and config.data.tokenizer:
         path = Path(config.data.tokenizer)
     if path is None or not path.is_file():
+        if not config.reads_text:
+            return [], {}
         return [f"no tokenizer: there is none in {run}, nor at {path or 'data.tokenizer'}"], {}
     tokenizer = tokenizers.load(path)
     if tokenizer_hash is None:

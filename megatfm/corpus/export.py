@@ -17,7 +17,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.files import AtomicFile, check_local, write_whole
 from megatfm.corpus.inspect import start_progress
 from megatfm.corpus.shard_format import Sample
-from megatfm.corpus.writer import ShardWriter, measure_members
+from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, fsync_directory, name_write_errors, to_strict_json
 from megatfm.terminal import format_counted
@@ -228,7 +228,6 @@ def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
         for sample in _iter_samples(corpus):
             # Unique in a shard of the corpus; several of its shards may fit into one tar.
             key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
-            fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(key, sample.tokens, *fields, *measure_members(sample.members))
+            writer.add(key, sample.tokens, sample.source, sample.text_bytes, sample.members, sample.metadata)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return len(manifest.shards)

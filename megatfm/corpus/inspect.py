@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +186,12 @@ def _describe_class(corpus: Corpus, sample: Sample) -> dict[str, str]:
 
 def _format_facts(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
-    return "\n".join(_wrap(f"{name:<{width}}  {value}", width + 2) for name, value in facts.items())
+    lines = {f"{name:<{width}}  {value}": " " in value for name, value in facts.items()}
+    return "\n".join(_wrap(line, width + 2) if has_words else line for line, has_words in lines.items())
 
 
 def _wrap(line: str, indent: int = 0) -> str:
-    """Return a line broken at the terminal's width, or at `FILE_WIDTH` in a file; a path or a hash stays whole."""
+    """Return a line broken at the terminal's width, or at `FILE_WIDTH` in a file; further lines are indented."""
     width = max(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, 2 * indent)
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
@@ -203,10 +205,13 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()
     by_source, by_field = _Totals("source"), dict[str, _Totals]()
-    uses, has_more_fields = np.zeros(0, np.int64), False
+    uses, has_more_fields = Counter[int](), False
     progress = start_progress("counted", corpus)
     for block in range(corpus.n_blocks):
-        for sample in corpus.read_block_samples(block):
+        samples = corpus.read_block_samples(block)
+        ids, counts = np.unique(np.concatenate([sample.tokens for sample in samples]), return_counts=True)
+        uses.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+        for sample in samples:
             progress.advance()
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
@@ -215,9 +220,6 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
                     by_field.setdefault(field, _Totals(field)).add(value, sample)
                 else:
                     has_more_fields = True
-            counts = np.bincount(sample.tokens)
-            uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
-            uses[: len(counts)] += counts
     tables = [
         f"{format_counted(corpus.n_samples, 'document')}, {format_counted(corpus.n_tokens, 'token')}, "
         f"{format_counted(corpus.n_text_bytes, 'byte')} of text",
@@ -227,10 +229,10 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
         *(field_counts.table() for field_counts in by_field.values()),
         *([f"there are more than {MAX_FIELDS} fields: further ones are not counted"] if has_more_fields else []),
     ]
-    if uses.any():
-        common = np.argsort(-uses, kind="stable")[: min(MAX_LISTED, int((uses > 0).sum()))].tolist()
-        rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
-        tables.append(f"{int((uses > 0).sum()):,} ids occur\n" + _format_table(("id", "piece", "times"), rows))
+    if uses:
+        common = sorted(uses.items(), key=lambda item: (-item[1], item[0]))[:MAX_LISTED]
+        rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{count:,}") for i, count in common]
+        tables.append(f"{len(uses):,} ids occur\n" + _format_table(("id", "piece", "times"), rows))
     return "\n\n".join(tables)
 
 

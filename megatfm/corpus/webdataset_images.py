@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatfm.corpus.files import open_regular_file
+from megatfm.corpus.images import PILLOW_FORMATS, read_upright_size
 from megatfm.corpus.manifest import NO_TOKENIZER, CorpusShard, Manifest
 from megatfm.corpus.safe_tar import group_by_key, iter_tar_members, split_member_name
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
@@ -24,8 +25,7 @@ from megatfm.corpus.webdataset_index import IndexReport, iter_raw_frames, list_f
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.terminal import log_progress
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-SAMPLE_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls", "json", "txt")
+SAMPLE_EXTENSIONS = (*PILLOW_FORMATS, "cls", "json", "txt")
 MAX_UNIQUE_LABELS, MAX_UNIQUE_SHARE = 1000, 0.9
 """More labels than both, the number and the share of all images, are captions rather than classes."""
 MAX_LABEL_DIGITS = 18
@@ -86,7 +86,9 @@ class LabelRule:
                 value = value[part]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return None if value is None or isinstance(value, dict | list | bool) else str(value)
+        if value is None or isinstance(value, dict | list | bool):
+            return None
+        return str(value).encode(errors="backslashreplace").decode()  # a manifest can't have lone surrogates
 
     def apply(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the files with the class index as `.cls`, or without a `.cls` if the rule finds no class."""
@@ -171,8 +173,6 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
 
 def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
     """Write the index of a tar; return its entry in a manifest. labels: label → its first sample; extended here."""
-    from megatfm.corpus.image_size import read_upright_size
-
     frames: list[tuple[int, int, int]] = []
     rows: list[tuple[int, int, int, bytes, int, int]] = []
     hashes: list[int] = []
@@ -184,7 +184,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
                 if sample.key in keys:
                     raise MegatfmError(f"{where} is there twice: refused")
                 keys.add(sample.key)
-                height, width = _find_image_size(read_upright_size(sample.files), sample.files, where)
+                height, width = _find_image_size(sample.files, where)
                 _record_label(rule, sample.files, labels, where)
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))
@@ -195,20 +195,16 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
     return write_shard_index(path, frames, rows, hashes, IMAGE_SIZES, files_only=True)
 
 
-def _find_image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
-    n_images = sum(extension in IMAGE_EXTENSIONS for extension in files)
-    if n_images != 1:
-        listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
-        raise MegatfmError(
-            f"{where} has {n_images} images (files: {listed}), not one: "
-            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
-        )
-    if size is None:
-        raise MegatfmError(
-            f"{where} has an image whose header can't be read: "
-            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
-        )
-    return size
+def _find_image_size(files: Mapping[str, bytes], where: str) -> tuple[int, int]:
+    """Return height and width of a sample's only image. Raises a MegatfmError if it has none, or several."""
+    size, n_images = read_upright_size(files), sum(extension in PILLOW_FORMATS for extension in files)
+    if size is not None:
+        return size
+    listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
+    fault = "an image whose header can't be read" if n_images == 1 else f"{n_images} images (files: {listed}), not one"
+    raise MegatfmError(
+        f"{where} has {fault}: make a corpus without such samples by `megatfm prep … read.on_error=skip`"
+    )
 
 
 def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, str], where: str) -> None:

@@ -12,6 +12,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import AtomicFile, check_local
+from megatfm.corpus.images import measure_images
 from megatfm.corpus.manifest import (
     DEFAULT_FRAME_BYTES,
     INDEX_NAME,
@@ -98,15 +99,14 @@ class ShardWriter:
         text_bytes: int,
         members: Mapping[str, bytes] = MappingProxyType({}),
         fields: Mapping[str, Any] = MappingProxyType({}),
-        image_size: tuple[int, int] | None = None,
-        n_images: int | None = None,
+        side_lengths: tuple[int, int] | None = None,
     ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
         key: name of the sample in the tar, up to 80 letters, digits, `_` and `-`; unique in a shard. members: its files
         by extension, up to 16 lower-case letters and digits, such as `{"jpg": data}`, or `{"0.jpg": data}` where there
-        are several. fields: metadata, as JSON. image_size: height and width of its image in pixels; a shard's index
-        holds them if all its samples have one. n_images: their number, which it holds if any sample has several.
+        are several; a shard's index holds the sizes of images if all its samples have one, and their numbers if a
+        sample has several. fields: metadata, as JSON. side_lengths: two numbers in place of the size of an image.
 
         Raises a MegatfmError if a value breaks these rules, or an id doesn't fit `token_dtype`.
         """
@@ -116,9 +116,9 @@ class ShardWriter:
             if not EXTENSION.fullmatch(extension):
                 raise MegatfmError(f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits")
         sample = Sample(0, key, source, text_bytes, self._to_stored_dtype(key, tokens), members, fields)
-        pending = _PendingSample(
-            sample, None if self._options.pack and not members else encode_sample(sample), image_size, n_images
-        )
+        image_size, n_images = measure_images(members)
+        data = None if self._options.pack and not members else encode_sample(sample)
+        pending = _PendingSample(sample, data, side_lengths or image_size, n_images)
         if pending.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
         if self._open_shard is not None and self._open_shard.written + pending.size > self._shard_bytes:
@@ -180,15 +180,6 @@ class ShardWriter:
         self._open_shard = None
         for name in (shard.file, shard.index.file):
             self._on_file_written(self.folder / name)
-
-
-def measure_members(members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
-    """Return `image_size` and `n_images` of a sample with these files, as `ShardWriter.add` takes them."""
-    if not members:
-        return None, None
-    from megatfm.corpus.image_size import measure_images  # needs Pillow
-
-    return measure_images(members)
 
 
 class _ShardOptions(NamedTuple):

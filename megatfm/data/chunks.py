@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.corpus.image_columns import ImageIndex
+from megatfm.corpus.images import ImageIndex
 from megatfm.data.sequences import (
     NO_OTHER_DOCUMENTS,
     DocumentChunk,

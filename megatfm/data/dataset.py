@@ -15,7 +15,7 @@ from megatfm.data.documents import BlockDocuments, DecodedBlock, Quarantine, rea
 from megatfm.data.order import Interleave, RowAddress, RowSlot, make_row_order
 from megatfm.data.packed_rows import BinPackedRows, PackedBlock, RowSegments, collate, pack_chunked
 from megatfm.data.packing_plan import load_or_build_packing_plan
-from megatfm.data.sequences import Fields, PackingConfig, PackingObjective
+from megatfm.data.sequences import Fields, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import permutation
 
@@ -101,16 +101,15 @@ class _CachedBlock:
 
 
 class PackedDataset:
-    """Rows of `sequence_length` tokens in a reproducible, endless order (see `RowOrder`).
+    """Packed rows of a corpus in a reproducible, endless order (see `RowOrder`).
 
     `len` is the number of rows in an epoch. There are two ways of packing:
     - With `objective.max_tokens`, documents are split into chunks of that length and their sequences stay whole. Bin
       packing is planned once per group of blocks, from lengths alone, and is the same in all epochs.
     - Otherwise documents are joined, in a new order each epoch, and cut where rows end.
 
-    Unused room is padding, with `pad_id` for tokens; `padding_fraction` is its share.
+    Unused room is padding; `padding_fraction` is its share.
 
-    target_length: row length of an objective's second side (the decoder of an encoder-decoder).
     streams: number of segments read round-robin, or an `Interleave`.
     plan_cache_key: identifies all settings that the objective's lengths depend on, so that the plan can be stored in
     the corpus folder; None: the plan is not stored.
@@ -126,40 +125,29 @@ class PackedDataset:
     def __init__(
         self,
         corpus: Corpus,
-        objective: PackingObjective,
+        packing: PackingConfig,
         *,
-        sequence_length: int,
-        target_length: int | None = None,
-        seed: int,
         streams: Interleave | int = 64,
         shuffle: bool = True,
-        attend_across_documents: bool = False,
-        pad_id: int = 0,
         cache_bytes: int = 2**29,
         plan_cache_key: str | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
         self.corpus = corpus
-        self.objective = objective
-        self.sequence_length = sequence_length
-        self.seed = int(seed)
-        interleave = Interleave(streams) if isinstance(streams, int) else streams
-        self.streams, turn = interleave if shuffle else Interleave(1)
+        self.packing, self.objective, self.seed = packing, packing.objective, packing.seed
+        self.sequence_length = packing.row_lengths[0]
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
-        lengths = (sequence_length, target_length or sequence_length)[: len(objective.field_prefixes)]
-        self._packing = PackingConfig(objective, lengths, self.seed, pad_id, attend_across_documents)
-        plan = load_or_build_packing_plan(corpus, objective, lengths, self.seed, plan_cache_key)
+        plan = load_or_build_packing_plan(corpus, self.objective, packing.row_lengths, self.seed, plan_cache_key)
         self._plan, self.padding_fraction, self.warnings = plan, plan.padding, list(plan.notes)
         if self.quarantine:
             self.warnings.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
         self.order = make_row_order(
             plan.sizes,
             seed=self.seed,
-            streams=self.streams,
-            turn=turn,
+            streams=streams if shuffle else 1,
             shuffle=shuffle,
-            length=sequence_length if plan.groups is None else 1,
+            length=self.sequence_length if plan.groups is None else 1,
         )
         self._cache: ByteCache[tuple[int, int], _CachedBlock] = ByteCache(cache_bytes, count_bytes)
         self._decoded: ByteCache[int, DecodedBlock] = ByteCache(cache_bytes, count_bytes)
@@ -169,28 +157,28 @@ class PackedDataset:
 
     @property
     def row_tokens(self) -> int:
-        return sum(self._packing.row_lengths)
+        return sum(self.packing.row_lengths)
 
     @property
     def can_split_rows(self) -> bool:
-        return self.objective.max_tokens is None and len(self._packing.row_lengths) == 1
+        return self.objective.max_tokens is None and len(self.packing.row_lengths) == 1
 
     def epoch(self, position: int) -> int:
         return position // len(self)
 
     def order_config(self) -> dict[str, str | int | bool]:
         """Return the settings that determine the order, for a checkpoint to compare."""
-        _, *second = self._packing.row_lengths
+        _, *second = self.packing.row_lengths
         quarantine = {"quarantine": str(self.quarantine)} if self.quarantine else {}
         return {
             "fingerprint": self.corpus.fingerprint,
             "seed": self.seed,
             "sequence_length": self.sequence_length,
             **({"target_length": second[0]} if second else {}),
-            "streams": self.streams,
+            "streams": self.order.streams,
             **({"turn": self.order.turn} if self.order.turn > 1 else {}),
             "shuffle": self.shuffle,
-            "attend_across_documents": self._packing.attend_across_documents,
+            "attend_across_documents": self.packing.attend_across_documents,
             "rows_per_epoch": len(self),
             "packing": PACKING_VERSION,
             **quarantine,
@@ -262,13 +250,13 @@ class PackedDataset:
             first, end = groups[block : block + 2].tolist()
             is_quarantined = self._mask_quarantined(first, end)
             documents = BlockDocuments(self.corpus, first, end, is_quarantined, self._decoded, needs_files)
-            packed = BinPackedRows(documents, self._packing, epoch)
+            packed = BinPackedRows(documents, self.packing, epoch)
             size = packed.n_rows
         else:
             first = block
             block_data = read_block(self.corpus, block, self._mask_quarantined(block, block + 1), needs_files)
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
-            packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
+            packed = pack_chunked(block_data, self.packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]
         if size != planned:
             unit = "tokens" if groups is None else "rows"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.images import ImageColumns, list_image_extensions, read_upright_size
 from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
 
@@ -121,16 +121,12 @@ class InMemoryDocuments(list[NDArray[Any]]):
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
         """Height and width of each document's image, from the image header."""
-        from megatfm.corpus.image_size import read_upright_size
-
         sizes = [read_upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     @cached_property
     def image_counts(self) -> NDArray[np.int64]:
         """Number of each document's images, from the names of its files."""
-        from megatfm.corpus.image_size import list_image_extensions
-
         return np.array([len(list_image_extensions(self.members(number))) for number in range(len(self))], np.int64)
 
     def measure(self, chunk_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:

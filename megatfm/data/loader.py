@@ -50,6 +50,18 @@ SINGLE_READER: ReaderGroup = _SingleReader()
 """The group of a rank that reads all its rows itself."""
 
 
+class DataRank(NamedTuple):
+    """A rank among the `ranks` that share the rows of a step, and the group of those that need the same rows as it."""
+
+    rank: int
+    ranks: int
+    readers: ReaderGroup = SINGLE_READER
+
+
+SINGLE_RANK = DataRank(0, 1)
+"""A rank that reads all rows of a step."""
+
+
 class _RowRange(NamedTuple):
     """A data rank's rows of a step: `rows` positions from `first`, each split into `splits_per_row` shorter rows."""
 
@@ -77,8 +89,8 @@ class DataLoader(Iterator[list[Fields]]):
     With `end_position`, later positions are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads prefetch one step each; with `workers` processes, one thread waits for them. Errors are raised by
-    `next`. If several `readers` need the same rows, each fetches its share of a step. They exchange shares only when
-    the step is requested, so no communication is pending when some of them stop. An error on one rank is raised on all.
+    `next`. If several readers need the same rows, each fetches its share of a step. They exchange shares only when the
+    step is requested, so no communication is pending when some of them stop. An error on one rank is raised on all.
     Close the loader (or use `with`) when done.
 
     wait_seconds: total time that the consumer waited for data. step_tokens: token capacity of the last step, over all
@@ -94,19 +106,17 @@ class DataLoader(Iterator[list[Fields]]):
         *,
         global_batch: int | BatchSchedule,
         micro_batch: int,
-        data_rank: int = 0,
-        data_ranks: int = 1,
+        data_rank: DataRank = SINGLE_RANK,
         position: int = 0,
         step: int = 0,
         end_position: int | None = None,
         workers: int = 0,
-        readers: ReaderGroup = SINGLE_READER,
     ) -> None:
         self.batch_schedule = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.batch_schedule.batches:
             is_last = batch == self.batch_schedule.global_batch
             key = "train.global_batch" if is_last else "data.rampup: global_batch"
-            check_global_batch(batch, micro_batch, data_ranks, key)
+            check_global_batch(batch, micro_batch, data_rank.ranks, key)
         if any(stage.splits_per_row > 1 for stage in self.batch_schedule.rampup) and not rows.can_split_rows:
             raise UsageError(
                 "data.rampup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
@@ -118,7 +128,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.end_position = end_position
         self.wait_seconds, self.step_tokens, self.padding = 0.0, 0, 0.0
         self.row_positions: list[NDArray[np.int64]] = []
-        self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
+        self._data_rank, self._readers = data_rank, data_rank.readers
         self._workers = RowWorkers(rows, workers)
         # Each thread prefetches one step; worker processes take requests from one thread only.
         threads = 1 if workers else STEPS_AHEAD
@@ -146,8 +156,8 @@ class DataLoader(Iterator[list[Fields]]):
         """Start fetching the next steps."""
         while len(self._ahead) < STEPS_AHEAD and (self.end_position is None or self._next_position < self.end_position):
             stage = self.batch_schedule.stage(self._next_step)
-            share = stage.global_batch // self._ranks
-            row_range = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
+            share = stage.global_batch // self._data_rank.ranks
+            row_range = _RowRange(self._next_position + self._data_rank.rank * share, share, stage.splits_per_row)
             self._ahead.append(
                 _PrefetchedStep(stage.global_batch, row_range, self._executor.submit(self._read, row_range))
             )

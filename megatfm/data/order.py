@@ -108,7 +108,7 @@ class RowOrder:
     1. Each epoch permutes the units, which are runs of consecutive blocks (one block each, up to `MAX_UNITS` units),
        and then the blocks inside each unit.
     2. The epoch is cut into rows of `length`. Rows may span blocks, so only the last row of an epoch may be shorter.
-    3. The rows are split into `streams` contiguous segments, which are read round-robin, `turn` rows at a time.
+    3. The rows are split into `streams` contiguous segments, which are read round-robin, one row or `turn` at a time.
        Neighbouring rows come from distant blocks, while each stream still reads sequentially.
     4. The rows that start in one block are permuted.
 
@@ -126,14 +126,13 @@ class RowOrder:
         block_sizes: BlockSizes,
         *,
         seed: int,
-        streams: int,
+        streams: Interleave | int,
         shuffle: bool,
-        turn: int = 1,
         length: int = 1,
     ) -> None:
         """unit_sizes [n]: size of each unit of `blocks_per_unit` blocks; the last unit may have fewer blocks."""
-        self.seed, self.streams, self.turn = seed, streams, turn
-        self.shuffle, self.length = shuffle, length
+        self.streams, self.turn = Interleave(streams) if isinstance(streams, int) else streams
+        self.seed, self.shuffle, self.length = seed, shuffle, length
         self._unit_sizes, self._blocks_per_unit, self._block_sizes = unit_sizes, blocks_per_unit, block_sizes
         self.size = int(unit_sizes.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
@@ -256,9 +255,8 @@ def make_row_order(
     sizes: NDArray[np.integer],
     *,
     seed: int,
-    streams: int,
+    streams: Interleave | int,
     shuffle: bool,
-    turn: int = 1,
     length: int = 1,
     max_units: int = MAX_UNITS,
 ) -> RowOrder:
@@ -273,7 +271,6 @@ def make_row_order(
         seed=seed,
         streams=streams,
         shuffle=shuffle,
-        turn=turn,
         length=length,
     )
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns, ImageIndex
+from megatfm.corpus.images import ImageColumns, ImageIndex
 from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
 from megatfm.data.chunks import ChunkTable, split_documents
 from megatfm.data.sequences import PackingObjective, needs_own_row

@@ -137,6 +137,7 @@ class PackingConfig:
     """True if a row counts as one document: one document index, and positions that run through the row."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", int(self.seed))  # NumPy's integers would change checkpoints
         if needs_own_row(self.objective) and self.objective.max_tokens is None:
             raise MegatfmError(
                 "the objective has fields of rows, so its sequences can't be cut at row ends: give it max_tokens"

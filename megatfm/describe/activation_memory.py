@@ -24,16 +24,16 @@ from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
 from megatfm.ops.attention.kernels import LONG
-from megatfm.ops.grouped_mm import KERNELS
+from megatfm.ops.moe import KERNELS
 from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
+from megatfm.terminal import mute_log_once
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
 
-ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-"""`train.precision` → dtype of activations; any other precision has 2 bytes."""
-
+ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+"""Dtype of activations by `train.precision`; bfloat16 for the others."""
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors of fake tensors: a module needs a value, or an operator has no shape rule."""
@@ -85,11 +85,12 @@ def measure_block_activations(config: Config) -> tuple[int, int] | None:
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silence torch's log about fake tensors."""
+    """Silence torch's log about fake tensors, and megatfm's about the kernels that they run in."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with mute_log_once():
+            yield
     finally:
         logger.disabled = was_disabled
 

@@ -1,6 +1,7 @@
 """State on one rank of a layout: the model is parallelized in this process on torch's fake process group."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,8 +117,10 @@ def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UsageError("an estimate needs a process without a process group: run `megatfm estimate` by itself")
+    excepthook = sys.excepthook  # torch's begins each line of a traceback with a rank
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook

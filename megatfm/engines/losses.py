@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.engines.interface import Arrays, Batch, LossFunction, LossTotals, RowSources
 from megatfm.errors import MegatfmError
 from megatfm.layers.output_head import LMHead, RowLossRecorder
-from megatfm.ops.attention.varlen import compute_cu_seqlens
+from megatfm.ops.attention.fused import compute_cu_seqlens
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import DeferredReads, align, move_to_device
 from megatfm.parallel.context_parallel import split_batch

@@ -15,12 +15,11 @@ from megatfm.config.world_size import check_global_batch, compute_axis_sizes
 from megatfm.describe.description import Description, describe, resolve_vocabulary
 from megatfm.describe.per_rank import fake_ranks
 from megatfm.errors import UsageError
-from megatfm.estimate.contrastive import count_kept_feature_bytes
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, RankStages, StepMemory, estimate_rank_memory
 from megatfm.estimate.part_profile import ModelProfile
 from megatfm.estimate.profile import LocalModel
-from megatfm.estimate.rank_flows import StageSplit
+from megatfm.estimate.rank_flows import StageSplit, count_kept_feature_bytes
 from megatfm.estimate.schedule import Timeline, list_running_passes
 from megatfm.estimate.stalls import estimate_checkpoint_stall, estimate_data_stall
 from megatfm.estimate.step_time import StepTime, estimate_step
@@ -236,7 +235,7 @@ def open_estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = (
             f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
             "parallel.engine = 'native'"
         )
-    resolved = _resolve_precision(resolve_vocabulary(config), cluster.device)
+    resolved = resolve_precision(resolve_vocabulary(config), cluster.device)
     ranks = 1
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
@@ -246,7 +245,7 @@ def open_estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = (
         yield estimator
 
 
-def _resolve_precision(config: Config, device: Device) -> Config:
+def resolve_precision(config: Config, device: Device) -> Config:
     """Return the config with the device's precision for "auto"."""
     if config.train.precision != "auto":
         return config

@@ -5,6 +5,7 @@ composes RMSNorm of several operators, and the loss takes other chunks: there th
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -199,7 +200,10 @@ class ProfiledKernels:
     ) -> None:
         """Record a kernel (see `stand_ins.Note`)."""
         number = self.recorder.number
-        reads, writes = ({number(x): count_tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
+        reads, writes = Counter[int](), Counter[int]()  # tensors may share a storage, and be read twice
+        for counter, tensors in ((reads, inputs), (writes, outputs)):
+            for x in tensors:
+                counter[number(x)] += count_tensor_bytes(x)
         if name == "_grouped_mm" and dims:
             section = find_experts_section(self.config.model)
             rows = float(inputs[0].shape[0])
@@ -210,7 +214,7 @@ class ProfiledKernels:
             group_rows = max(1, round(rows / dims[0]))
             m, n, k = (group_rows if size == ROWS else size for size in dims[1:])
             dims = dims[0], m, n, k
-        operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
+        operator = Operator(name, kind, flops, dict(reads), dict(writes), dims, inputs[0].element_size())
         if kind == "collective":
             operator = replace(operator, collective=name, sent_bytes=(self.tp - 1) * inputs[0].nbytes)
         self.recorder.recording.operators.append(operator)

@@ -48,8 +48,8 @@ class RankMemory:
         return {
             "weights": self.weights + self.copies,
             "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "gathered": self.gathered,
+            "optimizer state": self.optimizer,
+            "gathered weights": self.gathered,
             "activations": self.activations,
             "workspace": self.workspace,
             "reserved": self.reserved,
@@ -59,8 +59,7 @@ class RankMemory:
     def largest(self) -> str:
         """Name of the largest part."""
         sizes = {name: n_bytes for name, n_bytes in self.parts.items() if name != "reserved"}
-        name = max(sizes, key=lambda name: sizes[name])
-        return {"optimizer": "optimizer state", "gathered": "gathered weights"}.get(name, name)
+        return max(sizes, key=lambda name: sizes[name])
 
 
 @dataclass(frozen=True)

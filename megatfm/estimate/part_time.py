@@ -60,14 +60,13 @@ def estimate_part_kernels(
     """
     part = with_local_experts(part, ep)
     compiled, fp8 = compiled and part.is_block, fp8 and part.is_block
-    repeats = recompute != "none" and part.is_block and not recompute.endswith("%")
-    repeated = list_recomputed_operators(part, recompute) if repeats else []
+    repeated = list_recomputed_operators(part, recompute)
     grouped = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
     total_flops = sum(op.flops for op in part.backward) or 1.0
     return PartKernels(
         forward=estimate_pass_seconds(device, part.forward, compiled=compiled, fp8=fp8),
         backward=estimate_pass_seconds(device, part.backward, compiled=compiled, fp8=fp8),
-        recompute=estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total if repeats else 0.0,
+        recompute=estimate_pass_seconds(device, repeated, compiled=compiled, fp8=fp8).total,
         sent_forward=_list_collectives(part.forward),
         sent_backward=_list_collectives(part.backward),
         sent_again=_list_collectives(repeated),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
-from megatfm.describe.activation_memory import default_dtype, quiet_fake_tensors
+from megatfm.describe.activation_memory import ACTIVATION_DTYPES, default_dtype, quiet_fake_tensors
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import DeviceKind
 from megatfm.estimate.kernels import ProfiledKernels
@@ -45,8 +45,6 @@ from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
 from megatfm.verify.shrink import Arrays, draw_batch
 
-ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
-"""Dtype of activations by `train.precision`; bfloat16 for the others."""
 DATA_DEPENDENT_FAMILIES = ("electra", "two_towers", "vision_language", "xlnet")
 """Families, beside those of images, whose shapes depend on a batch's values: on predicted tokens, on images."""
 DATA_DEPENDENT_HEADS = ("boundary",)
@@ -292,13 +290,10 @@ class LocalModel:
         for name, spec in written.items():
             if name in point.reads or spec.d_model is None:
                 length = _get_carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
-                carry[name] = self._make_carried(spec, length, parts)
+                size = (self._rows, length) if spec.d_model is None else (self._rows, length // parts, spec.d_model)
+                dtype = torch.int64 if spec.d_model is None else self._dtype
+                carry[name] = torch.zeros(size, dtype=dtype, requires_grad=spec.d_model is not None)
         return carry
-
-    def _make_carried(self, spec: CarrySpec, length: int, parts: int) -> Tensor:
-        if spec.d_model is None:
-            return torch.zeros(self._rows, length, dtype=torch.int64)
-        return torch.zeros(self._rows, length // parts, spec.d_model, dtype=self._dtype, requires_grad=True)
 
     def _make_fields(
         self, points: Sequence[SplitPoint], rows: int, cp: int

@@ -1,17 +1,17 @@
-"""Traffic of a rank in a step over all axes; tensor, context, expert and pipeline parallelism in closed forms."""
+"""Traffic of a rank in a step over all axes; tensor, context, expert and pipeline parallelism, and the ring of losses
+that compare all samples of a global batch, in closed forms."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatfm.config import Config
+from megatfm.config import Config, ContrastiveObjective
 from megatfm.config.attention import MLAAttentionConfig
-from megatfm.estimate.contrastive import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.traffic import Axis, Flows, add_data_flows, make_axes
-from megatfm.estimate.weights import LocalWeight, find_experts_section
-from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+from megatfm.estimate.traffic import Axis, Flows, add_data_flows, join_axes, make_axes, takes_two_passes
+from megatfm.estimate.weights import LocalWeight, find_experts_section, get_item_sizes
+from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def compute_rank_flows(
         add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
         add_expert_flows(flows, config, part, axes[EXPERT], microbatches)
     add_data_flows(flows, config, weights, indices, microbatches)
-    add_ring_flows(flows, config, profile.samples, microbatches)
+    _add_ring_flows(flows, config, profile.samples, microbatches)
     for stage in stages.list_sending_stages():  # activations forward, or as many gradients back
         if rank in stages.rank_of[stage : stage + 2]:
             flows.add(axes[PIPELINE], "send", profile.parts[stages.parts[stage][-1]].output_bytes, microbatches)
@@ -64,11 +64,14 @@ def compute_rank_flows(
 
 
 def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
-    """Return the operators of a block that recomputation runs again.
+    """Return the operators of a part that recomputation runs again: none outside of blocks. Those of a budget in
+    per cent, which torch chooses, are not known, and do not count.
 
     "full" repeats all until the last saved tensor exists, which leaves out the block's last sum over ranks; "selective"
     repeats pointwise kernels and gathers.
     """
+    if not part.is_block or mode not in ("full", "selective"):
+        return []
     if mode == "selective":
         return [op for op in part.forward if op.kind == "pointwise" or op.collective == "all_gather"]
     saved_numbers = {tensor.number for tensor in part.saved}
@@ -77,11 +80,7 @@ def list_recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
 
 
 def _add_tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Config, microbatches: int) -> None:
-    mode = config.train.recompute
-    recomputed: Iterable[Operator] = ()
-    if part.is_block and mode in ("full", "selective"):
-        recomputed = list_recomputed_operators(part, mode)
-    for op in (*part.forward, *part.backward, *recomputed):
+    for op in (*part.forward, *part.backward, *list_recomputed_operators(part, config.train.recompute)):
         if op.kind == "collective":
             flows.add(axis, op.collective, op.sent_bytes, microbatches)
 
@@ -103,7 +102,7 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
             continue
         q, k, v = list(op.reads.values())[:3]
         if op.fetched_tokens:  # of a window, keys forward and their gradients backward
-            sent = (k + v) * op.fetched_tokens * c // config.data.sequence_length
+            sent = (k + v) * op.fetched_tokens * c // _get_row_length(config, part)
             flows.add(axis, "send", sent, (2 + repeats) * microbatches)
             continue
         output = next(iter(op.writes.values()))
@@ -129,11 +128,15 @@ def _count_latent_bytes(config: Config, part: PartProfile, itemsize: int) -> int
     return _count_local_tokens(config, part) * width * itemsize
 
 
+def _get_row_length(config: Config, part: PartProfile) -> int:
+    """Return the number of tokens of a row, of which an encoder-decoder's two sides have different ones."""
+    is_decoder = part.name.startswith("decoder.")
+    return (is_decoder and config.data.target_length) or config.data.sequence_length
+
+
 def _count_local_tokens(config: Config, part: PartProfile) -> int:
     """Return the number of a micro-batch's tokens on a rank of `cp`."""
-    is_decoder = part.name.startswith("decoder.")
-    length = (is_decoder and config.data.target_length) or config.data.sequence_length
-    return config.train.micro_batch * length // config.parallel.cp
+    return config.train.micro_batch * _get_row_length(config, part) // config.parallel.cp
 
 
 def _is_ulysses(config: Config, ulysses: int, ring: int) -> bool:
@@ -183,3 +186,33 @@ def _add_shared_gradients(
             flows.add(axes[PIPELINE], "all_reduce", 2 * n_bytes * (len(ranks) - 1) / len(ranks))
         if weight.is_partial:
             flows.add(axes[TENSOR], "all_reduce", 2 * n_bytes * (parallel.tp - 1) / parallel.tp)
+
+
+def count_kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:
+    """Return the bytes of features and their gradients that a step in two passes keeps. samples: of a micro-batch.
+
+    With several micro-batches, a step computes all features without a graph first (`step_in_two_passes`).
+    """
+    if not takes_two_passes(config, microbatches):
+        return 0
+    return 4 * samples * microbatches * _feature_row_bytes(config)
+
+
+def _add_ring_flows(flows: Flows, config: Config, samples: int, microbatches: int) -> None:
+    """Add the sends of captions' features, their gradients and softmax's sums around the ring of n data ranks.
+
+    Forward, features are sent n − 1 times and sums n times; backward, gradients n times, features and sums n − 1.
+    """
+    contrastive = config.model.contrastive
+    if not isinstance(config.objective, ContrastiveObjective) or contrastive is None:
+        return
+    axes = make_axes(config.parallel)
+    ring = join_axes((axes[SHARD], axes[REPLICATE], axes[CONTEXT]))
+    features = samples * microbatches * _feature_row_bytes(config)
+    sums = samples * microbatches * get_item_sizes(config).stored * (contrastive.loss == "softmax")
+    flows.add(ring, "send", (3 * ring.size - 2) * features + (2 * ring.size - 1) * sums)
+
+
+def _feature_row_bytes(config: Config) -> int:
+    assert config.model.contrastive is not None
+    return config.model.contrastive.width * get_item_sizes(config).stored

@@ -1,4 +1,5 @@
-"""Searches all layouts that the rules of configs allow: scores them quickly, and estimates the best in full.
+"""Searches all layouts that the rules of configs allow: scores them quickly, and estimates the best in full. Finds
+changes that make a run fit, too, and the largest micro-batch of a run that fits.
 
 Layouts are the combinations of axis sizes, ZeRO stages, schedules, micro-batches and recompute modes. The rules of
 configs refuse a layout here too, with the same words.
@@ -6,7 +7,7 @@ configs refuse a layout here too, with the same words.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from megatfm.config import Config, ParallelConfig, layout_checks
 from megatfm.config.section import list_divisors
 from megatfm.config.world_size import compute_axis_sizes
 from megatfm.errors import UsageError
+from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.quick import QuickScores, Score
+from megatfm.estimate.traffic import make_axes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 
 MAX_ESTIMATES = 24
@@ -26,6 +29,8 @@ MAX_WITH_SAME_AXES = 3
 """Largest number of those with the same axis sizes."""
 MAX_MEMORY_SHARE = 0.95
 """Share of the device's memory that a chosen layout may take: batches differ, and memory fragments."""
+SAME_SPEED = 0.01
+"""Share of a step's time below which two layouts count as equally fast: estimates err by more."""
 SCHEDULES: Sequence[tuple[str, int | None]] = (
     ("1f1b", None),
     ("interleaved", 2),
@@ -42,7 +47,9 @@ STAGES: Sequence[tuple[int, str]] = (
     (3, "sharded"),
 )
 RECOMPUTE = ("none", "selective", "full")
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Sizes of micro-batches that are tried; a search tries those up to `MAX_SEARCHED_MICRO_BATCH`."""
+MAX_SEARCHED_MICRO_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,6 @@ class LayoutCandidate:
     """A legal layout and its score."""
 
     config: Config
-    microbatches: int
     score: Score
 
     @property
@@ -62,8 +68,9 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. best: full estimates that fit, the fastest first; tried, n_fit: number of layouts, and of
-    those that fit by their score; refused: reason → layouts; smallest: legal layout with the least memory."""
+    """Result of a search. best: full estimates that fit, the chosen one first, then the fastest; tried, n_fit: number
+    of layouts, and of those that fit by their score; refused: reason → layouts; smallest: legal layout with the least
+    memory."""
 
     best: Sequence[Estimate]
     tried: int
@@ -84,15 +91,30 @@ def search(estimator: Estimator) -> SearchResult:
         train, parallel = config.train, config.parallel
         tried += 1
         microbatches = train.global_batch // (train.micro_batch * parallel.dp_shard * parallel.dp_replicate)
-        candidate = LayoutCandidate(config, microbatches, scores.score(config, microbatches))
+        candidate = LayoutCandidate(config, scores.score(config, microbatches))
         if candidate.score.n_bytes <= limit:
             fitting.append(candidate)
         if smallest is None or candidate.score.n_bytes < smallest.score.n_bytes:
             smallest = candidate
     tried += refused.total()
     estimates = [estimator.estimate(candidate.config) for candidate in select_candidates(fitting)]
-    best = sorted((e for e in estimates if e.worst.total <= limit), key=lambda e: e.time.step)
+    best = order_estimates([estimate for estimate in estimates if estimate.worst.total <= limit])
     return SearchResult(best, tried, refused, len(fitting), time.monotonic() - start, smallest)
+
+
+def order_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Sort estimates by speed, the chosen one first: of those as fast as the fastest, within `SAME_SPEED`, the one with
+    the least memory in whole GiB, and of equals the one on fewer axes."""
+    by_speed = sorted(estimates, key=lambda estimate: estimate.time.step)
+    fast = [e for e in by_speed if e.time.step <= by_speed[0].time.step * (1 + SAME_SPEED)]
+    chosen = min(fast, key=_measure_size, default=None)
+    return sorted(by_speed, key=lambda e: e is not chosen)
+
+
+def _measure_size(estimate: Estimate) -> tuple[int, int]:
+    """Return a layout's memory in whole GiB, and the number of axes with several ranks."""
+    axes = make_axes(estimate.config.parallel).values()
+    return round(estimate.worst.total / GIB), sum(axis.size > 1 for axis in axes)
 
 
 def select_candidates(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
@@ -124,7 +146,7 @@ def iter_layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config
             if reason := find_refusal(config) or _find_pipeline_refusal(estimator, config):
                 refused[reason] += 1
                 continue
-            for micro_batch in MICRO_BATCHES:
+            for micro_batch in (size for size in MICRO_BATCHES if size <= MAX_SEARCHED_MICRO_BATCH):
                 if share % micro_batch or (
                     share == micro_batch and parallel.grad_accumulation == "sharded" and parallel.zero == 3
                 ):
@@ -208,3 +230,86 @@ def _list_axis_sizes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterat
 def _list_replicas(data_ranks: int) -> list[int]:
     """Return the numbers of replicas: 1, and those that leave at least 8 ranks to shard over."""
     return [1, *(n for n in list_divisors(data_ranks) if n > 1 and data_ranks // n >= 8)]
+
+
+# ------------------------------------------------------------------------------------------------ changes
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides of a config, and the estimate with them."""
+
+    overrides: Mapping[str, Any]
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        texts = (str(value).lower() if isinstance(value, bool) else value for value in self.overrides.values())
+        return " ".join(f"{key}={text}" for key, text in zip(self.overrides, texts, strict=True))
+
+
+def with_changes(config: Config, overrides: Mapping[str, Any]) -> Config | None:
+    """Return the config with overrides; None if the rules of configs refuse them."""
+    try:
+        return config.with_changes(overrides)
+    except (ValidationError, UsageError):
+        return None
+
+
+def find_fitting_changes(estimator: Estimator, estimate: Estimate) -> list[Change]:
+    """Try the usual remedies one by one, then together; return those that fit, the fastest first."""
+    fitting = []
+    for overrides in _iter_remedies(estimate.config):
+        change = try_change(estimator, overrides)
+        if change is not None and change.estimate.fits:
+            fitting.append(change)
+    return sorted(fitting, key=lambda change: change.estimate.time.step)
+
+
+def try_change(estimator: Estimator, overrides: Mapping[str, Any]) -> Change | None:
+    """Estimate a change; None if it is refused."""
+    config = with_changes(estimator.base, overrides)
+    if config is None:
+        return None
+    try:
+        return Change(overrides, estimator.estimate(config))
+    except UsageError:
+        return None
+
+
+def _iter_remedies(config: Config) -> Iterator[dict[str, Any]]:
+    parallel, train = config.parallel, config.train
+    singles: list[dict[str, Any]] = []
+    if train.micro_batch > 1:
+        singles.append({"train.micro_batch": 1})
+    if train.recompute == "none":
+        singles.append({"train.recompute": "selective"})
+    if train.recompute != "full":
+        singles.append({"train.recompute": "full"})
+    if parallel.zero >= 2 and parallel.grad_accumulation == "unsharded" and parallel.pp == 1:
+        singles.append({"parallel.grad_accumulation": "sharded"})
+    if parallel.zero < 3:
+        singles.append({"parallel.zero": 3})
+    yield from singles
+    combined: dict[str, Any] = {}
+    for single in singles:
+        combined |= single
+        if len(combined) > 1:
+            yield dict(combined)
+    for tp in (2, 4, 8):
+        if tp > parallel.tp:
+            yield {"parallel.tp": tp, "parallel.dp_shard": -1}
+            yield {"parallel.tp": tp, "parallel.dp_shard": -1, **combined}
+
+
+def find_largest_micro_batch(estimator: Estimator, estimate: Estimate) -> int | None:
+    """Return the largest micro-batch that fits and divides a rank's share of the batch; None if not even 1 fits."""
+    share = estimate.microbatches * estimate.config.train.micro_batch
+    largest = None
+    for size in MICRO_BATCHES:
+        if size > share or share % size:
+            continue
+        change = try_change(estimator, {"train.micro_batch": size})
+        if change is None or not change.estimate.fits:
+            break
+        largest = size
+    return largest

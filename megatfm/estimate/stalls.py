@@ -138,8 +138,8 @@ def describe_failures(estimate: "Estimate") -> str:
     hours = cost.mtbf / 3600
     frequency = f"every {hours:,.1f} hours" if hours < 72 else f"every {hours / 24:,.0f} days"
     days = step * estimate.config.train.steps / 86400 / cost.effective_share
-    best = f"the best, {cost.best_every}, leaves {100 * cost.effective_share:.1f} %: {days:.3g} days"
+    best = f"with {cost.best_every}, the best, {100 * cost.effective_share:.1f} %: {days:.3g} days"
     return (
-        f"a failure {frequency} (at one in 50,000 GPU hours): checkpoint.every={every} leaves {100 * share:.1f} % of "
-        f"the time; {best}"
+        f"a failure {frequency} (at one in 50,000 GPU hours): with checkpoint.every={every}, {100 * share:.1f} % "
+        f"of the time is progress; {best}"
     )

@@ -93,8 +93,8 @@ smoothing."""
 
 
 class CrossEntropyStandIn(torch.autograd.Function):
-    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel turns into gradients, or
-    two where ranks exchange statistics in between."""
+    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, read for statistics of their rows, then
+    read again and overwritten by gradients: by one kernel, or by two where ranks exchange statistics in between."""
 
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
@@ -107,12 +107,14 @@ class CrossEntropyStandIn(torch.autograd.Function):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
             torch.mm(hidden, weight_WD.T, out=logits)
+            inputs = logits, logits
             if n_statistics:
                 precise = torch.promote_types(logits.dtype, torch.float32)
                 statistics = logits.new_empty(n_statistics, len(logits), dtype=precise)
                 note("cross_entropy", "pointwise", 0, (logits,), (statistics,))
                 note("all_gather", "collective", 0, (statistics,), ())
-            note("cross_entropy", "pointwise", 0, (logits,), (logits,))
+                inputs = logits, statistics
+            note("cross_entropy", "pointwise", 0, inputs, (logits,))
             if into_hidden is not None:
                 into_hidden[start : start + chunk] = logits @ weight_WD
             if needs_weight:

@@ -176,7 +176,7 @@ def _format_gib(n_bytes: float) -> str:
 
 
 def make_search_table(result: SearchResult, shown: int) -> "Table":
-    """Return a table of a search's best layouts, and why the others are slower than the first. shown: most rows."""
+    """Return a table of a search's best layouts, and why the others come after the first. shown: most rows."""
     rows = (
         (
             f"{estimate.time.step:.3f}",
@@ -192,12 +192,14 @@ def make_search_table(result: SearchResult, shown: int) -> "Table":
 
 
 def explain_loss(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower an estimate is than the best one, and the cause on which it loses most."""
+    """Return how much slower an estimate is than the chosen one, and the cause on which it loses most."""
     if estimate is best:
         return ""
     extra = {text: getattr(estimate.time, key) - getattr(best.time, key) for key, text in CAUSES.items()}
     cause = max(extra, key=lambda text: extra[text])
     share = 100 * (estimate.time.step / best.time.step - 1)
+    if share <= -0.05:
+        return f"{-share:.1f} % faster, which is within the model's error"
     if share < 0.05:
         return "as fast, with more memory" if estimate.worst.total > best.worst.total else "as fast"
     return f"{share:.1f} % slower: {extra[cause]:+.3g} s {cause}"

@@ -30,7 +30,7 @@ from megatfm.estimate.operators import Operator, OperatorRecorder
 from megatfm.estimate.roofline import interpolate_rate, name_matmuls
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.profiling import keep_freed_memory
+from megatfm.train.process_state import keep_freed_memory
 from megatfm.verify.shrink import draw_batch, objective_for
 
 FUSED_ATTENTION = "_scaled_dot_product_"

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from megatfm.config import Config
 from megatfm.data.loader import without_documents
 from megatfm.engines.interface import Arrays, Engine
-from megatfm.imaginary.compiled import list_compilations
 from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.imaginary.kernels import list_compilations
 from megatfm.imaginary.ledger import Ledger
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.signals import StopSignals

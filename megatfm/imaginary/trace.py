@@ -53,18 +53,16 @@ def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: i
 
     Raises UsageError for an invalid config or layout, and the engine's errors.
     """
-    from megatfm.imaginary import torch_stubs
+    from megatfm.imaginary.device import CUDA, ImaginaryGPU, install_torch_stubs
 
-    torch_stubs.install("NVIDIA H100 80GB HBM3", (9, 0))
+    install_torch_stubs("NVIDIA H100 80GB HBM3", (9, 0))
     import torch.distributed as dist
     from torch._dynamo.exc import TorchDynamoException
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatfm.config import load_config
     from megatfm.errors import MegatfmError
-    from megatfm.imaginary.compiled import compile_without_code
-    from megatfm.imaginary.device import CUDA, ImaginaryGPU
-    from megatfm.imaginary.stand_ins import replace_fused_attention
+    from megatfm.imaginary.kernels import compile_without_code, replace_fused_attention
     from megatfm.imaginary.step import make_batches, take_steps
     from megatfm.parallel.mesh import build_mesh
     from megatfm.registry import import_plugins

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_write_errors, to_strict_json
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.inference.harness import run_harness
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, check_fits, encode_continuation, score

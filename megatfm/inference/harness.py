@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling, check_makes_text, has_encoder
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel

@@ -153,6 +153,16 @@ def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list
     return ids
 
 
+def choose_separator(loaded: "TextModel", options: PromptOptions) -> str:
+    """Return what is printed between a prompt and the model's text: a line end if the text does not continue it.
+
+    It does not as an answer in a chat or of an encoder-decoder, or where it fills in sentinels.
+    """
+    objective = loaded.config.objective.name
+    is_answer = objective == "answers" and has_encoder(loaded.model)
+    return "\n" if is_answer or options.begin == "chat" or objective == "span_corruption" else ""
+
+
 def _repeat_rows(ids: list[int], samples: int) -> list[Tensor]:
     return [torch.tensor(ids)] * samples
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatfm import checkpoint
+from megatfm.checkpoint.locate import find_best_checkpoint
 from megatfm.config import Config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_write_errors, to_strict_json
-from megatfm.inference.evaluate import evaluate_set, load_run_config, open_engine
-from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
+from megatfm.inference.batched_generation import GeneratedAnswers, answer_rows
+from megatfm.inference.evaluate import evaluate_set, keep_validation, load_run_config, open_engine
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.tasks.files import read_rows
@@ -37,7 +38,6 @@ from megatfm.tasks.predictions import Predictions, collect_predictions, get_engi
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.terminal import format_counted
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.finetuning import prepare_task_corpus
 
@@ -231,8 +231,7 @@ def _evaluate_files(
         )
         folders = {name: str(corpus.folder) for name, corpus in corpora_read.items()}
         source = run_on_rank_0_raising(lambda: find_best_checkpoint(run_dir))
-        data = config.data.model_copy(update={"validation": folders})
-        corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
+        corpora = open_corpora(keep_validation(config, folders), tokenizer)
         engine, _ = open_engine(config, source, rank, format_counted(len(files), "file"))
         results: dict[str, EvaluatedFile] = {}
         for name, rows in corpora.validation.items():

@@ -16,7 +16,7 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import find_true_indices, to_host
 

@@ -15,8 +15,8 @@ from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, make_initialiser
 from megatfm.layers.linear import Embedding, Linear
+from megatfm.layers.loss_terms import PairFields, PairSums, Preference, compute_preference_terms
 from megatfm.layers.norm import make_norm
-from megatfm.layers.preference import PairFields, PairSums, Preference, compute_preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.transfer import find_true_indices, to_host
 from megatfm.registry import Registry

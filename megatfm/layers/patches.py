@@ -12,9 +12,9 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.initialisation import Constant, Initialiser, make_initialiser, with_fixed_inputs
 from megatfm.layers.linear import Embedding, Linear
-from megatfm.layers.maps import MapSequence, to_maps, to_rows
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_views import MapSequence, to_maps, to_rows
 
 # B batch, T tokens, S tokens of the last map, K values of a patch, C channels, E embedding width, D model width
 # I images, H rows and W columns of a map

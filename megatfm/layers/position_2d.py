@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from megatfm.config import LearnedPosition2dConfig, ModelConfig, Rope2dConfig, require_variant
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position import POSITIONS, PositionEncoding
-from megatfm.layers.rope import compute_frequencies, rotate
+from megatfm.layers.position import POSITIONS, PositionEncoding, compute_frequencies, rotate
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.transfer import move_to_device, to_host
 

@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.varlen import uniform_cu_seqlens
+from megatfm.ops.attention.fused import uniform_cu_seqlens
 from megatfm.ops.keyed_random import fold_in
 from megatfm.ops.transfer import is_on_host, to_host
 
@@ -43,7 +43,7 @@ class SequenceMetadata:
     past: number of tokens in the key-value cache before these; past_documents: int64 [B, past], their documents.
     memory: metadata of the encoder's tokens, for cross-attention.
     cu_seqlens: int32 [C + 1], starts of documents in the concatenated rows
-    (`megatfm.ops.attention.varlen.compute_cu_seqlens`), for varlen kernels.
+    (`megatfm.ops.attention.fused.compute_cu_seqlens`), for varlen kernels.
     grid: int32 [B, T, 4], row, column, height and width of each patch in its image's grid; special tokens have row −1
     and their index as the column. None: no images.
     masked: bool [B, T], patches that the embedding replaces by its mask token.
@@ -216,7 +216,7 @@ class SequenceMetadata:
         documents = self.full_sequence.documents
         if documents is None:
             return 1
-        return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
+        return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1) if len(documents) else 1)
 
     def find_document_members(self) -> Tensor:
         """Return boolean [B, N, T], whether a token is in each of N = `max_documents_per_row` documents of its row."""
@@ -256,7 +256,7 @@ class SequenceMetadata:
         return self.cached("row starts", lambda: uniform_cu_seqlens(rows, length, self.positions.device))
 
     def unique_relative_positions(self) -> Tensor:
-        """Return each distance key − query once, int64 [T + S − 1] (`megatfm.ops.attention.relative_bias`)."""
+        """Return each distance key − query once, int64 [T + S − 1] (`megatfm.ops.attention.mask`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.n_evicted - self.length + 1, len(queries) + len(keys) - 1
         last = first + count

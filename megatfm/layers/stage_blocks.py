@@ -12,9 +12,9 @@ from megatfm.layers.block import Block
 from megatfm.layers.feed_forward import FFN
 from megatfm.layers.initialisation import Initialiser, Uniform, make_initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.maps import MapSequence, MapSize, to_maps, to_rows
 from megatfm.layers.norm import PreNorm, ResidualDropout, make_norm
 from megatfm.layers.position import POSITIONS, PositionEncoding
+from megatfm.layers.sequence_views import MapSequence, MapSize, to_maps, to_rows
 from megatfm.ops.attention.mask import FULL_MASK
 
 # B batch, T tokens of a row, S tokens before pooling or after merging, D model width, I images, H rows and W columns

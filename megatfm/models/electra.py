@@ -14,8 +14,15 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, filter_names_below, make_view
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    filter_names_below,
+    list_sequence_fields,
+    make_sequence,
+    make_view,
+)
 from megatfm.models.stack import Stack
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE

@@ -12,11 +12,18 @@ from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
 from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.maps import MapSequence, MapSize, find_map_size, take_columns
 from megatfm.layers.norm import make_norm
+from megatfm.layers.sequence_views import MapSequence, MapSize, find_map_size, take_columns
 from megatfm.layers.stage_blocks import PatchMerging, PooledBlock, StageBlock
-from megatfm.models.base import MODELS, Model, Output, make_view
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    list_sequence_fields,
+    make_sequence,
+    make_stack_view,
+    require_field,
+)
 from megatfm.models.stack import unpack
 from megatfm.split_points import CarrySpec, SplitPoint
 
@@ -74,11 +81,7 @@ class PyramidStack(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
-        view = make_view(self)
-        view.depths = [depth for depth in self.depths if f"layers.{depth}" in names]
-        view.embedding = self.embedding if "embedding" in names else None
-        view.norm = self.norm if "norm" in names else None
-        return view if view.depths or view.embedding is not None or view.norm is not None else None
+        return make_stack_view(self, names)
 
     def split_points(self, path: str) -> list[SplitPoint]:
         """Return the split points of embedding, blocks and final norm.

@@ -18,8 +18,7 @@ from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.patches import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import MODELS, Model, Output
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence
+from megatfm.models.base import MODELS, Model, Output, list_sequence_fields, make_sequence
 from megatfm.models.stack import Stack
 from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
 from megatfm.split_points import SplitPoint

@@ -17,7 +17,7 @@ from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import make_view
+from megatfm.models.base import make_stack_view
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, S tokens of the memory, D model width
@@ -108,11 +108,7 @@ class Stack(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
-        view = make_view(self)
-        view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
-        view.embedding = self.embedding if "embedding" in names else None
-        view.norm = self.norm if "norm" in names else None
-        return view if view.depths or view.embedding is not None or view.norm is not None else None
+        return make_stack_view(self, names)
 
     def split_points(
         self,

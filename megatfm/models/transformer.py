@@ -9,13 +9,20 @@ from megatfm.config import ModelConfig
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.loss_terms import BlockOutput, add_by_name
+from megatfm.layers.loss_terms import PAIR_FIELDS, PREFERENCE_TERMS, BlockOutput, PairFields, add_by_name
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import LMHead
-from megatfm.layers.preference import PAIR_FIELDS, PREFERENCE_TERMS, PairFields
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import MODELS, Model, Output
-from megatfm.models.batch_fields import FullRow, list_sequence_fields, list_target_fields, make_sequence, require_field
+from megatfm.models.base import (
+    MODELS,
+    FullRow,
+    Model,
+    Output,
+    list_sequence_fields,
+    list_target_fields,
+    make_sequence,
+    require_field,
+)
 from megatfm.models.stack import Stack, unpack
 from megatfm.ops.cross_entropy import shift_targets
 from megatfm.split_points import SplitPoint
@@ -66,7 +73,7 @@ class Decoder(Model):
         targets [B, T]: next tokens, −100 to ignore; then returns `losses` instead of `logits`. keys [B] and the fields
         positions, documents, prefix [B, T]: see SequenceMetadata; without them, each row is one document. segments
         [B, T]: if the embedding has segments. pairs, reference [B, T]: preference pairs, see
-        `megatfm/layers/preference.py`. cache: key-value cache of earlier tokens. hidden: from the previous pipeline
+        `megatfm/layers/loss_terms.py`. cache: key-value cache of earlier tokens. hidden: from the previous pipeline
         stage. Further fields: those of additional heads. Raises TypeError for an unknown field.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)

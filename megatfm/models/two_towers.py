@@ -20,8 +20,7 @@ from megatfm.layers.initialisation import Constant, make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import MODELS, Model, Output
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence
+from megatfm.models.base import MODELS, Model, Output, list_sequence_fields, make_sequence
 from megatfm.models.stack import Stack
 from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, compute_retrieval_ranks, contrastive_loss
 from megatfm.split_points import SplitPoint

@@ -20,9 +20,8 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import MODELS, Model, Output
-from megatfm.models.batch_fields import list_sequence_fields, list_target_fields, make_sequence
+from megatfm.layers.sequence_views import SequenceShard
+from megatfm.models.base import MODELS, Model, Output, list_sequence_fields, list_target_fields, make_sequence
 from megatfm.models.stack import Stack
 from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import CarrySpec, SplitPoint

@@ -23,8 +23,15 @@ from megatfm.layers.norm import RESIDUALS, make_norm
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.base import MODELS, Model, Output, make_view
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence, require_field
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    list_sequence_fields,
+    make_sequence,
+    make_stack_view,
+    require_field,
+)
 from megatfm.models.stack import unpack
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import keep_host_copy, to_host
@@ -194,13 +201,9 @@ class TwoStreamStack(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
-        if not names:
-            return None
-        view = make_view(self)
-        view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
-        view.embedding = self.embedding if "embedding" in names else None
-        view.query = self.query if "query" in names else None
-        view.dropout = self.dropout if "norm" in names else None
+        view = make_stack_view(self, names, ("embedding", "query"))
+        if view is not None and "norm" not in names:
+            view.dropout = None
         return view
 
     def split_points(self, path: str, *, has_queries: bool = True) -> list[SplitPoint]:
@@ -356,5 +359,5 @@ def count_queries(inputs: Mapping[str, Tensor]) -> int:
     """Return Q: the largest number of targets of a row, rounded up to a multiple of `QUERY_MULTIPLE`."""
     targets_BT = to_host(inputs["targets"])
     multiple = gcd(targets_BT.shape[1], QUERY_MULTIPLE)
-    max_targets = max(int((targets_BT != IGNORE).sum(1).max()), 1)
+    max_targets = max([1, *(targets_BT != IGNORE).sum(1).tolist()])
     return -(-max_targets // multiple) * multiple

@@ -2,8 +2,8 @@
 
 from megatfm.objectives import contrastive as contrastive
 from megatfm.objectives import denoising as denoising
-from megatfm.objectives import image_classification as image_classification
 from megatfm.objectives import image_to_text as image_to_text
+from megatfm.objectives import images as images
 from megatfm.objectives import masked as masked
 from megatfm.objectives import masked_image as masked_image
 from megatfm.objectives import supervised as supervised

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig
-from megatfm.corpus.image_columns import ImageIndex
+from megatfm.corpus.images import ImageIndex
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.models.two_towers import TERM, TOP_K

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.config.image_text import make_image_tower
-from megatfm.corpus.image_columns import ImageIndex
+from megatfm.corpus.images import ImageIndex
 from megatfm.data.sequences import BEGINS, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives.base import (

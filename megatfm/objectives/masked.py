@@ -35,8 +35,24 @@ from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 
 
+class FramedObjective(Objective):
+    """Base of objectives whose sequence is a chunk with special tokens around and in it.
+
+    n_special: number of these tokens. min_tokens: a chunk of fewer tokens makes no sequence.
+    """
+
+    n_special, min_tokens = 2, 1
+
+    def __init__(self, special: SpecialTokens, name: str, row_lengths: RowLengths) -> None:
+        self.cls, self.sep = special.require_frame(name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + self.n_special, row_lengths[:1], name)
+
+    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
+        return np.where(n_tokens >= self.min_tokens, n_tokens + self.n_special, 0)
+
+
 @OBJECTIVES.register("masked")
-class Masked(Objective):
+class Masked(FramedObjective):
     """Predict the masked tokens of [CLS] text [SEP] (Devlin et al. 2019; dynamic masking: Liu et al. 2019)."""
 
     model_families = ("encoder",)
@@ -47,12 +63,8 @@ class Masked(Objective):
         self, special: SpecialTokens, config: MaskedObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.config, self.masking = config, Masking.from_config(config, special)
-        self.cls, self.sep = special.require_frame(config.name)
+        super().__init__(special, config.name, row_lengths)
         self.loss_weights = {"masked": 1.0}
-        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
-
-    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
-        return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         inputs, targets = self.masking(chunk.tokens, make_masking_key(key, "masked", self.config.static))
@@ -63,7 +75,7 @@ IS_NEXT, IS_RANDOM = 0, 1
 IN_ORDER, SWAPPED = 0, 1
 
 
-class SentencePair(Objective):
+class SentencePair(FramedObjective):
     """Base of next-sentence and sentence-order prediction: [CLS] A [SEP] B [SEP] with masked tokens.
 
     `sentence_targets` has the pair's label at [CLS]. In models with segments, B and its [SEP] are segment 1.
@@ -71,6 +83,7 @@ class SentencePair(Objective):
 
     model_families = ("encoder",)
     predicts_tokens = True
+    n_special, min_tokens = 3, 2
 
     def __init__(
         self,
@@ -82,13 +95,9 @@ class SentencePair(Objective):
         require_head(model, "sentence", config.name)
         self.config, self.masking = config, Masking.from_config(config, special)
         self.has_segments = model.embedding.n_segments > 1
-        self.cls, self.sep = special.require_frame(config.name)
+        super().__init__(special, config.name, row_lengths)
         self.loss_weights = {"masked": 1.0, "sentence": 1.0}
         self.padding_values = {"sentence_targets": IGNORE}
-        self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
-
-    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
-        return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         terms = {"masked": "targets", "sentence": "sentence_targets"}
@@ -162,7 +171,7 @@ class SentenceOrder(SentencePair):
 
 
 @OBJECTIVES.register("span_boundary")
-class SpanBoundary(Objective):
+class SpanBoundary(FramedObjective):
     """Predict masked spans of whole words, also from the tokens around each span (SpanBERT: Joshi et al. 2020).
 
     A chunk of W words gets mask_rate · W / μ spans, rounded at random. Their lengths follow the geometric distribution
@@ -189,15 +198,11 @@ class SpanBoundary(Objective):
             config.mask_replace_prob,
             config.random_replace_prob,
         )
-        self.cls, self.sep = special.require_frame(config.name)
+        super().__init__(special, config.name, row_lengths)
         self.loss_weights = {"masked": 1.0, "boundary": 1.0}
-        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
         length_probs = (1 - config.geometric_p) ** np.arange(config.max_span_words)
         self.cumulative_probs = np.cumsum(length_probs / length_probs.sum())
         self.mean_span_words = float(1 + (1 - self.cumulative_probs).sum())
-
-    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
-        return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
@@ -242,7 +247,7 @@ class SpanBoundary(Objective):
 
 
 @OBJECTIVES.register("replaced_token")
-class ReplacedToken(Objective):
+class ReplacedToken(FramedObjective):
     """Replaced-token detection (Clark et al. 2020): [CLS] text [SEP], masked in `tokens` and unmasked in `original`.
 
     The model's generator predicts the masked tokens and samples replacements by `keys`. Its discriminator predicts for
@@ -256,13 +261,9 @@ class ReplacedToken(Objective):
         self, special: SpecialTokens, config: ReplacedTokenObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.masking = Masking.from_config(config, special)
-        self.cls, self.sep = special.require_frame(config.name)
+        super().__init__(special, config.name, row_lengths)
         self.loss_weights = {"generator": 1.0, "discriminator": config.discriminator_weight}
         self.padding_values = {"original": special.pad}
-        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
-
-    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
-        return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
@@ -280,7 +281,7 @@ class ReplacedToken(Objective):
 
 
 @OBJECTIVES.register("permutation")
-class Permutation(Objective):
+class Permutation(FramedObjective):
     """Permutation language modelling: predict spans of A [SEP] B [SEP] [CLS] in a random order (Yang et al. 2019).
 
     A token is predicted from the tokens before it in that order, and from all tokens outside of spans. A span's length
@@ -294,19 +295,16 @@ class Permutation(Objective):
 
     model_families = ("xlnet",)
     predicts_tokens = True
+    n_special, min_tokens = 3, 2
 
     def __init__(
         self, special: SpecialTokens, config: PermutationObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.config = config
-        self.cls, self.sep = special.require_frame(config.name)
+        super().__init__(special, config.name, row_lengths)
         self.loss_weights = {"permutation": 1.0}
-        self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
         # The text's start falls into a context with a probability proportional to its length.
         self.cumulative_probs = np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
-
-    def sequence_lengths(self, n_tokens: IntArray, keys: RandomKeys) -> IntArray:
-        return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens

@@ -21,7 +21,7 @@ from megatfm.config import (
 from megatfm.config.section import Section
 from megatfm.data.sequences import BEGINS, DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
+from megatfm.layers.loss_terms import FIRST_TARGET, PREFERENCE_TERMS
 from megatfm.objectives.base import (
     DECODER_ONLY,
     ENCODER_DECODER,
@@ -246,7 +246,7 @@ class Answers(Objective):
     def __init__(
         self, special: SpecialTokens, config: AnswersObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
-        self.special, self.length = special, row_lengths[0]
+        self.special, self.length, self.target_length = special, row_lengths[0], row_lengths[-1]
         self.is_encoder_decoder = model.family == "encoder_decoder"
         self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
         self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
@@ -278,7 +278,8 @@ class Answers(Objective):
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         n = int(random.integers(4, max(5, self.length // 2)))
         begin, end = np.sort(random.choice(np.arange(1, n + 1), 2, replace=False)).tolist()
-        end = n if self.is_encoder_decoder else end
+        if self.is_encoder_decoder:  # the rest is the answer, to which the objective adds EOS
+            end = n = min(n, begin + self.target_length - 1)
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})
 

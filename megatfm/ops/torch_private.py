@@ -3,12 +3,15 @@
 `tests/unit/ops/test_torch_private.py` checks the behaviour that we rely on.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+Marked = TypeVar("Marked", bound=Callable[..., object])
 
 flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(q, k, v, dropout, is_causal, attn_mask=, scale=) → output and log-sum-exp [B, N, T]."""
@@ -47,6 +50,16 @@ def keeps_graph() -> bool:
     """Return whether the running backward pass keeps the graph (`retain_graph=True`)."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
+
+
+def constant_when_compiled(function: Marked) -> Marked:
+    """Mark a function whose result torch.compile treats as a constant: it runs once, during compilation.
+
+    Same effect as `torch.compiler.assume_constant_result`, which imports torch._dynamo to set this attribute. The
+    import takes a second, and most commands never compile.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def has_amx_tiles() -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -58,10 +58,11 @@ def describe_parameters(
     Modules declare roles that names and shapes do not show, e.g. `self.roles = {"weight": "embedding"}`. scales: the
     model's learning rate factors (muP). Raises MegatfmError for a factor without a parameter.
     """
-    roles = _collect_roles(model)
+    modules, named_parameters = dict(model.named_modules()), dict(model.named_parameters())
+    roles = _collect_roles(modules, named_parameters)
     if unknown := sorted(scales.keys() - roles.keys()):
         raise MegatfmError(f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter")
-    depths = compute_depths_below_output(model)
+    depths = _compute_depths_below_output(modules, named_parameters)
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
@@ -70,21 +71,21 @@ def describe_parameters(
             in_block=LAYER.search(name) is not None,
             lr_scale=scales.get(name, 1.0) * config.layer_decay ** depths[name],
         )
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters.items()
         if parameter.requires_grad
     }
 
 
-def compute_depths_below_output(model: nn.Module) -> dict[str, int]:
+def _compute_depths_below_output(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, int]:
     """Return each parameter's depth below the output, for layer-wise learning rate decay (BEiT: Bao et al. 2022).
 
     0 after the blocks (norm, heads), 1 for the last block, n for the first of n blocks, n + 1 for embeddings and
     positions. Stacks, identified by the name before `layers.`, count separately; a shared embedding belongs to the
     stack in its name. A module between blocks, with the attribute `follows_block`, counts with the block before it.
     """
-    depths = {name: 0 for name, _ in model.named_parameters()}
+    depths = dict.fromkeys(names, 0)
     places = {name: name for name in depths if not MTP_HEAD.search(name)}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if (block := getattr(module, "follows_block", None)) is not None:
             stack = path.rsplit(".", 2)[0]
             places |= {name: f"{stack}.layers.{block}." for name, _ in module.named_parameters(prefix=path)}
@@ -101,12 +102,11 @@ def compute_depths_below_output(model: nn.Module) -> dict[str, int]:
     return depths
 
 
-def _collect_roles(model: nn.Module) -> dict[str, Role]:
+def _collect_roles(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, Role]:
     """Return each parameter's role, by its module: the number of dims is no criterion (per-head biases have two)."""
     norms = tuple(norm_class for name in NORMS.names() if isinstance(norm_class := NORMS.get(name), type))
     roles: dict[str, Role] = {}
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         path, _, key = name.rpartition(".")
         module = modules[path]
         declared: Role | None = getattr(module, "roles", {}).get(key)

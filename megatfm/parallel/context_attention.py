@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from megatfm.ops.attention.relative_bias import is_relative
-from megatfm.ops.log_once import constant_when_compiled, log_once
+from megatfm.ops.attention.mask import is_relative
+from megatfm.ops.torch_private import constant_when_compiled
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.collectives import all_to_all_no_grad
 from megatfm.parallel.context_global_attention import GlobalQueries, add_global_attention
@@ -31,6 +31,7 @@ from megatfm.parallel.context_parallel import (
     make_fetch_all_plan,
 )
 from megatfm.parallel.ring_attention import KeyValueFormat, KeyValues, LatentKeyValues, RingStep, ring_attention
+from megatfm.terminal import log_once
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
 

@@ -1,6 +1,6 @@
 """Expert parallelism: sends tokens to the ranks of their experts (dispatch) and outputs back (combine).
 
-Mixtures under context parallelism, where values depend on the full row, are in `context_modules.py`.
+Mixtures under context parallelism, where values depend on the full row, are in `cp_plans.py`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.grouped_mm import permute_rows
+from megatfm.ops.moe import permute_rows
 from megatfm.ops.torch_private import is_fake
 from megatfm.ops.transfer import read_on_host
 from megatfm.parallel.collectives import TensorParallelGroup, all_to_all, all_to_all_overlapped

@@ -1,5 +1,6 @@
 """Rendezvous: the ranks of a run find one another through a store on rank 0, over torchrun, srun or mpirun."""
 
+import logging
 import os
 import socket
 import time
@@ -16,9 +17,13 @@ from megatfm.object_collectives import get_machine_name
 from megatfm.parallel.process_environment import ProcessEnvironment
 from megatfm.parallel.startup_watch import STOPPED_KEY
 
+log = logging.getLogger("megatfm")
+
 FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
 """First and longest pause of a rank that waits for the others, between two looks into the store."""
 RESTART_POLL_SECONDS = 0.02
+NOTICE_SECONDS = 15.0
+"""Time after which rank 0 says for whom it waits."""
 MISSING_RANKS_TIMEOUT = timedelta(seconds=60)
 """Timeout of waiting for the rank that lists the missing ones."""
 
@@ -98,14 +103,14 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: timedelta, since: float) -> None:
-    """Wait until all ranks have arrived.
+    """Wait until all ranks have arrived. After a few seconds, rank 0 logs which ones are missing.
 
     Raises MegatfmError that names the ranks missing `timeout` after `since` (a time of time.monotonic()).
     """
     store.set(f"megatfm/here/{env.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == env.world_size:
         store.set("megatfm/all", "1")
-    deadline = since + timeout.total_seconds()
+    deadline, notice = since + timeout.total_seconds(), time.monotonic() + NOTICE_SECONDS
     pause = FIRST_POLL_SECONDS
     # `check` and not `wait`, which prints two warnings for each time that it times out (torch 2.13).
     while not store.check(["megatfm/all"]):
@@ -114,6 +119,13 @@ def wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: time
                 time.sleep(2 * MAX_POLL_SECONDS)  # so that the others can still read its store
             raise MegatfmError(store.get(STOPPED_KEY).decode())
         if time.monotonic() < deadline:
+            if env.rank == 0 and notice <= time.monotonic() and (names := _list_missing_ranks(store, env.world_size)):
+                log.warning(
+                    "rank 0 of %d waits for rank %s, up to %g s: check its log or its node%s",
+                    env.world_size, names, timeout.total_seconds(),
+                    "; to train in one process, unset RANK and WORLD_SIZE" if env.launcher == "torchrun" else "",
+                )  # fmt: skip
+                notice = deadline
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
             continue
@@ -138,10 +150,14 @@ def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
     if store.add("megatfm/looks", 1) > 1:
         store.wait(["megatfm/missing"], MISSING_RANKS_TIMEOUT)
         return store.get("megatfm/missing").decode()
-    missing = [n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])]
-    names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+    names = _list_missing_ranks(store, world_size)
     store.set("megatfm/missing", names)
     return names
+
+
+def _list_missing_ranks(store: dist.Store, world_size: int) -> str:
+    missing = [n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])]
+    return ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
 
 
 def _open_store_over_mpi(env: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:

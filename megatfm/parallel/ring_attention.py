@@ -19,10 +19,11 @@ from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.fused import has_flash
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan, merge_partial
-from megatfm.ops.log_once import constant_when_compiled, log_once
+from megatfm.ops.torch_private import constant_when_compiled
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
 from megatfm.parallel.pipeline_schedule import get_current_backward_part
+from megatfm.terminal import log_once
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 

@@ -7,6 +7,7 @@ through the store, then kills it, which the launcher notices.
 """
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -23,7 +24,11 @@ import psutil
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
+log = logging.getLogger("megatfm")
+
 POLL_SECONDS = 0.2
+NOTICE_POLLS = 75
+"""Polls after which a rank says that it waits: fifteen seconds."""
 STOPPED_POLLS = 100
 """Consecutive polls that find a rank stopped before it counts as lost: twenty seconds of this process running."""
 SIGNALLED_POLLS = 50
@@ -42,7 +47,10 @@ _sentinels: list[tuple[int, int]] = []
 
 
 class StartupWatch:
-    """Context that ends this process if a rank on the machine stays stopped, or if a stop signal has been pending."""
+    """Context that ends this process if a rank on the machine stays stopped, or if a stop signal has been pending.
+
+    The first rank of a machine also logs that it waits; `wait_for_all_ranks` says on rank 0 for whom.
+    """
 
     def __init__(self, env: ProcessEnvironment) -> None:
         self._env = env
@@ -61,8 +69,15 @@ class StartupWatch:
         end_sentinel()
 
     def _watch(self) -> None:
-        stopped, n_stop_signals = Counter[int](), 0
+        env, stopped, n_polls, n_stop_signals = self._env, Counter[int](), 0, 0
         while not self._finished.wait(POLL_SECONDS):
+            n_polls += 1
+            if n_polls == NOTICE_POLLS and env.rank and env.local_rank == 0:
+                place = f" at {env.address}:{env.port}" if env.address else ""
+                log.warning(
+                    "rank %d of %d on %s waits to meet rank 0 and the others%s: check rank 0's log and node",
+                    env.rank, env.world_size, socket.gethostname(), place,
+                )  # fmt: skip
             stopped = Counter({rank: stopped[rank] + 1 for rank in find_stopped_ranks(self._env)})
             if stopped_ranks := [rank for rank, n_polls in stopped.items() if n_polls > STOPPED_POLLS]:
                 self._end(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatfm.errors import UsageError
 from megatfm.report.charts import Chart, Line, format_number, make_chart, smooth
-from megatfm.report.evaluation_charts import describe_metric, get_bounds, get_loss_unit
 from megatfm.report.page import format_duration, render_page, write_page
 from megatfm.report.run import Curve, Run, format_setting, iter_leaves, make_unique_names
+from megatfm.report.run_charts import describe_metric, get_bounds, get_loss_unit
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that don't affect what a run computes."""

@@ -19,11 +19,17 @@ from markupsafe import Markup
 
 from megatfm.files import atomic_write, name_disk_errors
 from megatfm.report.charts import format_number
-from megatfm.report.evaluation_charts import describe_metric, get_loss_unit, list_baselines
 from megatfm.report.layer_charts import make_expert_load_maps
 from megatfm.report.predictions import compute_class_results, read_galleries
 from megatfm.report.run import Run, find_non_default_settings, flatten, make_unique_names, parse_count, split_sections
-from megatfm.report.run_charts import MAX_EVENTS, compute_time_shares, make_run_charts
+from megatfm.report.run_charts import (
+    MAX_EVENTS,
+    compute_time_shares,
+    describe_metric,
+    get_loss_unit,
+    list_baselines,
+    make_run_charts,
+)
 from megatfm.terminal import format_counted, format_file_size
 from megatfm.version import __version__
 
@@ -138,7 +144,7 @@ def format_subtitle(run: Run) -> str:
         ("model", "n_layers", layers),
         ("model", "d_model", "{} wide"),
         ("data", "sequence_length", "sequences of {} tokens"),
-        ("train", "global_batch", "{} per step"),
+        ("train", "global_batch", "global batch {}"),
         ("optimizer", "name", "{}"),
     )
     values = ((template, run.get_section(section).get(key)) for section, key, template in templates)
@@ -183,7 +189,7 @@ def list_headlines(run: Run) -> list[Headline]:
         headlines.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))
     mfu, causal_mfu = (run.get_curve(key).finite for key in ("mfu", "mfu_causal"))
     if mfu and causal_mfu:
-        note = f"{100 * statistics.median(causal_mfu):.3g} % by visible pairs"
+        note = f"{100 * statistics.median(causal_mfu):.3g} % without masked attention"
         headlines.append(Headline("MFU", f"{100 * statistics.median(mfu):.3g} %", note))
     seconds = run.get_curve("step_seconds").finite
     if seconds:

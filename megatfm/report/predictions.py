@@ -193,15 +193,12 @@ def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence
 
 
 def _make_cells(counts: Counts, labels: Sequence[str], totals: Mapping[int, int]) -> list[tuple[str, list[Cell]]]:
+    def make_cell(row: int, column: int) -> Cell:
+        count = counts.get((row, column), 0)
+        return Cell(count, math.sqrt(count / totals[row]) if count else 0.0, row == column)
+
     indices = range(len(labels))
-    return [
-        (labels[row], [_make_cell(counts.get((row, column), 0), totals[row], row == column) for column in indices])
-        for row in indices
-    ]  # fmt: skip
-
-
-def _make_cell(count: int, total: int, is_right: bool) -> Cell:
-    return Cell(count, math.sqrt(count / total) if count else 0.0, is_right)
+    return [(labels[row], [make_cell(row, column) for column in indices]) for row in indices]
 
 
 def _draw_matrix(counts: Counts, n_classes: int, label_totals: Mapping[int, int]) -> str:

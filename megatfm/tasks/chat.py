@@ -24,9 +24,8 @@ from megatfm.tokenizers import (
     list_chat_templates,
     read_tokenizer_config,
 )
-from megatfm.tokenizers.base import ROLES
+from megatfm.tokenizers.base import ROLES, name_special_tokens, parse_tokenizer_config
 from megatfm.tokenizers.loading import TOKENIZER_JSON
-from megatfm.tokenizers.special_token_files import name_special_tokens, parse_tokenizer_config
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_TEMPLATE = "default"

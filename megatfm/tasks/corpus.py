@@ -16,12 +16,11 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.files import temporary_path
 from megatfm.objectives.supervised import ANNOTATION
-from megatfm.tasks.answers import AnswerEncoder
+from megatfm.tasks.answers import AnswerEncoder, PreferenceEncoder, ReferenceScorer
 from megatfm.tasks.chat import CHAT_FORMS, load_chat_template
 from megatfm.tasks.examples import EncodedExample, ExampleFormat
 from megatfm.tasks.files import MAX_SHOWN, Row, collect_labels, format_label, list_labels, read_rows, require_columns
 from megatfm.tasks.labelled_texts import ChoiceEncoder, LabelledTextEncoder
-from megatfm.tasks.preferences import PreferenceEncoder, ReferenceScorer
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatfm.version import __version__
@@ -171,7 +170,7 @@ def _write_corpus(
                     source,
                     example.text_bytes,
                     members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
-                    image_size=example.side_lengths,
+                    side_lengths=example.side_lengths,
                 )
             writer.finish(provenance)
         partial.rename(folder)

@@ -207,6 +207,10 @@ class ChoiceEncoder:
         for place, row in locate_rows(self.path, rows):
             texts = [read_row_text(place, row, column) for column in columns.values()]
             choices = self._read_choices(place, row)
+            if task.labels and len(choices) > len(task.labels):
+                raise UsageError(
+                    f"{place}: has {len(choices)} choices, and task.labels names {len(task.labels)}: name all of them"
+                )
             label = self._read_label(place, row, len(choices)) if self.with_labels else 0
             firsts, seconds = self._tokenize_sides(texts, choices)
             choice_columns = task.choices if len(task.choices) > 1 else task.choices * len(choices)

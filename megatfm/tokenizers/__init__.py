@@ -2,7 +2,6 @@
 
 from megatfm.tokenizers.base import Tokenizer
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatfm.tokenizers.hugging_face_training import train_byte_bpe, train_wordpiece
 from megatfm.tokenizers.loading import (
     CHAT_TEMPLATE,
     CHAT_TEMPLATES_FOLDER,
@@ -14,7 +13,7 @@ from megatfm.tokenizers.loading import (
     read_tokenizer_files,
 )
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatfm.tokenizers.sentence_piece_training import train_sentencepiece
+from megatfm.tokenizers.training import train_byte_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
     "CHAT_TEMPLATE", "CHAT_TEMPLATES_FOLDER", "TOKENIZER_FILENAMES", "HuggingFaceTokenizer", "SentencePieceTokenizer",

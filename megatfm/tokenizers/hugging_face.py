@@ -17,14 +17,12 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers.base import (
     ROLES,
     SPACE_MARK,
+    TOKENIZER_CONFIG,
     ReservedTokenEscaper,
     SpecialTokenIds,
     Tokenizer,
     check_unicode,
     find_special_tokens,
-)
-from megatfm.tokenizers.special_token_files import (
-    CONFIG,
     list_extra_tokens,
     name_special_tokens,
     parse_tokenizer_config,
@@ -177,8 +175,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for role, piece in role_names.items():
             if self._tokenizer.token_to_id(piece) is None:
                 raise UsageError(
-                    f"{name}: has no {piece!r}, which {CONFIG} beside it calls its {role}_token: load both with "
-                    "transformers' AutoTokenizer and save them again"
+                    f"{name}: has no {piece!r}, which {TOKENIZER_CONFIG} beside it calls its {role}_token: load both "
+                    "with transformers' AutoTokenizer and save them again"
                 )
         self._tokenizer.add_special_tokens([*role_names.values(), *list_extra_tokens(config)])
         special = find_special_tokens(self._list_special_tokens(), {**frame, **role_names}, name)

@@ -12,15 +12,15 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatfm.errors import UsageError
-from megatfm.tokenizers.base import Tokenizer
-from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatfm.tokenizers.special_token_files import (
-    CONFIG,
+from megatfm.tokenizers.base import (
     SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    Tokenizer,
     merge_special_tokens_map,
     parse_tokenizer_config,
 )
+from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 """The chat template beside a tokenizer.json, as transformers names it."""
 CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
 """Folder beside a tokenizer.json for its chat templates of other names, as transformers writes it."""
-TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
+TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG)
 """Names of the tokenizer files that megatfm writes."""
 
 SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")
@@ -75,7 +75,7 @@ def find_tokenizer_file(folder: str | Path) -> Path | None:
     if not models and all(Path(folder, name).is_file() for name in (VOCAB_JSON, MERGES_TXT)):
         return Path(folder, VOCAB_JSON)
     # A config without tokenizer.json adds tokens that the model alone lacks.
-    return models[0] if models and not Path(folder, CONFIG).is_file() else None
+    return models[0] if models and not Path(folder, TOKENIZER_CONFIG).is_file() else None
 
 
 def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
         return {SP_MODEL: data}
     config = read_tokenizer_config(file)
     templates = {name: _read(file.parent / name) for name in list_chat_templates(file.parent)}
-    return {**templates, **({} if config is None else {CONFIG: config}), TOKENIZER_JSON: data}
+    return {**templates, **({} if config is None else {TOKENIZER_CONFIG: config}), TOKENIZER_JSON: data}
 
 
 def list_chat_templates(folder: str | Path) -> list[str]:
@@ -176,7 +176,7 @@ def _read_options(config: bytes | None, name: str, keys: Sequence[str]) -> dict[
     options = {key: values[key] for key in keys if values.get(key) is not None}
     for key, value in options.items():
         if not isinstance(value, bool):
-            raise UsageError(f"{name}: the {CONFIG} beside it has {key} = {value!r:.80}: write true or false")
+            raise UsageError(f"{name}: the {TOKENIZER_CONFIG} beside it has {key} = {value!r:.80}: write true or false")
     return options
 
 
@@ -192,7 +192,7 @@ def read_tokenizer_config(file: Path) -> bytes | None:
 
 
 def _read_config(file: Path) -> bytes | None:
-    config = file.with_name(CONFIG)
+    config = file.with_name(TOKENIZER_CONFIG)
     return _read(config) if config.is_file() else None
 
 

@@ -10,8 +10,8 @@ from megatfm.config import Config, PreferenceObjective
 from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
+from megatfm.layers.loss_terms import Preference
 from megatfm.layers.output_head import LMHead
-from megatfm.layers.preference import Preference
 from megatfm.models import build
 from megatfm.models.dtypes import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising

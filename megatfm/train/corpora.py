@@ -18,14 +18,15 @@ from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, DataRank
 from megatfm.data.mixture import Mixture, Phase, list_sources, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
+from megatfm.data.sequences import PackingConfig
 from megatfm.engines.interface import RowSources
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
-from megatfm.objectives.image_classification import HEAD, get_n_classes
+from megatfm.objectives.images import HEAD, get_n_classes
 from megatfm.parallel.mesh import Mesh
 from megatfm.terminal import format_counted, join_first
 from megatfm.tokenizers import Tokenizer
@@ -73,12 +74,10 @@ class Corpora:
             self.train,
             global_batch=self.batch_schedule,
             micro_batch=config.train.micro_batch,
-            data_rank=mesh.data_rank,
-            data_ranks=mesh.data_ranks,
+            data_rank=DataRank(mesh.data_rank, mesh.data_ranks, mesh.row_readers),
             position=position,
             step=step,
             workers=config.data.workers,
-            readers=mesh.row_readers,
         )
 
 
@@ -261,16 +260,20 @@ class _CorpusOpener:
         corpus = open_corpus(config, path)
         if self.tokenizer:
             corpus.check_tokenizer(self.tokenizer.hash)
+        objective = objective or self.objective
+        row_lengths = (data.sequence_length, data.target_length or data.sequence_length)
+        packing = PackingConfig(
+            objective,
+            row_lengths[: len(objective.field_prefixes)],
+            seed=config.train.seed if seed is None else seed,
+            pad_id=self.tokenizer.pad if self.tokenizer else 0,
+            attend_across_documents=data.attend_across_documents,
+        )
         return PackedDataset(
             corpus,
-            objective or self.objective,
-            sequence_length=data.sequence_length,
-            target_length=data.target_length,
-            seed=config.train.seed if seed is None else seed,
+            packing,
             streams=Interleave(self.streams.streams, turn),
             shuffle=shuffle,
-            attend_across_documents=data.attend_across_documents,
-            pad_id=self.tokenizer.pad if self.tokenizer else 0,
             plan_cache_key=self._plan_cache_key(),
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )

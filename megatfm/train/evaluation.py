@@ -14,7 +14,7 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.data.dataset import SizedRowDataset
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, DataRank
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.objectives import Objective
@@ -114,10 +114,8 @@ def _make_loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_po
         rows,
         global_batch=micro_batch * engine.mesh.data_ranks,
         micro_batch=micro_batch,
-        data_rank=engine.mesh.data_rank,
-        data_ranks=engine.mesh.data_ranks,
+        data_rank=DataRank(engine.mesh.data_rank, engine.mesh.data_ranks, engine.mesh.row_readers),
         end_position=end_position,
-        readers=engine.mesh.row_readers,
     )
 
 

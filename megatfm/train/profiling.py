@@ -3,7 +3,6 @@ recorder for hangs.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -22,25 +21,6 @@ from megatfm.tracking.metrics import SNAPSHOT_DIR
 from megatfm.tracking.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU device, let glibc keep freed blocks of up to 32 MB instead of returning them to the system.
-
-    Otherwise every large activation is mapped, zeroed page by page and unmapped again: 5 to 10 % of a CPU step.
-    Does nothing with another C library.
-    """
-    if device.type != "cpu":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def should_record_allocations(folder: Path, requested: bool) -> bool:

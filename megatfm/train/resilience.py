@@ -1,6 +1,11 @@
-"""Resilience: skipped steps, rollbacks after loss spikes, and checks for silent data corruption."""
+"""Resilience: skipped steps, rollbacks after loss spikes, checks for silent data corruption, and elastic runs: a layout
+that fits the processes that are left, and the end of restarts that make no progress.
+"""
 
+import json
+import logging
 import math
+import os
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -13,19 +18,25 @@ from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.checkpoint.sharded_tensor import view_as_bytes
-from megatfm.config import ResilienceConfig
+from megatfm.config import Config, ResilienceConfig
+from megatfm.config.world_size import fit_layout
 from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, ScalesLoss
-from megatfm.errors import MegatfmError
-from megatfm.object_collectives import gather_errors
+from megatfm.errors import MegatfmError, NoProgressError
+from megatfm.object_collectives import gather_errors, run_on_rank_0_raising
 from megatfm.terminal import join_first
+from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.decision_log import DecisionLog
-from megatfm.train.rng_state import load_rng_state_dict, rng_state_dict
+from megatfm.train.process_state import load_rng_state_dict, rng_state_dict
+
+log = logging.getLogger("megatfm")
 
 MIN_RELATIVE_MAD = 1e-3
 """Lower bound of the median absolute deviation, relative to the median: without it, any change after a run of nearly
 equal losses would be a spike."""
 MAX_LISTED = 5
 """Number of names that an error lists; further ones are counted."""
+ATTEMPTS = "attempts.json"
+"""File in the run directory: restarts of torchrun's agent at its first start from the newest checkpoint."""
 
 BlockKey = tuple[str, tuple[int, ...]]
 """Name of a tensor and offsets of a block in it. Blocks with equal name and offsets are replicas."""
@@ -199,3 +210,55 @@ def raise_differences(differing: list[str], subject: str) -> None:
             f"{subject}: {ranks_text}. A processor, its memory or a kernel is faulty. Nothing has been saved since: "
             "resume without that machine"
         )
+
+
+def adapt_layout(config: Config, world_size: int) -> Config:
+    """Return the config; with `resilience.elastic`, with a layout that fits the number of processes."""
+    if not config.resilience.elastic:
+        return config
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        log.warning(
+            "torchrun's agents share one store, which rank 0's node serves: without it, the run can't go on. "
+            "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+        )
+    config, changes = fit_layout(config, world_size)
+    if changes:
+        log.warning("%d processes: %s", world_size, changes)
+    return config
+
+
+def check_progress(
+    run: RunDirectory, step: int, max_failures: int, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Count the restarts of torchrun's elastic agent since the newest checkpoint, that of `step`. A collective.
+
+    Raises NoProgressError on all ranks once there were `max_failures`. Does nothing without torchrun: the job script
+    counts restarts under SLURM.
+    """
+    if environment.get("TORCHELASTIC_RUN_ID") is None:
+        return
+    run_id = environment["TORCHELASTIC_RUN_ID"]
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    failures = run_on_rank_0_raising(lambda: _count_restarts_since_checkpoint(run, run_id, restarts, step))
+    if failures >= max_failures:
+        raise NoProgressError(
+            f"{run.folder}: {failures} restarts in a row saved no checkpoint after step {step} "
+            "(resilience.max_failures): logs/ says why they ended"
+        )
+
+
+def _count_restarts_since_checkpoint(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
+    """Return the number of restarts since the agent's first start from this checkpoint; write it to attempts.json."""
+    path = run.folder / ATTEMPTS
+    first = None
+    try:
+        previous = json.loads(path.read_bytes())
+        if (previous["agent"], previous["step"]) == (run_id, step):
+            first = int(previous["restarts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or not written by megatfm
+        pass
+    # A new agent counts from 0 again, and has the same id if the user gave one.
+    if first is None or first > restarts:
+        run.write(ATTEMPTS, json.dumps({"agent": run_id, "step": step, "restarts": restarts}) + "\n")
+        return 0
+    return restarts - first

@@ -1,5 +1,7 @@
 """A training run, from a config to an exit code: opens all that it needs, then trains."""
 
+import logging
+
 import torch.distributed as dist
 
 from megatfm.checkpoint.chunked_io import count_progress
@@ -21,20 +23,22 @@ from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import Corpora, make_batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.decision_log import DecisionLog
-from megatfm.train.elastic import adapt_layout, check_progress
 from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.evaluation_tasks import TaskEvaluator
+from megatfm.train.process_state import keep_freed_memory
 from megatfm.train.profiling import (
     explain_out_of_memory,
-    keep_freed_memory,
     record_allocations,
     should_record_allocations,
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
+from megatfm.train.resilience import adapt_layout, check_progress
 from megatfm.train.run_state import RunContext
 from megatfm.train.signals import StopSignals
 from megatfm.train.trainer import Trainer
+
+log = logging.getLogger("megatfm")
 
 
 def train(
@@ -107,7 +111,10 @@ def _make_trainer(
     evaluator = Evaluator(engine, corpora, config, sampler, tasks)
     mfu = None
     if flops_per_token and context.run.is_main:
-        peak = utilization.get_peak_flops(engine.device, PRECISIONS[precision].compute_dtype)
+        dtype = PRECISIONS[precision].compute_dtype
+        peak = utilization.get_peak_flops(engine.device, dtype)
+        if warning := utilization.find_slow_dtype(peak, engine.device, dtype):
+            log.warning("%s", warning)
         mfu = utilization.Utilization(*flops_per_token(config), peak, dist.get_world_size())
     return Trainer(context, engine, corpora, evaluator, precision, mfu)
 

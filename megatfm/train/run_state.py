@@ -1,31 +1,35 @@
 """The state of a run on one rank beside its engine: its start, resumes and rollbacks, and what checkpoints store."""
 
 import logging
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatfm import checkpoint
+from megatfm.checkpoint.directory import name_checkpoint
 from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
 from megatfm.checkpoint.reader import to_sharded_tensors
 from megatfm.config import Config
 from megatfm.data.loader import DataLoader
 from megatfm.engines.interface import Engine
+from megatfm.files import replace_non_finite
 from megatfm.tracking import hardware
 from megatfm.tracking.console import RunLog
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import compatibility
-from megatfm.train.best_checkpoint import BestCheckpoint
 from megatfm.train.corpora import Corpora
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.init_from import check_adapter_scale, identify_checkpoint, load_weights, read_origin
+from megatfm.train.process_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import LossGuard
 from megatfm.train.resume import UNEVALUATED, ResumePoint, read_stored_tensors
-from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")
@@ -45,6 +49,62 @@ class RunContext:
     nodes: NodeTopology | None
     """Local disks of nodes; None if checkpoints are in the run directory alone."""
     launcher: str
+
+
+class BestCheckpoint:
+    """Tracks the step with the best metric so far; the first one if several are equal.
+
+    The metric is the task's `best_by`; without a task it is the loss if `train.patience` is set, else nothing is
+    tracked.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._folder, self._patience = folder, config.train.patience
+        self._metric = config.task.best_by if config.task else "loss" if self._patience else None
+        self.step: int | None = None
+        self.value, self.evaluations_since = 0.0, 0
+
+    def update(self, step: int, evaluation: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compare the results of a step's evaluation (validation set → results) with the best ones so far."""
+        first = next(iter(evaluation.values()), {})
+        if self._metric is None or not first:
+            return
+        by_loss = self._metric == "loss"
+        value = -float(first["loss"]) if by_loss else float(first["metrics"][self._metric])
+        self.evaluations_since += 1
+        is_first_number = math.isnan(self.value) and not math.isnan(value)
+        if self.step is None or value > self.value or is_first_number:
+            self.step, self.value, self.evaluations_since = step, value, 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the last `train.patience` evaluations brought no improvement, so that the run ends."""
+        return 0 < self._patience <= self.evaluations_since
+
+    @property
+    def reason(self) -> str:
+        """Why early stopping ends the run."""
+        return f"{self._metric} was best at step {self.step}, {self.evaluations_since} evaluations before"
+
+    @property
+    def path(self) -> Path | None:
+        """Folder of the best checkpoint, which must not be deleted; None before the first evaluation."""
+        return None if self.step is None else self._folder / name_checkpoint(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
+        if self._metric is None or self.step is None:
+            return {}
+        best = {"step": self.step, "metric": self._metric, "value": replace_non_finite(self.value)}
+        return {"best": best | {"evaluations_since": self.evaluations_since}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from a checkpoint, if it is of the same metric; else the initial state."""
+        stored = state.get("best")
+        self.step, self.value, self.evaluations_since = None, 0.0, 0
+        if self._metric and isinstance(stored, Mapping) and stored.get("metric") == self._metric:
+            self.step, self.value = int(stored["step"]), float(stored["value"])
+            self.evaluations_since = int(stored.get("evaluations_since", 0))
 
 
 class RunState:

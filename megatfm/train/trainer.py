@@ -21,11 +21,10 @@ from megatfm.tracking import hardware
 from megatfm.tracking.metrics import MetricsLog, StepTimes
 from megatfm.tracking.utilization import Utilization
 from megatfm.train import resume
-from megatfm.train.best_checkpoint import FINISHED_EARLY
 from megatfm.train.build import describe_size
 from megatfm.train.corpora import Corpora, MixtureSources
 from megatfm.train.evaluation import Evaluator
-from megatfm.train.garbage_collection import GarbageCollection
+from megatfm.train.process_state import GarbageCollection
 from megatfm.train.profiling import StepProfile, get_memory_bytes
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.resume import UNEVALUATED
@@ -72,7 +71,7 @@ class Trainer:
             return EXIT_REQUEUE
         early_reason = f": {state.best.reason}" if state.step < self.config.train.steps else ""
         detail = f"step {state.step}, {state.tokens:,} tokens{early_reason}"
-        self._log_event(FINISHED_EARLY if early_reason else "finished", detail)
+        self._log_event("finished early" if early_reason else "finished", detail)
         return EXIT_OK
 
     def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:

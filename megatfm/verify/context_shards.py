@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatfm.config import Config
 from megatfm.config.section import Section
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import CONTEXT
 from megatfm.verify.expected_keys import (
     MicroBatchRows,
     assign_tokens,
@@ -25,6 +24,7 @@ from megatfm.verify.expected_keys import (
     is_imbalanced,
     keep_lookups_inside,
 )
+from megatfm.verify.layouts import CONTEXT
 from megatfm.verify.module_calls import Call, Shape
 from megatfm.verify.module_shardings import is_a
 from megatfm.verify.shrink import Arrays

@@ -6,6 +6,7 @@ which keys a query sees, is computed a second time here, by closed forms and bru
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.expected_activations import (
     add_activations,
@@ -27,6 +27,7 @@ from megatfm.verify.expected_context import add_context
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import ExpectedPipeline, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients
+from megatfm.verify.layouts import CONTEXT, SHARD, TENSOR, MeshPosition, count_ranks, list_group_sizes, name_group
 from megatfm.verify.module_calls import Call, record_module_calls
 from megatfm.verify.module_shardings import ModuleSharding, find_module_shardings, find_undeclared_style, is_a
 from megatfm.verify.reference import initialise_perturbed
@@ -103,6 +104,7 @@ class _Step:
         self.config, self.model = config, model
         self.pipeline: ExpectedPipeline | None = divide_into_stages(config, model) if parallel.pp > 1 else None
         self.shardings: dict[str, ModuleSharding] = find_module_shardings(model, parallel)
+        self.parameters = RankParameters.from_model(config, model, self.shardings, self.pipeline)
         self.context_shards = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.context_shards.batches if self.context_shards else [batch]
         self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.pipeline) for shard in self.batches]
@@ -133,8 +135,7 @@ class _Step:
                 self._add_pair_sums(traffic, microbatch_calls)
         if self.pipeline:
             add_pipeline(traffic, config, self.pipeline, position.pp, self.batches[position.cp], microbatch_indices)
-        rank_params = RankParameters(self.model, self.shardings, self.pipeline, position, parallel)
-        add_weights_and_gradients(traffic, config, rank_params, calls, first_passes)
+        add_weights_and_gradients(traffic, config, replace(self.parameters, position=position), calls, first_passes)
         if not self.pipeline or len(self.pipeline.stages) - 1 in stages:  # that has the features
             add_contrastive_loss(traffic, config, self.batches, position)
         return traffic.to_table()

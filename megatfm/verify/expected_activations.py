@@ -15,7 +15,8 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import (
+from megatfm.verify.context_shards import ContextShards
+from megatfm.verify.layouts import (
     CONTEXT,
     EXPERT,
     EXPERT_SHARD,
@@ -26,7 +27,6 @@ from megatfm.verify.axes import (
     get_axis_sizes,
     name_group,
 )
-from megatfm.verify.context_shards import ContextShards
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_shardings import ModuleSharding
 from megatfm.verify.shrink import Arrays

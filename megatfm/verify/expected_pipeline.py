@@ -12,7 +12,7 @@ from megatfm.config import Config
 from megatfm.cost import ENCODER_TOKENS, TokenCounts, sum_costs
 from megatfm.engines.interface import PRECISIONS
 from megatfm.objectives import target_fraction
-from megatfm.verify.axes import PIPELINE
+from megatfm.verify.layouts import PIPELINE
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 

@@ -13,9 +13,10 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.interface import PRECISIONS, CountingModule
+from megatfm.engines.interface import PRECISIONS, CountingModule, OptimizerGroup
 from megatfm.optim.parameters import build_optimizer_groups
-from megatfm.verify.axes import (
+from megatfm.verify.expected_pipeline import ExpectedPipeline, ExpectedStage
+from megatfm.verify.layouts import (
     CONTEXT,
     EXPERT,
     EXPERT_SHARD,
@@ -26,7 +27,6 @@ from megatfm.verify.axes import (
     MeshPosition,
     name_group,
 )
-from megatfm.verify.expected_pipeline import ExpectedPipeline, ExpectedStage
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_shardings import ModuleSharding, list_block_paths
 from megatfm.verify.shrink import objective_for
@@ -37,31 +37,59 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of the plain model on one rank. shardings: module path → tensor-parallel sharding."""
+    """Parameters of the plain model on one rank. shardings: module path → tensor-parallel sharding.
+
+    tensors, block_paths, optimizer_groups, counting_modules: of the whole model, the same on all ranks.
+    """
 
     model: nn.Module
     shardings: Mapping[str, ModuleSharding]
     pipeline: ExpectedPipeline | None
     position: MeshPosition
     parallel: ParallelConfig
+    tensors: Mapping[str, nn.Parameter]
+    block_paths: Sequence[str]
+    optimizer_groups: Sequence[OptimizerGroup]
+    counting_modules: Mapping[str, CountingModule]
+
+    @classmethod
+    def from_model(
+        cls,
+        config: Config,
+        model: nn.Module,
+        shardings: Mapping[str, ModuleSharding],
+        pipeline: ExpectedPipeline | None,
+    ) -> "RankParameters":
+        """Return the parameters of rank 0; those of another rank are `replace(…, position=…)`."""
+        return cls(
+            model,
+            shardings,
+            pipeline,
+            MeshPosition.from_rank(0, config.parallel),
+            config.parallel,
+            dict(model.named_parameters()),
+            list_block_paths(model),
+            build_optimizer_groups(config.optimizer, model),
+            {path: module for path, module in model.named_modules() if isinstance(module, CountingModule)},
+        )
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Name → shape before ZeRO, of the parameters on this pipeline rank."""
         return {
             name: self.compute_shape(name, self.position)
-            for name, _ in self.model.named_parameters()
+            for name in self.tensors
             if self.pipeline is None or self.position.pp in self.pipeline.holders[name]
         }
 
     @cached_property
     def trained(self) -> list[str]:
         """Names of the parameters on this rank that are trained."""
-        return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
+        return [name for name in self.shapes if self.tensors[name].requires_grad]
 
     def compute_shape(self, name: str, position: MeshPosition) -> Shape:
         """Compute the shape of a parameter on a rank before ZeRO."""
-        shape = list(self.model.get_parameter(name).shape)
+        shape = list(self.tensors[name].shape)
         if self.is_expert(name):
             shape[0] //= self.parallel.ep
         dim, n_shards = self._find_shard_dim(name), self.parallel.tp
@@ -139,7 +167,7 @@ class RankParameters:
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _find_shard_dim(self, name: str) -> int | None:
-        return self._get_sharding(name).find_shard_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
+        return self._get_sharding(name).find_shard_dim(name.rpartition(".")[2], self.tensors[name].dim())
 
     def _get_sharding(self, name: str) -> ModuleSharding:
         return self.shardings[name.rpartition(".")[0]]
@@ -268,10 +296,9 @@ def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
 
 def _find_fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
     """Return module path → parameters that FSDP gathers together: a block, the experts in it, or "" for all others."""
-    paths = list_block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in parameters.shapes:
-        block = next((path for path in paths if name.startswith(f"{path}.")), "")
+        block = next((path for path in parameters.block_paths if name.startswith(f"{path}.")), "")
         groups[name.rpartition(".")[0] if parameters.is_expert(name) else block].append(name)
     return groups
 
@@ -314,11 +341,11 @@ def _add_whole_tensor_optimizers(traffic: ExpectedTraffic, config: Config, param
     ]
     axis = name_group(traffic.sizes, SHARD, CONTEXT, TENSOR)
     own_index = ranks.index(parameters.position)
-    for group in build_optimizer_groups(config.optimizer, parameters.model):
+    for group in parameters.optimizer_groups:
         names = [name for name in group.names if name in parameters.shapes]
         if group.granularity != "whole_tensor" or not names:
             continue
-        sizes = {name: parameters.model.get_parameter(name).numel() for name in names}
+        sizes = {name: parameters.tensors[name].numel() for name in names}
         load_by_rank, gradient_numel, weight_numel = [0] * len(ranks), 0, 0
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
             owner = load_by_rank.index(min(load_by_rank))
@@ -342,8 +369,7 @@ def _add_metric_reductions(traffic: ExpectedTraffic, config: Config, parameters:
         traffic.all_reduce(axis, loss_bytes, times=2)
     traffic.all_reduce(CONTEXT, loss_bytes)  # sums only: all ranks that share a row know its counts
     traffic.all_reduce(PIPELINE, loss_bytes)
-    names = [name for name, _ in parameters.model.named_parameters()]
-    kinds = {(parameters.is_expert(name), parameters.is_tp_sharded(name)) for name in names}
+    kinds = {(parameters.is_expert(name), parameters.is_tp_sharded(name)) for name in parameters.tensors}
     expert_bytes, tp_sharded_bytes = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
     if parameters.zero:
         for axis in (SHARD, CONTEXT):
@@ -357,10 +383,10 @@ def _add_metric_reductions(traffic: ExpectedTraffic, config: Config, parameters:
 def _add_module_state(traffic: ExpectedTraffic, parameters: RankParameters) -> None:
     """Add the reductions of stateful modules' observations, one for all modules with the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
-    for path, module in parameters.model.named_modules():
-        pipeline, pp = parameters.pipeline, parameters.position.pp
+    pipeline, pp = parameters.pipeline, parameters.position.pp
+    for path, module in parameters.counting_modules.items():
         ranks = pipeline.module_holders.get(path, ()) if pipeline else (pp,)
-        if isinstance(module, CountingModule) and pp in ranks:
+        if pp in ranks:
             key = parameters.has_partial_gradients(parameters.shardings[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():

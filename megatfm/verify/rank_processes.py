@@ -35,8 +35,8 @@ from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
-from megatfm.verify.axes import count_ranks
 from megatfm.verify.forkserver import get_context
+from megatfm.verify.layouts import count_ranks
 from megatfm.verify.reference import draw_perturbation
 from megatfm.verify.shrink import Arrays, objective_for
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter

@@ -35,8 +35,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD
 from megatfm.train.build import fit_frozen_patterns
-from megatfm.verify.axes import count_ranks
-from megatfm.verify.layouts import Documents
+from megatfm.verify.layouts import Documents, count_ranks
 from megatfm.verify.shrink_images import (
     shrink_features,
     shrink_image_section,

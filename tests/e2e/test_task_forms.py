@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megatfm.inference import generated_answers
+from megatfm.inference import batched_generation
 from megatfm.inference.beam_search import beam_search
 from tests.support.files import read_lines, write_lines
 from tests.support.finetuning_tasks import TOWNS, WORDS_OF_QUESTIONS, make_questions, save_bert
@@ -196,7 +196,7 @@ def test_texts_are_answered_by_texts(
         searches.append((beams, penalty(9)))
         return beam_search(*args, beams=beams, penalty=penalty, **kwargs)
 
-    monkeypatch.setattr(generated_answers, "beam_search", search)
+    monkeypatch.setattr(batched_generation, "beam_search", search)
     options = ["--beams", "3", "--length-penalty", "0"]
     assert run_command("predict", "runs/task", "new.jsonl", "--out", "three.jsonl", *options) == 0
     assert set(searches) == {(3, 1.0)}

@@ -133,7 +133,7 @@ def test_a_stop_interrupts_an_evaluation_which_the_next_start_repeats(
 def test_a_branch_of_an_interrupted_evaluation_repeats_it(
     workers: Workers, make_config: Callable[..., Config], whole_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """It knows the best loss, and leaves the other run's checkpoint as it is."""
+    """The branch knows the best loss, and leaves the other run's checkpoint as it is."""
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     assert workers.run(train_until_batch, 1, make_config("train.patience=9", run="trunk"), 1) == [EXIT_REQUEUE]
     metadata = trunk / "checkpoints/step-00000004/metadata.json"

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatfm import checkpoint
+from megatfm.checkpoint.locate import find_best_checkpoint
 from megatfm.checkpoint.metadata import check_json_round_trip
 from megatfm.config import Config, load_section
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.record import is_finished
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.best_checkpoint import BestCheckpoint, find_best_checkpoint
 from megatfm.train.run import train
+from megatfm.train.run_state import BestCheckpoint
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.training_runs import (
     assert_bitwise_equal,

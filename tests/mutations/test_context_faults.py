@@ -11,14 +11,13 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Window
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import xlnet
 from megatfm.ops.attention import block_sparse
 from megatfm.parallel import (
     collectives,
     context_attention,
     context_global_attention,
-    context_modules,
     context_parallel,
     cp_plans,
     ring_attention,
@@ -146,7 +145,7 @@ def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
         is_local = torch.isin(expected.indices, expected.cp.token_indices(LENGTH)[expected.cp.rank])
         return real(x, expected) * is_local[:, None]
 
-    patch.setattr(context_modules, "fetch", fetch)
+    patch.setattr(cp_plans, "fetch", fetch)
 
 
 def keys_of_a_row_are_one_further(patch: Patch) -> None:
@@ -164,30 +163,30 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:
-    real = context_modules.all_gather
+    real = cp_plans.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return real(x if dim else torch.zeros_like(x), dim, group)
 
-    patch.setattr(context_modules, "all_gather", gather)
+    patch.setattr(cp_plans, "all_gather", gather)
 
 
 def gradients_of_slots_are_of_one_rank_s_tokens(patch: Patch) -> None:
-    real = context_modules.all_gather
+    real = cp_plans.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return collectives.all_gather_replicated(x, dim, group) if dim else real(x, dim, group)
 
-    patch.setattr(context_modules, "all_gather", gather)
+    patch.setattr(cp_plans, "all_gather", gather)
 
 
 def gradients_of_the_sums_of_slots_stay(patch: Patch) -> None:
-    real = context_modules.all_gather
+    real = cp_plans.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return real(x, dim, group) if dim else collectives.all_gather_replicated(x, dim, group)
 
-    patch.setattr(context_modules, "all_gather", gather)
+    patch.setattr(cp_plans, "all_gather", gather)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

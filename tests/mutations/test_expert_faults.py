@@ -19,7 +19,7 @@ from megatfm.layers.moe.experts import Experts
 from megatfm.layers.moe.moe import MoE
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import Soap
-from megatfm.parallel import collectives, context_modules, cp_plans, expert_parallel
+from megatfm.parallel import collectives, cp_plans, expert_parallel
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.mesh import DENSE_DATA_AXES, Mesh
 from tests.support.batches import family_batch
@@ -161,8 +161,8 @@ def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]
 
-    genuine = context_modules._gather_row
-    patch.setattr(context_modules, "_gather_row", unsorted)
+    genuine = cp_plans._gather_row
+    patch.setattr(cp_plans, "_gather_row", unsorted)
 
 
 BELOW_ROUTER = {"*", "-*.layers.1.ffn.experts.*", "-decoder.norm.*"}

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.layers import classifier, embedding, stage_blocks
-from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.layers.attention.windowed import MapWindows
 from megatfm.layers.patches import PixelsHead
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
-from megatfm.parallel import context_global_attention, context_modules, context_parallel, cp_plans, styles
+from megatfm.parallel import context_global_attention, context_parallel, cp_plans, styles
 from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, image_reference
 from tests.support.models import ADAMW
 from tests.support.parity import EVERYTHING, build_engine, list_expected_errors, microbatches, model_gradient_errors
@@ -72,7 +72,7 @@ def gradients_of_looked_up_tokens_stay_on_their_rank(patch: Patch) -> None:
         without_values = torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
         return real(x.detach(), plan) + without_values
 
-    patch.setattr(context_modules, "fetch", fetch)
+    patch.setattr(cp_plans, "fetch", fetch)
 
 
 def masked_patches_keep_their_embedding(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanBoundaryObjective
 from megatfm.layers.attention.patterns.local import Window
-from megatfm.parallel import context_modules, context_parallel, mesh, pipeline_stages, styles
+from megatfm.parallel import context_parallel, cp_plans, mesh, pipeline_stages, styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import STYLES
 from megatfm.verify.expected import compute_expected_traffic
@@ -58,7 +58,7 @@ def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
 
 
 def experts_get_slots_that_no_row_has(patch: Patch) -> None:
-    rewrite(patch, context_modules.count_slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
+    rewrite(patch, cp_plans.count_slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
 
 
 def stages_are_divided_unequally(patch: Patch) -> None:
@@ -79,7 +79,7 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
         actual = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
         return torch.cat([actual, (actual + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
-    rewrite(patch, context_modules.find_span_boundary_indices, around_spans)
+    rewrite(patch, cp_plans.find_span_boundary_indices, around_spans)
 
 
 def ranks_that_share_rows_hold_copies_of_shards(patch: Patch) -> None:

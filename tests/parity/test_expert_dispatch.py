@@ -13,7 +13,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorru
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.moe import experts
 from megatfm.models import build
-from megatfm.ops.grouped_mm import grouped_linear
+from megatfm.ops.moe import grouped_linear
 from megatfm.parallel import collectives
 from megatfm.verify.verify import verify
 from tests.support import expert_parity
@@ -28,7 +28,6 @@ from tests.support.expert_parity import (
     PARTS_OF_FOUR,
     TP2,
     WHOLE_ROW_LAYOUTS,
-    initial_model,
     make_four_rank_configs,
     moe_layers,
     objective_for,
@@ -38,7 +37,14 @@ from tests.support.expert_parity import (
 )
 from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
-from tests.support.parity import build_engine, compile_blocks_by, local_block, microbatches, model_gradient_errors
+from tests.support.parity import (
+    build_engine,
+    compile_blocks_by,
+    local_block,
+    microbatches,
+    model_gradient_errors,
+    one_device,
+)
 from tests.support.workers import Workers
 
 
@@ -47,7 +53,7 @@ def check_tied_routing(name: str, layouts: dict[str, ParallelConfig]) -> None:
     config = EXPERT_MODELS[name]
     batch = family_batch(config)
     for layout, parallel in layouts.items():
-        model, objective = initial_model(config), objective_for(config, batch)
+        model, objective = one_device(config), objective_for(config, batch)
         engine = build_engine(config, parallel, ADAMW)
         weights = engine.weights()
         for path in moe_layers(model):
@@ -142,7 +148,7 @@ def compiled(name: str, layouts: dict[str, ParallelConfig], backend: str, recomp
     """Blocks are compiled around their experts, without a backend that makes machine code."""
     config = EXPERT_MODELS[name]
     batch = family_batch(config)
-    model, objective = initial_model(config).train(), objective_for(config, batch)
+    model, objective = one_device(config).train(), objective_for(config, batch)
     loss = weighted_loss(objective, model, batch)
     loss.backward()
     for layout, parallel in layouts.items():

@@ -4,22 +4,26 @@ State follows from the counts of a whole global batch, so the second step's choi
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatfm import checkpoint
-from megatfm.config import ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import family_batch
 from tests.support.expert_parity import (
     CONTEXT_EXPERT_MODELS,
+    DEEPSEEK_V3_ROUTER,
     EXPERT_CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
     EXPERT_MODELS,
     EXPERT_MODELS_BY_RANKS,
     EXPERT_PIPELINE_LAYOUTS,
     EXPERT_TP_LAYOUTS,
     EXPERT_TP_MODELS,
+    MOE_OPTIONS,
     SCHEDULED_MODELS,
     TP2,
     WHOLE_ROW_LAYOUTS,
@@ -28,7 +32,7 @@ from tests.support.expert_parity import (
     objective_for,
 )
 from tests.support.layouts import EXTENDED, SLOW, make_cases
-from tests.support.models import ADAMW
+from tests.support.models import ADAMW, SMALL_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
@@ -176,3 +180,52 @@ def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, name:
     for i, layout in enumerate(layouts):
         stored = workers.run(resume, 2, tmp_path / str(i), name, *RESUMED[layout], timeout=180.0)[0]
         assert stored == [f"model.decoder.layers.1.ffn.{STATE[name]}"]
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "v2": {"name": "deepseek_v2", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "aux_loss_coef": 0.3},
+    "v3": DEEPSEEK_V3_ROUTER,
+    "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
+    "second": {"name": "gshard", "aux_loss_coef": 0.3},
+    "hash": {"name": "hash"},
+    "plain": {"name": "top_k", "norm_topk_prob": False, "aux_loss_coef": 0.3, "z_loss_coef": 0.1},
+}  # fmt: skip
+
+
+def model_with_every_router(**ffn: Any) -> ModelConfig:
+    """A block for each router; where experts are limited, some drop by position."""
+    policies = {kind: {"drop_policy": "position"} for kind in ("second", "plain") if ffn}
+    kinds = {
+        f"layer_type.{kind}.ffn": {**MOE_OPTIONS, **ffn, **policies.get(kind, {}), "router": router}
+        for kind, router in ROUTERS.items()
+    }
+    return ModelConfig.from_dotted(
+        **{**SMALL_MODEL, "dropout": 0.2, "n_layers": 6, "layer_types": list(ROUTERS)}, **kinds
+    )
+
+
+ROUTER_MODELS = {
+    "every router": model_with_every_router(),
+    "every router, limited": model_with_every_router(capacity_factor=0.6),
+}
+BESIDE = ("ep2 × replicas", "ep2 × tp2", "ep2 × pp2, 1f1b", "ep2 × pp2, zbv")
+ACROSS = ("ep4 of 2 × tp2, zero3", "ep2 × tp2 by channels, zero3")
+SHARED = {
+    **{layout: EXPERT_LAYOUTS[4][layout] for layout in (*(f"ep4, zero{z}" for z in range(4)), *BESIDE)},
+    **EXPERT_PIPELINE_LAYOUTS,
+    **{layout: EXPERT_TP_LAYOUTS[4][layout] for layout in ACROSS},
+}
+ROUTER_CASES: dict[str, tuple[str, int, dict[str, ParallelConfig]]] = {
+    "shared": ("every router", 4, SHARED),
+    "parts of rows": ("every router", 4, EXPERT_CONTEXT_LAYOUTS),
+    "limited": ("every router, limited", 4, SHARED),
+    "limited, parts of rows": ("every router, limited", 4, EXPERT_CONTEXT_LAYOUTS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROUTER_CASES)
+def test_every_router_on_every_layout_equals_one_device(workers: Workers, case: str) -> None:
+    name, ranks, layouts = ROUTER_CASES[case]
+    compared = workers.run(compare_expert_layouts, ranks, name, layouts, ROUTER_MODELS, timeout=500.0)
+    assert compared[0] == list(layouts)

@@ -1,11 +1,13 @@
 """Every layout and every model family has the gradients of one device in float64; steps are those of plain torch.
 
 Within ‖g−r‖ ≤ 1e-9·max(‖r‖, 1e-6·‖all gradients‖), also with dropout, which is keyed by row. A batch goes through the
-engine in micro-batches and through the plain model all at once.
+engine in micro-batches and through the plain model all at once. The loss of each source of rows is that of its rows
+computed one by one from all logits.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from tests.support.parity import (
     one_device_gradients,
     one_device_reference,
 )
+from tests.support.source_losses import DECODER, ENCODER, check_losses_by_source
 from tests.support.workers import Workers
 
 MODELS = {"untied": UNTIED_MODEL, "tied": TIED_MODEL}
@@ -153,6 +156,24 @@ def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks
     for differences in workers.run(train, ranks, layouts, optimizer):
         assert list(differences) == layouts
         assert max(differences.values()) <= 1e-7, differences
+
+
+SOURCE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": (DECODER, {}),
+    "future heads, zero1": (DECODER | {"n_mtp_heads": 2}, {"dp_shard": 2, "zero": 1}),
+    "zero3 x tp": (DECODER, {"dp_shard": 2, "tp": 2}),
+    "tp without sequence parallelism": (DECODER, {"tp": 2, "sequence_parallel": False}),
+    "pp x cp": (DECODER, {"pp": 2, "cp": 2, "pp_schedule": "1f1b"}),
+    "zero bubble": (DECODER, {"pp": 2, "pp_schedule": "zbv"}),
+    "sparse head, tp": (ENCODER, {"tp": 2}),
+    "sparse head, cp": (ENCODER, {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", SOURCE_CASES)
+def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers, case: str) -> None:
+    """DeepSpeed's is in test_deepspeed, whose processes have imported it."""
+    check_losses_by_source(workers, *SOURCE_CASES[case])
 
 
 GRID = {"a": ["w", "x", "y"], "b": ["x", "y", "z"], "c": ["x"], "d": ["x", "w"]}

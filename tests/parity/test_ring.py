@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import build
 from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.tile import BackwardInputs, BlockAttentionPlan

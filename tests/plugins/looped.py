@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from megatfm.layers.output_head import LMHead
 from megatfm.models import MODELS, Model
-from megatfm.models.base import filter_names_below, make_view
-from megatfm.models.batch_fields import list_sequence_fields, make_sequence
+from megatfm.models.base import filter_names_below, list_sequence_fields, make_sequence, make_view
 from megatfm.models.stack import Stack
 from megatfm.objectives import OBJECTIVES, Causal
 from megatfm.split_points import SplitPoint

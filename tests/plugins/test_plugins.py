@@ -34,7 +34,7 @@ def pool() -> Iterator[RankPool]:
 # -------------------------------------------------------------------------------------------- parts of blocks
 
 
-BLOCK_PAGES = dict.fromkeys(("dilated", "gated", "chosen"), "blocks.md")
+BLOCK_PAGES = {"dilated": "attention.md", "gated": "attention.md", "chosen": "feed-forward.md"}
 TESTS = {
     "dilated": "test_a_dilated_window",
     "gated": "test_each_head_is_gated",

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe.moe import MoE
-from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.layouts import EXTENDED, SLOW
 from tests.support.models import SMALL_MODEL
@@ -20,6 +18,7 @@ from tests.support.parity import (
     microbatches,
     model_gradient_errors,
     objective_with_auxiliary_losses,
+    one_device,
     weighted_loss,
 )
 
@@ -195,21 +194,14 @@ CONTEXT_EXPERT_MODELS = ("top-k", "switch", "deepseek-v3")
 EXPERT_TP_MODELS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]
 
 
-def initial_model(config: ModelConfig) -> nn.Module:
-    """The whole model in float64, with its initial weights."""
-    model = build(config).double()
-    initialise(model, 7)
-    return model
-
-
 def objective_for(config: ModelConfig, batch: dict[str, Tensor]) -> Any:
     """An objective with all terms that a model has on this batch."""
-    return objective_with_auxiliary_losses(config, list(PassThroughObjective([])(initial_model(config).eval(), batch)))
+    return objective_with_auxiliary_losses(config, list(PassThroughObjective([])(one_device(config).eval(), batch)))
 
 
 def two_steps_on_one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
     """The model with the second step's gradients, the objective, and the loss of both steps."""
-    model, losses = initial_model(config).train(), []
+    model, losses = one_device(config).train(), []
     objective = objective_for(config, batch)
     for _ in range(2):
         for module in moe_layers(model).values():

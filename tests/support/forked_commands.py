@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,9 +78,9 @@ class ForkedCommand:
         assert self.process.pid
         return self.process.pid
 
-    def wait_for_lines(self, path: Path, count: int, seconds: float = 120) -> None:
+    def wait_for_lines(self, path: Path, count: int) -> None:
         """Wait until a file has so many lines; it is a failure to end before."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 120
         while not path.exists() or path.read_bytes().count(b"\n") < count:
             assert self.process.is_alive(), self.output
             assert time.monotonic() < deadline, self.output
@@ -166,12 +167,11 @@ class _ForkingPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _replace_popen() -> None:
-    """Put `_ForkingPopen` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
-    executing = subprocess.Popen
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("Popen") is executing:
-            module.Popen = _ForkingPopen  # type: ignore[attr-defined]
+@cache
+def list_modules_with_popen() -> list[Any]:
+    """Modules that hold Popen, some by name. Listed once, in the server: a fork would copy all that it visits."""
+    modules = list(sys.modules.values())
+    return [module for module in modules if getattr(module, "__dict__", {}).get("Popen") is subprocess.Popen]
 
 
 def set_up_child(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
@@ -208,7 +208,8 @@ def run_program(
     sys.argv = [program, *words]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    _replace_popen()
+    for module in list_modules_with_popen():
+        module.Popen = _ForkingPopen
     torch.set_num_threads(1)
     gc.freeze()
     code: Any = 0

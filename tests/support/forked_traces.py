@@ -21,7 +21,7 @@ import pytest
 
 GPU = ("NVIDIA H100 80GB HBM3", (9, 0))
 IMPORTED_LAST = (
-    "torch.testing._internal.distributed.fake_pg", "megatfm.imaginary.step", "megatfm.imaginary.stand_ins",
+    "torch.testing._internal.distributed.fake_pg", "megatfm.imaginary.step",
     "megatfm.train.build", "megatfm.engines.native.engine",
 )  # fmt: skip
 """Modules of a trace, which are imported when torch reports a GPU."""
@@ -81,9 +81,9 @@ def serve_traces() -> None:
     guard: Any = importlib.import_module("megatfm.imaginary.guard")
     guard.load_guard()
     guard.load_guard = lambda: None
-    stubs: Any = importlib.import_module("megatfm.imaginary.torch_stubs")
-    stubs.install(*GPU)
-    stubs.install = check_gpu
+    device: Any = importlib.import_module("megatfm.imaginary.device")
+    device.install_torch_stubs(*GPU)
+    device.install_torch_stubs = check_gpu
     for name in IMPORTED_LAST:
         importlib.import_module(name)
     gc.freeze()

@@ -51,7 +51,7 @@ TOWER_LAYOUTS = {
     2: {"zero 0": ParallelConfig(dp_shard=2, zero=0), "zero 1": ParallelConfig(dp_shard=2, zero=1),
         "zero 2": ParallelConfig(dp_shard=2, zero=2), "zero 3": ParallelConfig(dp_shard=2),
         "tp 2": ParallelConfig(tp=2), "cp 2": ParallelConfig(cp=2, zero=0), "pp 2": ParallelConfig(pp=2),
-        "pp 2, cut between the towers": ParallelConfig(pp=2, pp_split_points=("text.embedding",)),
+        "pp 2, cut between the towers": ParallelConfig(pp=2, pp_split_points=["text.embedding"]),
         "pp 2 interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
         "pp 2 zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "pp 2 gpipe": ParallelConfig(pp=2, pp_schedule="gpipe"),
         "pp 2 interleaved zero bubble": ParallelConfig(pp=2, pp_schedule="interleaved-zero-bubble"),

@@ -20,7 +20,7 @@ from megatfm.launchers import attempts, prolog_epilog, record
 from megatfm.launchers.attempts import Attempt, AttemptLog, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
-from megatfm.launchers.slurm_site import Site
+from megatfm.launchers.slurm import Site
 
 
 def run_launch(*words: str, config: str = "quickstart") -> int:
@@ -155,7 +155,7 @@ def finish_run(run: Path) -> None:
     write_event(run, event="finished", detail="step 100", step=100)
 
 
-def write_failures(run: Path, count: int, host: str | None = None) -> None:
+def write_failures(run: Path, count: int, host: str | None) -> None:
     """Record failed attempts, which a host is blamed for."""
     for _ in range(count):
         begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))

@@ -17,9 +17,9 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.shard_index import ShardIndex
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.dataset import RowDataset
-from megatfm.data.loader import DataLoader
-from megatfm.data.sequences import DocumentChunk, Fields
+from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.loader import DataLoader, DataRank
+from megatfm.data.sequences import DocumentChunk, Fields, PackingConfig, PackingObjective
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
 
@@ -70,6 +70,23 @@ class MemoryCorpus:
 
     def read_block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
+
+
+def pack_dataset(
+    corpus: Any,
+    objective: PackingObjective,
+    *,
+    sequence_length: int,
+    target_length: int | None = None,
+    seed: int,
+    pad_id: int = 0,
+    attend_across_documents: bool = False,
+    **options: Any,
+) -> PackedDataset:
+    """A `PackedDataset` with rows of these lengths."""
+    row_lengths = (sequence_length, target_length or sequence_length)[: len(objective.field_prefixes)]
+    packing = PackingConfig(objective, row_lengths, seed, pad_id, attend_across_documents)
+    return PackedDataset(corpus, packing, **options)
 
 
 def draw_documents(n: int, seed: int = 0, vocabulary: int = 4000) -> list[np.ndarray]:
@@ -271,7 +288,7 @@ def read_global_batches(
 ) -> list[Fields]:
     """The global batch of each step, put together from all ranks."""
     options: dict[str, Any] = {"global_batch": global_batch, "position": position, "workers": workers}
-    loaders = [DataLoader(rows, micro_batch=2, data_rank=rank, data_ranks=ranks, **options) for rank in range(ranks)]
+    loaders = [DataLoader(rows, micro_batch=2, data_rank=DataRank(rank, ranks), **options) for rank in range(ranks)]
     try:
         parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
     finally:

@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.commands.finetuning", "megatfm.commands.from_model", "megatfm.commands.runs",
         "megatfm.commands.verify", "megatfm.data.images", "megatfm.data_prep.clean", "megatfm.estimate.estimator",
         "megatfm.estimate.recorded",
-        "megatfm.report.evaluation_charts", "megatfm.tasks.answers",
+        "megatfm.report.run_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
@@ -46,5 +46,6 @@ for name in ("build", "startup_checks"):
     sys.modules[f"megatfm.train.{name}"].time_matmul = time_matmul  # type: ignore[attr-defined]
 sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
 sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
+importlib.import_module("tests.support.forked_commands").list_modules_with_popen()
 gc.freeze()
 gc.enable()

@@ -118,12 +118,15 @@ def traced_layout(case: Recommended) -> TracedLayout:
         return TracedLayout(None, None, run_trace(case.preset, [*overrides, *few], case.gpus, 1))
     with open_estimator(config, cluster) as opened:
         full = opened.estimate(opened.base)
-    few = [*few_layers(config), "train.compile=false", f"parallel.dp_shard={full.config.parallel.dp_shard}"]
-    rows = count_traced_microbatches(full) * config.train.micro_batch
-    few.append(f"train.global_batch={rows * full.config.parallel.dp_shard * config.parallel.dp_replicate}")
-    config = load_config(case.preset, [*overrides, *few])
-    with open_estimator(config, cluster) as opened:
-        estimate = opened.estimate(opened.base)
+        few = [*few_layers(config), "train.compile=false", f"parallel.dp_shard={full.config.parallel.dp_shard}"]
+        rows = count_traced_microbatches(full) * config.train.micro_batch
+        few.append(f"train.global_batch={rows * full.config.parallel.dp_shard * config.parallel.dp_replicate}")
+        traced_config = load_config(case.preset, [*overrides, *few])
+        is_full = traced_config.model == config.model  # a hierarchical model with few layers is profiled once
+        estimate = opened.estimate(traced_config) if is_full else None
+    if estimate is None:
+        with open_estimator(traced_config, cluster) as opened:
+            estimate = opened.estimate(opened.base)
     # The estimate is of the largest shares, which are the first rank's.
     rank = estimate.worst.pipeline_rank * (case.gpus // config.parallel.pp)
     return TracedLayout(full, estimate, run_trace(case.preset, [*overrides, *few], case.gpus, rank))

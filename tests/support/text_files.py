@@ -16,9 +16,8 @@ import webdataset
 import zstandard
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers import find_format
 from tests.support.prep_files import warc_record
 

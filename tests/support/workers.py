@@ -129,14 +129,14 @@ def clean_state(call: Call) -> Iterator[None]:
     """The environment of a rank, and everything as it was before when the function is done."""
     import torch
 
-    from megatfm.ops import log_once
+    from megatfm import terminal
     from tests.support.process_state import restore_environment
     from tests.support.tensors import fill_memory_with_nan
 
     memory = fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext()
     size, rank, folder = str(call.world_size), str(call.rank), Path.cwd()
     torch.manual_seed(0)
-    log_once._LOGGED.clear()
+    terminal._LOGGED.clear()
     try:
         with restore_environment(), warnings.catch_warnings(), memory:
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)

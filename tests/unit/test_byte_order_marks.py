@@ -23,7 +23,7 @@ from megatfm.data_prep.readers.images import ImageRecord, make_record
 from megatfm.data_prep.readers.webdataset import read_webdataset
 from megatfm.errors import MegatfmError
 from megatfm.launchers.status import get_run_status
-from megatfm.objectives.image_classification import read_label
+from megatfm.objectives.images import read_label
 from megatfm.report.run import Run
 from megatfm.tasks.files import read_rows
 from tests.support.images import encode_noise

@@ -105,7 +105,7 @@ def test_the_files_of_a_site_and_of_a_task_load(tmp_path: Path) -> None:
     blocks = {title: text for _, title, text in list_code_blocks("toml")}
     for title, path in (("slurm/site.toml", tmp_path / "site.toml"), ("questions.toml", tmp_path / "task.toml")):
         path.write_text(blocks[title])
-    site = importlib.import_module("megatfm.launchers.slurm_site")
+    site = importlib.import_module("megatfm.launchers.slurm")
     assert site.load_site(tmp_path / "site.toml", {}).partition == "gpu"
     assert load_section(EvaluationTaskConfig, tmp_path / "task.toml").shots == 3
 

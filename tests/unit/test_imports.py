@@ -43,7 +43,7 @@ READ_BY_THE_LAYOUT_TABLE = ("tests.parity.test_deepspeed", "tests.parity.test_pi
 """Test modules whose cases the table of layouts is made from."""
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
 NAMES_AXES = (
-    "megatfm/parallel/mesh.py", "megatfm/verify/axes.py", "megatfm/engines/registry.py", "megatfm/config/",
+    "megatfm/parallel/mesh.py", "megatfm/verify/layouts.py", "megatfm/engines/registry.py", "megatfm/config/",
     "megatfm/presets/",
 )  # fmt: skip
 """The mesh, what is expected of it, the axes that engines declare, and the keys of configs."""

@@ -3,17 +3,12 @@
 from megatfm.convert.architectures import bert as bert
 from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import deepseek as deepseek
-from megatfm.convert.architectures import deepseek_v2 as deepseek_v2
-from megatfm.convert.architectures import electra as electra
 from megatfm.convert.architectures import gemma as gemma
 from megatfm.convert.architectures import gpt as gpt
-from megatfm.convert.architectures import gpt_oss as gpt_oss
-from megatfm.convert.architectures import image_towers as image_towers
 from megatfm.convert.architectures import llama as llama
 from megatfm.convert.architectures import llava as llava
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import moe_decoders as moe_decoders
-from megatfm.convert.architectures import simmim as simmim
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.architectures import swin as swin
 from megatfm.convert.architectures import t5 as t5

@@ -8,7 +8,8 @@ from typing import Any
 from megatfm.config import ConnectorConfig, ModelConfig, VisionTowerConfig
 from megatfm.config.image_text import make_image_tower
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.image_towers import (
+from megatfm.convert.architectures.llama import LLAMA_KEYS, map_llama, read_llama, write_llama
+from megatfm.convert.architectures.two_towers import (
     CLIP_KEYS,
     SIGLIP_KEYS,
     TOWER,
@@ -18,7 +19,6 @@ from megatfm.convert.architectures.image_towers import (
     write_clip,
     write_siglip,
 )
-from megatfm.convert.architectures.llama import LLAMA_KEYS, map_llama, read_llama, write_llama
 from megatfm.convert.architectures.vision import map_vision
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.hf_values import PIXEL_KEYS

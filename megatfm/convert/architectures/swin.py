@@ -1,10 +1,12 @@
-"""Swin and Swin-V2 with classifiers: SwinForImageClassification, Swinv2ForImageClassification.
+"""Swin and Swin-V2 with classifiers (SwinForImageClassification, Swinv2ForImageClassification), and SimMIM's classes
+ForMaskedImageModeling (Xie et al. 2022): the backbones of classifiers, ViT's too, with a head for pixels.
 
 Files have the hub's names (`attention.self.query`); the names that transformers 5 has in memory (`attention.q_proj`)
 are read, too.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,10 @@ from megatfm.config import (
     Windows2dPatternConfig,
     require_variant,
 )
+from megatfm.config.heads import PixelsHeadConfig
 from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.config.stages import StagesConfig
-from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
     TRAINED_KEYS,
     map_convolution,
@@ -35,7 +38,14 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, add_prefix, map_name, map_tensor, rename_linear
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    add_leading_dims,
+    add_prefix,
+    map_name,
+    map_tensor,
+    rename_linear,
+)
 from megatfm.errors import UsageError
 
 FIXED_NORM_EPS = 1e-5
@@ -272,3 +282,66 @@ register_architecture(
     ),
     base="Swinv2Model",
 )
+
+# SimMIM
+
+PIXEL_HEAD = "pixels"
+
+
+def _get_pixel_head(config: ModelConfig) -> PixelsHeadConfig:
+    """Return the section of the head. Raises UsageError for a model without it, or without a mask token."""
+    head = config.extra_heads.get(PIXEL_HEAD)
+    if not isinstance(head, PixelsHeadConfig) or not getattr(config.embedding, "mask_token", False):
+        raise UsageError(f"without model.embedding.mask_token and model.extra_heads.{PIXEL_HEAD} this is no SimMIM")
+    return head
+
+
+def _extract_backbone(config: ModelConfig) -> ModelConfig:
+    """Return the model without head and mask token."""
+    return config.with_changes({"extra_heads": {}, "embedding.mask_token": False})
+
+
+def _map_pixel_head(prefix: str) -> list[WeightMapping]:
+    """Map the mask token [1, D] to [1, 1, D], and the linear layer to a convolution of 1 × 1."""
+    return [
+        add_leading_dims("encoder.embedding.mask_tokens.weight", f"{prefix}embeddings.mask_token"),
+        map_tensor(
+            f"{PIXEL_HEAD}.prediction.weight",
+            "decoder.0.weight",
+            lambda weight: weight[..., None, None],
+            lambda weight: weight[..., 0, 0],
+        ),
+        map_name(f"{PIXEL_HEAD}.prediction.bias", "decoder.0.bias"),
+    ]
+
+
+def register_simmim(name: str, classifier: str, stride: int) -> None:
+    """Register a class by that with a classifier. stride: `encoder_stride` that config.json does not give."""
+    backbone = ARCHITECTURES.get(classifier)
+
+    def read(hf_config: Json) -> ModelConfig:
+        head = {"name": PIXEL_HEAD, "stride": hf_config["encoder_stride"]}
+        changes = {"embedding.mask_token": True, "extra_heads": {PIXEL_HEAD: head}}
+        return backbone.config_from_hf(hf_config).with_changes(changes)
+
+    def write(config: ModelConfig) -> Json:
+        encoder_stride = _get_pixel_head(config).stride
+        return {**backbone.config_to_hf(_extract_backbone(config)), "encoder_stride": encoder_stride}
+
+    def map_weights(config: ModelConfig) -> list[WeightMapping]:
+        return [*backbone.map_weights(_extract_backbone(config)), *_map_pixel_head(backbone.base_model_prefix)]
+
+    architecture = replace(
+        backbone,
+        keys={**backbone.keys, **used(encoder_stride=stride)},
+        config_from_hf=read,
+        config_to_hf=write,
+        map_weights=map_weights,
+        fingerprint={**backbone.fingerprint, "embedding.mask_token": True},
+    )
+    register_architecture(name, architecture)
+
+
+register_simmim("SwinForMaskedImageModeling", "SwinForImageClassification", 32)
+register_simmim("Swinv2ForMaskedImageModeling", "Swinv2ForImageClassification", 32)
+register_simmim("ViTForMaskedImageModeling", "ViTForImageClassification", 16)

@@ -15,7 +15,6 @@ from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
 from megatfm.convert.architecture import ARCHITECTURES, MapWeights, drop_head_mappings, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import deberta as deberta
-from megatfm.convert.architectures import electra as electra
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.architectures import xlnet as xlnet

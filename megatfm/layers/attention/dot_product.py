@@ -16,8 +16,9 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.log_once import constant_when_compiled, log_once
+from megatfm.ops.torch_private import constant_when_compiled
 from megatfm.registry import Registry
+from megatfm.terminal import log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
 

@@ -11,7 +11,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.relative_bias import slice_last_keys
+from megatfm.ops.attention.mask import slice_last_keys
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 

@@ -19,7 +19,7 @@ from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import FULL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -154,7 +154,7 @@ class LinformerAttention(HeadProjections):
         if kernel:
             return kernel.run(q_BNTH, *shared_arguments, None)
         bytes_per_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
-        chunk_size = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // bytes_per_query))
+        chunk_size = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // max(1, bytes_per_query)))
         if q_BNTH.shape[2] <= chunk_size:
             return attention_reference(q_BNTH, *shared_arguments, rng_keys_BNT)
         chunks = q_BNTH.split(chunk_size, 2)

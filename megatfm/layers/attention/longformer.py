@@ -85,7 +85,9 @@ class LongformerAttention(HeadProjections):
         positions_BT = sequence.on_host().positions_in_document()[0].expand(len(sequence.positions), -1)
         is_global_BT = torch.isin(positions_BT, torch.tensor(self.tokens))
         count_B = is_global_BT.sum(1)
-        order_BG = is_global_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(count_B.max())]
+        order_BG = is_global_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
+            :, : max(count_B.tolist(), default=0)
+        ]
         exists_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
         return move_to_device(order_BG, device), move_to_device(exists_BG, device)
 

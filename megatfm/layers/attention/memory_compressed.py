@@ -25,7 +25,7 @@ from megatfm.layers.attention.patterns.pattern import (
 )
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, UnstructuredMask
 
 # B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block
@@ -73,7 +73,7 @@ def _find_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None) -> 
     else:
         count_B = starts_block_BT.sum(1)
         host_positions_BT = row.on_host().positions_in_document()[1][:, n_old:]
-        max_keys = int((host_positions_BT % factor == 0).sum(1).max())
+        max_keys = max((host_positions_BT % factor == 0).sum(1).tolist(), default=0)
         start_BS = starts_block_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :max_keys]
         exists_BS = torch.arange(start_BS.shape[1], device=start_BS.device) < count_B[:, None]
     start_BS = start_BS + n_old

@@ -12,7 +12,7 @@ from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import Initialiser, with_fixed_inputs
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
-from megatfm.layers.rope import Rope
+from megatfm.layers.position import Rope
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.reference import compute_probabilities
 

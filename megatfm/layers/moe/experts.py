@@ -15,10 +15,9 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, Uniform
 from megatfm.layers.moe.routers import RowRedistribution
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear
-from megatfm.ops.log_once import log_once
-from megatfm.ops.row_bags import RowBags, spread_rows, sum_bags
+from megatfm.ops.moe import RowBags, choose_grouped_kernel, grouped_linear, spread_rows, sum_bags
 from megatfm.ops.torch_private import is_fake
+from megatfm.terminal import log_once
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R choices of local experts, D model width
 # In grouped products: E experts, I input width, O output width, r rank of an adapter

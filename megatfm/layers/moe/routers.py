@@ -141,7 +141,7 @@ class ExpertChoiceRouter(Router):
         is_chosen_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
         # Experts that chose a token come first. K is the most experts of any token, the same on every rank.
         order_BTE = stable_topk(is_chosen_BTE.to(torch.int8), self.n_experts)
-        width = max(int(full_row_BSE.sum(-1).max()), 1)
+        width = max(int(full_row_BSE.sum(-1).max()), 1) if len(full_row_BSE) else 1
         choices_BTK = order_BTE[..., :width]
         weights_BTK = probabilities_BTE.gather(-1, choices_BTK)
         choices_BTK = choices_BTK.where(is_chosen_BTE.gather(-1, choices_BTK), self.n_experts)

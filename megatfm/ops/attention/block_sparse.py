@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatfm.ops.attention.block_plan import BlockGrid, BlockGroup, plan_blocks
 from megatfm.ops.attention.fused import has_flash
-from megatfm.ops.attention.mask import AttentionMask, Band
+from megatfm.ops.attention.mask import AttentionMask, Band, compute_block_indices, find_block_positions
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.attention.relative_bias import compute_block_indices, find_block_positions
 from megatfm.ops.attention.tile import (
     MAX_SCORES,
     BackwardInputs,

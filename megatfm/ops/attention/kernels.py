@@ -9,11 +9,9 @@ from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.flex import MIN_HEAD_WIDTH, flex
-from megatfm.ops.attention.fused import sdpa_attention, supports_device
-from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
+from megatfm.ops.attention.fused import sdpa_attention, supports_device, supports_head_dims, varlen
+from megatfm.ops.attention.mask import AttentionMask, BuiltinMask, is_relative
 from megatfm.ops.attention.reference import AttentionOptions, attend_by_document, attention_reference
-from megatfm.ops.attention.relative_bias import is_relative
-from megatfm.ops.attention.varlen import supports_head_dims, varlen
 
 MATMUL_SCORES = 2**26
 """Largest number of scores for which a CPU in bfloat16 uses `attention_reference`: its matmuls run on oneDNN's bfloat16

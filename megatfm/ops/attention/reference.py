@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, DocumentSpans
-from megatfm.ops.attention.relative_bias import expand_bias
+from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, DocumentSpans, expand_bias
 from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask, dropout
-from megatfm.ops.log_once import constant_when_compiled, log_once
+from megatfm.ops.torch_private import constant_when_compiled
+from megatfm.terminal import log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, L tokens of a document
 
@@ -58,7 +58,7 @@ def attention_reference(
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v over visible keys, [B, N, T, V]; 0 for a query that sees no key.
 
-    bias: broadcasts to [B, N, T, S], or is relative (`megatfm.ops.attention.relative_bias`); added after the soft cap.
+    bias: broadcasts to [B, N, T, S], or is relative (`megatfm.ops.attention.mask`); added after the soft cap.
     sinks_N: a score for each head that takes part in the softmax without a key (Agarwal et al. 2025, gpt-oss).
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
@@ -121,7 +121,7 @@ def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: in
     attend: slice of queries → their output. keys: number per row. kind: name for the log.
     """
     queries = q_BNTH.shape[2]
-    chunk_size = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
+    chunk_size = max(1, MAX_SCORES // max(1, q_BNTH.shape[:2].numel() * keys))
     is_single = chunk_size >= queries or torch.compiler.is_compiling()
     _log_chunking(kind, is_single, q_BNTH.device.type, q_BNTH.dtype)
     if is_single:

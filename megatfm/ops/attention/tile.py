@@ -11,9 +11,8 @@ from torch import Tensor
 from megatfm.ops.attention.bands import add_tiles, view_tiles
 from megatfm.ops.attention.block_plan import BlockGroup
 from megatfm.ops.attention.fused import has_flash, run_flash, run_flash_backward
-from megatfm.ops.attention.mask import Band
+from megatfm.ops.attention.mask import Band, add_tile_gradient, slice_tile
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.attention.relative_bias import add_tile_gradient, slice_tile
 from megatfm.ops.keyed_random import RATE_STEPS
 from megatfm.ops.torch_private import has_amx_tiles
 
@@ -292,7 +291,7 @@ def _ungroup_heads(x: Tensor, groups: int, band: Band) -> Tensor:
 
 
 def _iter_tile_ranges(band: Band, max_scores: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
-    count = max(1, max_scores // (q.shape[0] * q.shape[1] * band.queries * band.keys))
+    count = max(1, max_scores // max(1, q.shape[0] * q.shape[1] * band.queries * band.keys))
     for index in range(0, band.count, count):
         yield band.tile_range(index, count)
 

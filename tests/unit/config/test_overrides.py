@@ -33,7 +33,17 @@ def test_a_key_is_taken_out_and_its_default_holds() -> None:
         quickstart("~")
 
 
-@pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.validation=NULL"])
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"optimizer.matrix_lrr": 1}, r"^optimizer\.matrix_lrr: unknown key \(did you mean .*matrix_lr"),
+    ({"train.steps": "many"}, r"^train\.steps = 'many': input should be a valid integer"),
+    ({"train.steps": 3}, r"^lr_schedule\.warmup_steps = .* is longer than the run"),
+])  # fmt: skip
+def test_changes_from_python_are_refused_as_on_the_command_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        quickstart().with_changes(changes)
+
+
+@pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.a=NULL", "data.corpus=null"])
 def test_null_is_no_word(override: str) -> None:
     with pytest.raises(
         UsageError, match=rf"^override '{override}': configs have no null: {override.split('=')[0]}= rem"
@@ -117,6 +127,15 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
     assert quickstart("train.compile=true").train.compile is True
 
 
+def test_text_of_several_lines_stays_whole() -> None:
+    """The lines after the first look like further keys of a TOML file."""
+    for text in ("7\nname = 1", "'a'\n[model]", '["a"]\nb = 2'):
+        assert quickstart(f"log.wandb_project={text}").log.wandb_project == text
+    assert quickstart("train.freeze=[\n'a',\n'b']\n").train.freeze == ["a", "b"]
+    with pytest.raises(UsageError, match=r"^quickstart: train\.steps = '100\\nseed = 1': input should be"):
+        quickstart("train.steps=100\nseed = 1")
+
+
 def test_brackets_inside_a_word_stay() -> None:
     for override, words in {
         "decoder.layers.[01]": ["decoder.layers.[01]"],
@@ -133,6 +152,8 @@ def test_brackets_inside_a_word_stay() -> None:
 def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = quickstart("data.corpus=my corpora/mine").data
+    assert quickstart("data.corpus='my corpora/mine'").data == data, "quotes are TOML's"
+    assert quickstart("data.corpus=2024").data.tokenizer == f"{tmp_path}/2024"
     result = f"{tmp_path}/my corpora/mine"
     assert (data.train, data.tokenizer) == (f"{result}/train", result)
     assert data.validation == {"validation": f"{result}/validation"}

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
 from megatfm.corpus.inspect import check_corpus, get_domain, tabulate_stats
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data_prep.readers.token_ids import read_token_ids
+from megatfm.data_prep.import_token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
 
 # ----------------------------------------------------------------------------------------------------- export
@@ -253,6 +254,18 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
         "ok": ["True 1 17 10"],
     }
     assert by_id == ["3 ids occur", "id piece times", "7 9", "9 9", "8 8"]
+
+
+def test_statistics_of_large_ids_take_little_memory(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint32") as writer:
+        writer.add("a", np.array([30_000_000, 7, 30_000_000]), "x", 1)
+        writer.finish({})
+    tracemalloc.start()
+    text = tabulate_stats(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [line.split() for line in text.splitlines()[-2:]] == [["30000000", "2"], ["7", "1"]]
+    assert peak < 2**25
 
 
 def test_long_tables_say_how_many_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

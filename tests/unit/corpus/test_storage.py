@@ -24,10 +24,9 @@ from megatfm.corpus import remote
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.storage import ShardCacheConfig
-from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, serve_s3, use_s3
+from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, pack_dataset, serve_s3, use_s3
 from tests.support.workers import start_fork_server
 
 
@@ -47,8 +46,8 @@ def test_a_url_gives_what_the_folder_gives(
     assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
     options: Any = {"sequence_length": 64, "seed": 1, "plan_cache_key": "x"}
     np.testing.assert_array_equal(
-        PackedDataset(remote, causal, **options).read_row(5)["tokens"],
-        PackedDataset(local, causal, **options).read_row(5)["tokens"],
+        pack_dataset(remote, causal, **options).read_row(5)["tokens"],
+        pack_dataset(local, causal, **options).read_row(5)["tokens"],
     )
 
 
@@ -331,7 +330,7 @@ def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cach
 def test_workers_read_urls(memory: str, cache: ShardCacheConfig, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatfm.corpus.corpus.ShardCacheConfig", lambda: cache)
     assert check_corpus(memory).samples == 100
-    rows = PackedDataset(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
+    rows = pack_dataset(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
     shutil.rmtree(cache.folder)  # even if all of it goes in between
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)

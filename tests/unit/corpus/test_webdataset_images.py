@@ -13,17 +13,16 @@ from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConf
 from megatfm.corpus import webdataset_index
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import export_corpus
-from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.images import ImageColumns
 from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.webdataset_images import LabelRule, index_images, read_class_names
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.dataset import PackedDataset
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
 from tests.support.files import flip_bit
 from tests.support.images import encode_noise
-from tests.support.packed_corpora import read_global_batches
-from tests.support.webdatasets import make_member, make_tar
+from tests.support.packed_corpora import pack_dataset, read_global_batches
+from tests.support.webdatasets import make_member, make_tar, pack_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
 NAMES = ["Ärmel", "猫", "zebra"]
@@ -73,12 +72,25 @@ def test_indexed_shards_are_exported_with_sizes(tmp_path: Path) -> None:
     assert sizes.tolist() == [list(SIZES[number]) for number in range(23)]
 
 
+def test_labels_may_have_halves_of_surrogate_pairs(tmp_path: Path) -> None:
+    files = {
+        f"{n}.{kind}": data
+        for n in range(4)
+        for kind, data in (("png", picture(n)), ("json", b'{"a":"\\ud800%d"}' % n))
+    }
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "a.tar").write_bytes(pack_tar(files))
+    manifest = index_images(tmp_path / "tars", LabelRule.parse("json:a")).manifest
+    assert manifest.class_names == [f"\\ud800{number}" for number in range(4)]
+    assert labels_of(Corpus.open(tmp_path / "tars")) == [0, 1, 2, 3]
+
+
 def test_numbers_of_images_are_exported(tmp_path: Path) -> None:
     """A row's length follows from them."""
     with ShardWriter(tmp_path / "corpus", tokenizer_hash="t", token_dtype="uint16") as writer:
         for n_images in (1, 3, 2):
             files = {f"{number}.png": picture(number) for number in range(n_images)}
-            writer.add(f"{n_images}", np.arange(4), "made", 0, files, {}, None, n_images)
+            writer.add(f"{n_images}", np.arange(4), "made", 0, files)
         writer.finish({})
     export_corpus(tmp_path / "corpus", tmp_path / "tars", None)
     corpus = Corpus.open(tmp_path / "tars")
@@ -131,7 +143,8 @@ def test_classes_from_json_or_text(rule: str, tmp_path: Path) -> None:
     corpus = Corpus.open(tmp_path / "theirs")
     assert labels_of(corpus) == [numbers[NAMES[n % 3]] for n in range(23)]
     assert set(corpus.read_sample(3).members) == {"webp", "txt", "json", "cls"}
-    facts = dict(line.split(maxsplit=1) for line in describe_corpus(tmp_path / "theirs").splitlines())
+    lines = describe_corpus(tmp_path / "theirs").splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines if not line.startswith(" "))
     assert facts["classes"] == f"3 ({', '.join(sorted(NAMES))})"
     assert not {"tokens", "text", "tokenizer"} & facts.keys(), "images alone have none"
     displayed = describe_corpus(tmp_path / "theirs", 4)
@@ -151,7 +164,7 @@ def test_an_epoch_of_indexed_shards_has_each_image_once(ranks: int, tmp_path: Pa
     index_images(tmp_path / "theirs", LabelRule())
     images = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, "transforms": ["random_resized_crop"]})
     objective = build_objective(ImageClassificationObjective(), MODEL, None, (5,), images)
-    rows = PackedDataset(Corpus.open(tmp_path / "theirs"), objective, sequence_length=5, seed=3)
+    rows = pack_dataset(Corpus.open(tmp_path / "theirs"), objective, sequence_length=5, seed=3)
     (batch,) = read_global_batches(rows, ranks, steps=1, global_batch=30)
     assert sorted(batch["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
     assert batch["patches"].shape == (30, 5, 48)

@@ -21,11 +21,10 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.shard_index import ShardIndex
 from megatfm.corpus.webdataset_index import index_folder
-from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.files import flip_bit
-from tests.support.packed_corpora import assert_refused, edit_manifest
+from tests.support.packed_corpora import assert_refused, edit_manifest, pack_dataset
 from tests.support.webdatasets import (
     GOOD,
     HASH,
@@ -64,7 +63,7 @@ def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, sm
     assert check_corpus(folder).samples == 40
     assert corpus.read_sample(30).source.startswith(f"some-1.tar{'' if kind == 'tar' else '.zst'}/sub/005.")
     assert "40" in describe_corpus(folder)
-    rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
+    rows = pack_dataset(corpus, causal, sequence_length=64, seed=1)
     with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
         next(loader)
     with pytest.raises(UsageError, match="so it is indexed"):

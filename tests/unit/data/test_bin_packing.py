@@ -13,13 +13,12 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import describe_corpus
 from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, measure_padding
 from megatfm.data.chunks import split_documents
-from megatfm.data.dataset import PackedDataset
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, DataRank
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, chunk_keys, random_uint64
-from tests.support.packed_corpora import assert_same_fields, read_epoch, read_row
+from tests.support.packed_corpora import assert_same_fields, pack_dataset, read_epoch, read_row
 
 PAD = 0
 
@@ -103,9 +102,9 @@ def test_every_chunk_is_whole_and_comes_once_an_epoch(
             expected[(*part.tolist(), *[0] * (1 + int(key[0] % np.uint64(3))))] += 1
     if not expected:
         with pytest.raises(UsageError, match=r"none of its .* documents is long enough"):
-            PackedDataset(corpus, objective, **options)
+            pack_dataset(corpus, objective, **options)
         return
-    rows = PackedDataset(corpus, objective, **options)
+    rows = pack_dataset(corpus, objective, **options)
     counts: Counter[tuple[int, ...]] = Counter()
     for row in read_epoch(rows, epoch):
         first = sequences(row, objective.field_prefixes[0], lengths[0])
@@ -181,8 +180,8 @@ def test_rows_are_filled_at_any_lengths(memory_corpus: Any, causal_type: Any, le
     owner = np.cumsum(lengths) // 512
     blocks = [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(owner)) + 1)]
     corpus, objective = memory_corpus(blocks), WholeChunkObjective(length - 3)
-    assert PackedDataset(corpus, causal_type(), sequence_length=length, seed=0).padding_fraction <= 0.01
-    rows = PackedDataset(corpus, objective, sequence_length=length, seed=0)
+    assert pack_dataset(corpus, causal_type(), sequence_length=length, seed=0).padding_fraction <= 0.01
+    rows = pack_dataset(corpus, objective, sequence_length=length, seed=0)
     together = split_documents(corpus.lengths(), objective, 0, 0).without_empty().lengths
     least = 1 - together.sum() / length / (best_fit_decreasing(together, (length,)).max() + 1)
     assert rows.padding_fraction <= max(0.03, least + 0.01), "or the lengths don't let them"
@@ -191,7 +190,7 @@ def test_rows_are_filled_at_any_lengths(memory_corpus: Any, causal_type: Any, le
 
 
 def test_rows_are_the_same_in_all_epochs_and_their_content_is_not(memory_corpus: Any) -> None:
-    rows = PackedDataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), WholeChunkObjective(20), sequence_length=24, seed=3)
+    rows = pack_dataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), WholeChunkObjective(20), sequence_length=24, seed=3)
     plans, marks = [], []
     for epoch in range(4):
         read = read_epoch(rows, epoch)
@@ -209,11 +208,11 @@ def joined(step: list[Row]) -> Row:
 
 def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) -> None:
     sizes = {"sequence_length": 64, "target_length": 110, "seed": 3, "streams": 8}
-    rows = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes)
+    rows = pack_dataset(corpus, WholeChunkObjective(50, two=True), **sizes)
     steps = len(rows) // 8 + 3
 
     def read(position: int = 0, **options: Any) -> list[Row]:
-        fresh = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes)
+        fresh = pack_dataset(corpus, WholeChunkObjective(50, two=True), **sizes)
         with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
             return [joined(next(loader)) for _ in range(steps - position // 8)]
 
@@ -223,14 +222,14 @@ def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) 
     for resumed in (read(position=16, micro_batch=2), read(position=8 * (steps - 1), micro_batch=4)):
         for expected, actual in zip(full[-len(resumed) :], resumed, strict=True):
             assert_same_fields(actual, expected)
-    ranks = [read(micro_batch=1, data_rank=rank, data_ranks=4) for rank in range(4)]
+    ranks = [read(micro_batch=1, data_rank=DataRank(rank, 4)) for rank in range(4)]
     for expected, *parts in zip(full, *ranks, strict=True):
         assert_same_fields(joined(parts), expected)
 
 
 def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     sizes = {"sequence_length": 64, "target_length": 110, "seed": 3}
-    rows = PackedDataset(corpus, WholeChunkObjective(50, two=True), **sizes, pad_id=9)
+    rows = pack_dataset(corpus, WholeChunkObjective(50, two=True), **sizes, pad_id=9)
     padding = read_row(rows, None)
     assert padding.keys() == rows.read_row(0).keys()
     expected = {
@@ -247,7 +246,7 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
 
 def test_a_row_as_one_document(memory_corpus: Any) -> None:
     corpus = memory_corpus([[5, 6, 7]])
-    rows = PackedDataset(corpus, WholeChunkObjective(20), sequence_length=40, seed=0, attend_across_documents=True)
+    rows = pack_dataset(corpus, WholeChunkObjective(20), sequence_length=40, seed=0, attend_across_documents=True)
     row = rows.read_row(0)
     n = int((row["documents"] == 0).sum())
     assert row["documents"].tolist() == [0] * n + [PAD_DOCUMENT_ID] * (40 - n)
@@ -266,7 +265,7 @@ def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monke
 
     corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
     monkeypatch.setattr("megatfm.data.packing_plan.group_blocks", lambda *_: [(2, 2), (3, 1), (4, 1)])
-    rows = PackedDataset(corpus, Looking(20), sequence_length=24, seed=0)
+    rows = pack_dataset(corpus, Looking(20), sequence_length=24, seed=0)
     read_epoch(rows)
     texts = [document.tolist() for document in corpus.documents]
     assert partners[0, 0] == partners[0, 1] == [texts[2]], "whole, and without empty ones"
@@ -277,7 +276,7 @@ def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monke
 
 def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:
     with pytest.raises(MegatfmError, match=r"lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"):
-        PackedDataset(memory_corpus([[30]]), WholeChunkObjective(20), sequence_length=20, seed=0)
+        pack_dataset(memory_corpus([[30]]), WholeChunkObjective(20), sequence_length=20, seed=0)
 
 
 def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
@@ -287,7 +286,7 @@ def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
         plans = set()
         for at_once in (1, 7, 2**18):
             monkeypatch.setattr("megatfm.data.packing_plan.SAMPLES_AT_ONCE", at_once)
-            rows = PackedDataset(corpus, objective, sequence_length=64, seed=3)
+            rows = pack_dataset(corpus, objective, sequence_length=64, seed=3)
             plans.add(str([rows.find_row(position) for position in range(len(rows))]))
         assert len(plans) == 1
 
@@ -315,8 +314,8 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
     lengths = corpus.lengths() + 1
     for row in (64, 600):
         cut, full = measure_padding(lengths, corpus.blocks, row)
-        assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
-    assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
+        assert cut == pack_dataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
+    assert full == pack_dataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
     cut, _ = measure_padding(lengths, corpus.blocks, 2048)
     displayed = f"rows of 2,048  {100 * cut:.1f} % padding where documents are cut"
     description = describe_corpus(corpus.folder, describe_rows=describe_padding)

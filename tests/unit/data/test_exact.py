@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 from megatfm.data.dataset import PackedDataset, RowDataset
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, DataRank
 from megatfm.data.mixture import Mixture, Phase
-from megatfm.data.order import BatchSchedule, BatchStage, RowOrder, make_row_order
+from megatfm.data.order import BatchSchedule, BatchStage, Interleave, RowOrder, make_row_order
 from megatfm.data.workers import BLOCKED_SIGNALS, RowWorkers, _exit_code, worker_loop
 from megatfm.errors import MegatfmError
+from tests.support.packed_corpora import pack_dataset
 
 BATCH = 24
 BLOCKS = [[7, 40, 3], [22, 9], [1, 0, 64, 5], [30, 17, 12]] * 6
@@ -59,13 +60,13 @@ class FakeProcess:
 
 @pytest.fixture(scope="module")
 def rows(memory_corpus: Any, causal_type: Any) -> PackedDataset:
-    return PackedDataset(memory_corpus(BLOCKS), causal_type(), sequence_length=16, seed=3, streams=BATCH)
+    return pack_dataset(memory_corpus(BLOCKS), causal_type(), sequence_length=16, seed=3, streams=BATCH)
 
 
 @pytest.fixture(scope="module")
 def mixture(memory_corpus: Any, causal_type: Any) -> Mixture:
     sources = {
-        name: PackedDataset(memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH)
+        name: pack_dataset(memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH)
         for name, n in (("a", 9), ("b", 20))
     }
     phases = [Phase(0, {"a": 1, "b": 2}), Phase(500, {"a": 3, "b": 1})]
@@ -77,7 +78,7 @@ def run(
 ) -> Iterator[tuple[bytes, bytes]]:
     """Tokens and keys of `n` global batches; the state of the last rank's loader is added to `ends`."""
     options = {"global_batch": BATCH, "micro_batch": 1} | options
-    loaders = [DataLoader(rows, data_rank=rank, data_ranks=ranks, **options) for rank in range(ranks)]
+    loaders = [DataLoader(rows, data_rank=DataRank(rank, ranks), **options) for rank in range(ranks)]
     for _ in range(n):
         parts = [batch for loader in loaders for batch in next(loader)]
         yield tuple(b"".join(part[name].tobytes() for part in parts) for name in ("tokens", "keys"))  # type: ignore[misc]
@@ -206,7 +207,7 @@ def test_a_late_exit_code_is_waited_for() -> None:
 
 def test_worker_errors_come_with_their_traceback(memory_corpus: Any, causal_type: Any, threaded_workers: None) -> None:
     corpus = memory_corpus([[30]] * 4)
-    rows = PackedDataset(corpus, causal_type(), sequence_length=8, seed=0, streams=1, shuffle=False)
+    rows = pack_dataset(corpus, causal_type(), sequence_length=8, seed=0, streams=1, shuffle=False)
     corpus.documents[2] = corpus.documents[2][:5]
     with (
         DataLoader(rows, global_batch=4, micro_batch=4, workers=2) as loader,
@@ -267,7 +268,7 @@ def test_units_of_many_blocks_have_every_row_once() -> None:
     counts = np.random.default_rng(0).integers(0, 9, 100)
     for max_units in (7, 30, 100):
         for turn in (1, 3):
-            order = make_row_order(counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units)
+            order = make_row_order(counts, seed=5, streams=Interleave(6, turn), shuffle=True, max_units=max_units)
             for epoch in (0, 2):
                 row_counts = Counter(order.find_row(epoch * len(order) + k) for k in range(len(order)))
                 assert row_counts == Counter((epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n))

@@ -11,18 +11,17 @@ from PIL import Image
 from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.config.objective import ImageClassificationObjective
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns
-from megatfm.corpus.image_size import read_upright_size
+from megatfm.corpus.images import ImageColumns
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import draw_contact_sheet, iter_captioned_images
-from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.dataset import RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
 from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
 from tests.support.images import encode_noise
-from tests.support.packed_corpora import assert_same_fields, read_global_batches, read_row
+from tests.support.packed_corpora import assert_same_fields, pack_dataset, read_global_batches, read_row
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [
@@ -48,7 +47,7 @@ def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -
         for number in range(first, first + n):
             data = encode_noise(10 + number % 5, 9, seed=number)
             files = {"png": data if number != damaged else data[:-60], "cls": b"%d" % (number % 100)}
-            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files)
         writer.finish({})
     return Corpus.open(folder)
 
@@ -59,7 +58,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
-    return PackedDataset(corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options)
+    return pack_dataset(corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options)
 
 
 batches = partial(read_global_batches, global_batch=BATCH)
@@ -107,7 +106,7 @@ def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
     rare = write(tmp_path / "rare", 7, first=90)
     result = objective(cutmix=1.0)
     sources = {
-        name: PackedDataset(item, result, sequence_length=TOKENS, seed=make_source_seed(3, name), streams=5)
+        name: pack_dataset(item, result, sequence_length=TOKENS, seed=make_source_seed(3, name), streams=5)
         for name, item in (("many", corpus), ("rare", rare))
     }
     mixture = Mixture(sources, [Phase(0, {"many": 0.5, "rare": 0.5})], seed=3, streams=5, block=10)
@@ -212,7 +211,7 @@ def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = T
             exif[0x0112] = 6 if number % 3 == 0 else 1  # every third lies on its side
             data = encode_noise(height, width, seed=number, format_="JPEG", exif=exif)
             files = {"jpg": data, "cls": b"%d" % (number % 100)}
-            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=read_upright_size(files))
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files)
         writer.finish({})
     return Corpus.open(folder)
 
@@ -259,6 +258,8 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
         writer.add("0", np.zeros(0, np.uint16), "made", 0, {"png": b"", "cls": b"0"})
         writer.finish({})
+    with pytest.raises(UsageError, match=r"holds no tokens of text: prepare it with tokenizer\.file"):
+        Corpus.open(tmp_path).check_tokenizer("b" * 64)
     result = objective(row=64, max_patches=20)
     with pytest.raises(UsageError, match=r"its index lacks the sizes of images.*prepare the corpus again"):
         rows_of(Corpus.open(tmp_path), result, row=64)
@@ -279,6 +280,7 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
     for image, label, weight in zip(pictures, labels.tolist(), weights.tolist(), strict=True):
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
+    assert {image.caption for image in iter_captioned_images(batch, PATCH, ["kind"] * 70)} == {"kind"}
     tokens = np.flatnonzero(batch["documents"][0] == 2)
     np.testing.assert_array_equal(pictures[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
     captions = ["a\nb\r\n\tc\u2028d", "\u732b\u3068\u72ac", "", "W" * 500]

@@ -14,11 +14,10 @@ from megatfm import data_prep
 from megatfm.config import ContrastiveObjective, ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns
-from megatfm.corpus.image_size import list_image_extensions, read_upright_size
+from megatfm.corpus.images import ImageColumns
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import iter_captioned_images
-from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.dataset import RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
@@ -26,7 +25,7 @@ from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
 from tests.support.image_text_models import IMAGE_TOKEN, LLAVA, TOWERS, VOCABULARY
 from tests.support.images import encode_image, encode_noise
-from tests.support.packed_corpora import assert_same_fields, read_global_batches, read_row
+from tests.support.packed_corpora import assert_same_fields, pack_dataset, read_global_batches, read_row
 from tests.support.prep_files import write_file
 from tests.support.webdatasets import pack_tar
 
@@ -63,10 +62,7 @@ def write(folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[
     with ShardWriter(folder, tokenizer_hash="none", token_dtype="uint16", **sizes) as writer:
         for number in only:
             files, text = files_of(number), (changes or {}).get(number, text_of(number))
-            writer.add(
-                f"{number:06d}", np.array(text, np.uint16), "made", len(text), files,
-                image_size=read_upright_size(files), n_images=len(list_image_extensions(files)),
-            )  # fmt: skip
+            writer.add(f"{number:06d}", np.array(text, np.uint16), "made", len(text), files)
         writer.finish({})
     return Corpus.open(folder)
 
@@ -80,7 +76,7 @@ def objective(**options: Any) -> Objective:
 
 def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
     lengths = {"sequence_length": ROWS[0], "target_length": ROWS[1]}
-    return PackedDataset(corpus, result, seed=3, streams=6, **lengths, **options)
+    return pack_dataset(corpus, result, seed=3, streams=6, **lengths, **options)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +195,7 @@ def test_too_many_images_are_refused_by_sample(tmp_path: Path) -> None:
         (24, 18): "sample 0 .* has 1[0-9] tokens before its last image of 4 patches, and a row has 18",
     }.items():
         short = build_objective(config, ModelConfig.from_dotted(LLAVA), special, lengths, section)
-        rows = PackedDataset(few, short, sequence_length=lengths[0], target_length=lengths[1], seed=0)
+        rows = pack_dataset(few, short, sequence_length=lengths[0], target_length=lengths[1], seed=0)
         with pytest.raises(MegatfmError, match=message):
             rows.read_rows([0])
 
@@ -260,12 +256,12 @@ TWICE, CUT = {"a.1.png": png(0), "a.1.jpg": png(1)}, {"a.0.png": png(0), "a.1.pn
 
 
 @pytest.mark.parametrize(("is_tar", "files", "reason"), [
-    (True, {"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with .*: \.png and \.1\.png"),
+    (True, {"a.png": png(0), "a.1.png": png(1)}, r"has several images without numbers: \.png and \.1\.png"),
     (True, TWICE, r"has two images of one number: \.1\.png and \.1\.jpg"),
     (True, CUT, r"has a \.1\.png that is no whole PNG"),
     (True, {"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
-    (False, {"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
-    (False, {"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
+    (False, {"a.65.png": png(0)}, r"has an image whose number is not 0 to 64 .*: \.65\.png"),
+    (False, {"a.01.png": png(0)}, r"has an image whose number .* leading zeros: \.01\.png"),
     (False, TWICE, r"has two images of one number: \.1\.jpg and \.1\.png"),
     (False, CUT, r"has a \.1\.png that is no whole PNG"),
 ])  # fmt: skip

@@ -15,12 +15,12 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.documents import Quarantine
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import DataLoader, DataRank
 from megatfm.data.mixture import Mixture, Phase
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
-from tests.support.packed_corpora import assert_same_fields
+from tests.support.packed_corpora import assert_same_fields, pack_dataset
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
-    rows = PackedDataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
+    rows = pack_dataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
     documents = []
     for position in range(len(rows)):
         row = rows.read_row(position)
@@ -106,7 +106,7 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
 
 
 def test_images_and_labels_have_separate_rows(folder: Path) -> None:
-    rows = PackedDataset(Corpus.open(folder), Images(), sequence_length=5, seed=3)
+    rows = pack_dataset(Corpus.open(folder), Images(), sequence_length=5, seed=3)
     assert len(rows) == 40
     batch = rows.read_rows([*range(40), None])
     assert (batch["pixels"].shape, batch["pixels"].dtype) == ((41, *PIXELS), np.uint8)
@@ -123,11 +123,11 @@ def test_images_and_labels_have_separate_rows(folder: Path) -> None:
 def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, workers: int) -> None:
 
     def rows() -> PackedDataset:
-        return PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
+        return pack_dataset(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
 
     def read(source: Any, rank: int = 0, ranks: int = 1) -> list[dict[str, np.ndarray]]:
         with DataLoader(
-            source, global_batch=4, micro_batch=2, data_rank=rank, data_ranks=ranks, end_position=7, workers=workers
+            source, global_batch=4, micro_batch=2, data_rank=DataRank(rank, ranks), end_position=7, workers=workers
         ) as loader:
             return [batch for step in loader for batch in step]
 
@@ -145,9 +145,9 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
 def test_quarantined_samples_are_padding(folder: Path) -> None:
     corpus = Corpus.open(folder)
     for kind, empty in ((Vectors, {"vectors": 0}), (Images, {"pixels": 0, "labels": -100})):
-        rows = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
+        rows = pack_dataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
         left_out = Quarantine.parse(["2"], 40)
-        without = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=left_out)
+        without = pack_dataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=left_out)
         changed = 0
         for position in range(len(rows)):
             row, blank = rows.read_row(position), without.read_row(position)
@@ -165,7 +165,7 @@ def test_quarantined_samples_are_padding(folder: Path) -> None:
 def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
     def dataset_with(**change: Any) -> Callable[[], Any]:
         kind = type("Broken", (Vectors,), change)
-        return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).read_row(0)
+        return lambda: pack_dataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).read_row(0)
 
     def doubled(self: Any, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
         return {

@@ -14,10 +14,10 @@ import pytest
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.dataset import PackedDataset
-from megatfm.data.loader import DataLoader
+from megatfm.data.loader import SINGLE_RANK, DataLoader, DataRank
 from megatfm.data.order import BatchSchedule, BatchStage
 from megatfm.errors import UsageError
-from tests.support.packed_corpora import assert_same_fields, read_row
+from tests.support.packed_corpora import assert_same_fields, pack_dataset, read_row
 
 Batch = dict[str, np.ndarray]
 
@@ -27,7 +27,7 @@ PATIENCE = 120
 
 @pytest.fixture
 def rows(corpus: Corpus, causal: Any) -> PackedDataset:
-    return PackedDataset(corpus, causal, sequence_length=64, seed=3, streams=8)
+    return pack_dataset(corpus, causal, sequence_length=64, seed=3, streams=8)
 
 
 def steps(rows: PackedDataset, n: int, **options: Any) -> list[list[Batch]]:
@@ -88,8 +88,9 @@ def test_the_share_of_padding_is_reported(rows: PackedDataset) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_ranks_and_micro_batches_only_divide_the_order(rows: PackedDataset, data_ranks: int, micro_batch: int) -> None:
     n = len(rows) // 8 + 3  # into the next epoch
-    how = {"micro_batch": micro_batch, "data_ranks": data_ranks}
-    ranks = [steps(rows, n, data_rank=rank, **how) for rank in range(data_ranks)]
+    ranks = [
+        steps(rows, n, micro_batch=micro_batch, data_rank=DataRank(rank, data_ranks)) for rank in range(data_ranks)
+    ]
     for t in range(n):
         parts = [ranks[rank][t] for rank in range(data_ranks)]
         assert all(len(part) == 8 // data_ranks // micro_batch for part in parts)
@@ -142,8 +143,8 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
 def test_odd_batches_name_the_nearest(rows: PackedDataset, batch: int, micro: int, ranks: int, nearest: int) -> None:
     message = rf"train\.global_batch = {batch} is not a multiple of .* is {nearest}(, or choose .*)?$"
     with pytest.raises(UsageError, match=message):
-        DataLoader(rows, global_batch=batch, micro_batch=micro, data_ranks=ranks)
-    DataLoader(rows, global_batch=nearest, micro_batch=micro, data_ranks=ranks).close()
+        DataLoader(rows, global_batch=batch, micro_batch=micro, data_rank=DataRank(0, ranks))
+    DataLoader(rows, global_batch=nearest, micro_batch=micro, data_rank=DataRank(0, ranks)).close()
 
 
 def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedDataset) -> None:
@@ -216,13 +217,13 @@ class ThreadReaders:
         return message
 
 
-def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> list[Any]:
-    """Batches of n steps, or the errors that readers raise."""
+def read_together(rows: PackedDataset, count: int, n: int, place: DataRank = SINGLE_RANK, **options: Any) -> list[Any]:
+    """Batches of n steps, or the errors that readers raise. place: data rank of all readers."""
     meet, table = threading.Barrier(count), [None] * count
 
     def read(rank: int) -> Any:
         try:
-            return steps(rows, n, readers=ThreadReaders(rank, count, meet, table), **options)
+            return steps(rows, n, data_rank=place._replace(readers=ThreadReaders(rank, count, meet, table)), **options)
         except ZeroDivisionError as error:
             return error
 
@@ -236,9 +237,9 @@ WARMING = BatchSchedule(8, (BatchStage(2, 4, 4), BatchStage(2, 2, 2)))
 @pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])
 def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset, batch: int | BatchSchedule) -> None:
     n, requested = 7, list[int | None]()
-    full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+    full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=DataRank(1, 2))
     watch_reads(rows, requested.extend)
-    actual = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+    actual = read_together(rows, 3, n, DataRank(1, 2), global_batch=batch, micro_batch=1)
     for item in actual:
         for one, two in zip(full, item, strict=True):
             for received, expected in zip(one, two, strict=True):

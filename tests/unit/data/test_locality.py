@@ -10,12 +10,13 @@ import pytest
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.storage import LocalStorage
 from megatfm.data.dataset import PackedDataset
-from megatfm.data.loader import DataLoader, split_rows
+from megatfm.data.loader import DataLoader, DataRank, split_rows
 from megatfm.data.mixture import Mixture, Phase
 from megatfm.data.order import BatchSchedule, BatchStage, choose_interleave
 from megatfm.data.sequences import PAD_DOCUMENT_ID
 from megatfm.errors import UsageError
 from tests.support.layouts import extend
+from tests.support.packed_corpora import pack_dataset
 
 LIMIT = 1.5
 
@@ -56,17 +57,17 @@ def read_by_all(
         options: Any = {"sequence_length": 64, "seed": 1, "streams": streams if mixed else choose_interleave(batch)}
         if mixed:
             sources = {
-                name: PackedDataset(Corpus.open(folder), causal_type(), **options | {"seed": seed})
+                name: pack_dataset(Corpus.open(folder), causal_type(), **options | {"seed": seed})
                 for seed, name in enumerate("ab")
             }
             phases = [Phase(0, {"a": 1, "b": 1})]
             rows: Any = Mixture(sources, phases, seed=1, streams=streams, turn=turn, block=8)
             n = 2 * len(sources["a"])
         else:
-            rows = PackedDataset(corpus, causal_type(), **options)
+            rows = pack_dataset(corpus, causal_type(), **options)
             n = len(rows)
-        ends = {"data_rank": rank, "data_ranks": ranks, "end_position": n}
-        with DataLoader(rows, global_batch=batch, micro_batch=1, **ends) as loader:
+        place = DataRank(rank, ranks)
+        with DataLoader(rows, global_batch=batch, micro_batch=1, data_rank=place, end_position=n) as loader:
             for _ in loader:
                 pass
     return sum(read) / (size * (1 + mixed))
@@ -110,7 +111,7 @@ def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batc
     each of its streams."""
     streams = choose_interleave(batch).streams
     corpus: Any = Blocks(9 * streams)
-    rows = PackedDataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
+    rows = pack_dataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
     share, reads = batch // ranks, 0
     cached_blocks = 2 * max(1, -(-streams // ranks))
     blocks = np.array([slot.block for slot in rows.order.find_slots(np.arange(len(rows)))])
@@ -142,7 +143,7 @@ def test_a_resume_late_in_an_epoch_reads_no_more_than_an_early_one(
     costs = []
     for share in (0.01, 0.99):
         read.clear()
-        rows = PackedDataset(Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept")
+        rows = pack_dataset(Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept")
         first = int(share * len(rows))
         rows.read_rows(range(first, first + 8))
         frames = [size for file, size in read if file.endswith(".tar.zst")]
@@ -164,7 +165,7 @@ POSITIONS = [0, 4, 8, 12, 20, 28, 40, 52, 64]
 
 @pytest.fixture
 def rows(memory_corpus: Any, causal: Any) -> PackedDataset:
-    return PackedDataset(memory_corpus([[5, 40, 9, 17]] * 7), causal, sequence_length=16, seed=3, streams=4)
+    return pack_dataset(memory_corpus([[5, 40, 9, 17]] * 7), causal, sequence_length=16, seed=3, streams=4)
 
 
 def test_positions_are_a_function_of_the_step(rows: PackedDataset) -> None:
@@ -184,7 +185,7 @@ def test_positions_are_a_function_of_the_step(rows: PackedDataset) -> None:
 def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, ranks: int) -> None:
     shares = []
     for rank in range(ranks):
-        with DataLoader(rows, global_batch=WARMUP, micro_batch=1, data_rank=rank, data_ranks=ranks) as loader:
+        with DataLoader(rows, global_batch=WARMUP, micro_batch=1, data_rank=DataRank(rank, ranks)) as loader:
             shares.append([next(loader) for _ in range(N_STEPS)])
     keys: list[int] = []
     for step in range(N_STEPS):
@@ -204,7 +205,7 @@ def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, rank
 @pytest.mark.parametrize("as_one_document", [False, True])
 def test_cut_rows_equal_packing_at_that_length(memory_corpus: Any, causal_type: Any, as_one_document: bool) -> None:
     def row(length: int, position: int) -> dict[str, np.ndarray]:
-        packed = PackedDataset(
+        packed = pack_dataset(
             memory_corpus([[5, 40, 0, 9, 17, 3]]), causal_type(), sequence_length=length, seed=3, shuffle=False,
             attend_across_documents=as_one_document,
         )  # fmt: skip
@@ -225,7 +226,7 @@ def test_whole_sequences_are_not_cut(memory_corpus: Any, causal_type: Any) -> No
     class Whole(causal_type):  # type: ignore[misc]
         max_tokens = 15
 
-    rows = PackedDataset(memory_corpus([[5, 9]]), Whole(), sequence_length=16, seed=0)
+    rows = pack_dataset(memory_corpus([[5, 9]]), Whole(), sequence_length=16, seed=0)
     with pytest.raises(UsageError, match=r"data\.rampup: this objective's sequences are whole"):
         DataLoader(rows, global_batch=WARMUP, micro_batch=4)
     with DataLoader(rows, global_batch=BatchSchedule(4, (BatchStage(2, 2),)), micro_batch=2) as loader:
@@ -236,7 +237,7 @@ def test_a_batch_of_a_stage_that_does_not_divide_is_named(rows: PackedDataset) -
     with pytest.raises(
         UsageError, match=r"data\.rampup: global_batch = 4 is not a multiple of train\.micro_batch = 4 × 2 data ranks"
     ):
-        DataLoader(rows, global_batch=WARMUP, micro_batch=4, data_ranks=2)
+        DataLoader(rows, global_batch=WARMUP, micro_batch=4, data_rank=DataRank(0, 2))
 
 
 @pytest.mark.parametrize(

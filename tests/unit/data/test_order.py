@@ -17,7 +17,7 @@ from megatfm.data.order import RowAddress, make_row_order
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import ChunkKey, permutation
-from tests.support.packed_corpora import assert_same_fields, read_epoch, read_row
+from tests.support.packed_corpora import assert_same_fields, pack_dataset, read_epoch, read_row
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}
@@ -61,9 +61,9 @@ def test_every_epoch_has_every_row_and_every_token_once(
     total = sum(n + 1 for block in blocks for n in block)
     if total < length:
         with pytest.raises(UsageError, match=f"make {total} tokens"):
-            PackedDataset(corpus, causal, sequence_length=length, seed=seed)
+            pack_dataset(corpus, causal, sequence_length=length, seed=seed)
         return
-    rows = PackedDataset(corpus, causal, sequence_length=length, seed=seed, streams=streams, shuffle=shuffle)
+    rows = pack_dataset(corpus, causal, sequence_length=length, seed=seed, streams=streams, shuffle=shuffle)
     assert len(rows) == -(-total // length), "all rows are full but for the last"
     assert rows.padding_fraction == pytest.approx(1 - total / (len(rows) * length))
 
@@ -106,7 +106,7 @@ def listed(rows: PackedDataset, epoch: int) -> list[np.ndarray]:
 def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(corpus: Corpus, causal: Any, length: int) -> None:
     """Rows of less than a block, and of several; from documents joined and cut here by plain lists."""
     streams = 4
-    rows = PackedDataset(corpus, causal, sequence_length=length, seed=5, streams=streams)
+    rows = pack_dataset(corpus, causal, sequence_length=length, seed=5, streams=streams)
     expected = listed(rows, 3)
     segments = np.array_split(np.arange(len(expected)), streams)
     turns = [segment[turn] for turn in range(len(expected)) for segment in segments if turn < len(segment)]
@@ -118,7 +118,7 @@ def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(corpus: Corpus,
 
 def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[5, 9, 0, 3], [1], [30, 2]])
-    rows = PackedDataset(corpus, causal, sequence_length=4, seed=1, streams=3, shuffle=False)
+    rows = pack_dataset(corpus, causal, sequence_length=4, seed=1, streams=3, shuffle=False)
     expected = [token for ids in corpus.documents for token in (BOS, *ids.tolist())]
     expected += [PAD] * (-len(expected) % 4)
     for epoch in (0, 3):
@@ -127,7 +127,7 @@ def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causa
 
 def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None:
     def epoch(seed: int, number: int) -> bytes:
-        rows = PackedDataset(corpus, causal, sequence_length=64, seed=seed)
+        rows = pack_dataset(corpus, causal, sequence_length=64, seed=seed)
         return b"".join(row["tokens"].tobytes() for row in read_epoch(rows, number))
 
     assert epoch(1, 0) == epoch(1, 0)
@@ -135,14 +135,14 @@ def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None
 
 
 def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: Any, causal: Any) -> None:
-    rows = PackedDataset(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
+    rows = pack_dataset(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
     orders = {rows.read_row(epoch)["tokens"].tobytes() for epoch in range(300)}
     assert len(orders) == 24
 
 
 def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any) -> None:
     how = {"sequence_length": 64, "seed": 1, "streams": 8}
-    rows, forgetful = (PackedDataset(corpus, causal, **how, cache_bytes=size) for size in (2**29, 1))
+    rows, forgetful = (pack_dataset(corpus, causal, **how, cache_bytes=size) for size in (2**29, 1))
     positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
     for position in positions:
         assert_same_fields(rows.read_row(position), forgetful.read_row(position))
@@ -160,9 +160,9 @@ def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
     """
     corpus = memory_corpus([[6] * 4] * 8)
     by_seed, by_epoch = np.zeros((8, 4)), np.zeros((8, 4))
-    one = PackedDataset(corpus, causal, sequence_length=7, seed=7)
+    one = pack_dataset(corpus, causal, sequence_length=7, seed=7)
     for i in range(2000):
-        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).find_row(0)
+        place = pack_dataset(corpus, causal, sequence_length=7, seed=i).find_row(0)
         by_seed[place.block, place.row] += 1
         place = one.find_row(i * len(one))
         by_epoch[place.block, place.row] += 1
@@ -186,7 +186,7 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
 
 
 def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
-    rows = PackedDataset(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
+    rows = pack_dataset(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
     blocks = [rows.find_row(position).block for position in range(len(rows))]
     for start in range(0, len(blocks), 10):
         assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
@@ -200,7 +200,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
     corpus = memory_corpus([[8 * n - 1] if n else [0, 0] for n in counts])
     causal.sequence_lengths = lambda n_tokens, keys: n_tokens + (n_tokens > 0)
     for streams in (1, 4, 5, 23, 30):
-        rows = PackedDataset(corpus, causal, sequence_length=8, seed=9, streams=streams)
+        rows = pack_dataset(corpus, causal, sequence_length=8, seed=9, streams=streams)
         for epoch in (0, 2):
             listed = [
                 RowAddress(epoch, block, row)
@@ -228,8 +228,8 @@ def test_runs_are_what_a_stream_reads(max_units: int) -> None:
 
 def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:
     """Keys are made of their repr, which differs between `5` and `np.int64(5)`."""
-    plain = PackedDataset(corpus, causal, sequence_length=32, seed=5)
-    numpy = PackedDataset(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
+    plain = pack_dataset(corpus, causal, sequence_length=32, seed=5)
+    numpy = pack_dataset(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
     for position in range(40):
         np.testing.assert_array_equal(plain.read_row(position)["tokens"], numpy.read_row(np.int64(position))["tokens"])
 
@@ -237,7 +237,7 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
     """A release must not change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
-    rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
+    rows = pack_dataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
     first = [f"{place.block}.{place.row}" for place in map(rows.find_row, range(20))]
     assert " ".join(first[:10]) == "3.1 1.4 2.0 3.3 1.1 2.2 3.0 1.3 2.4 3.4"
     assert " ".join(first[10:]) == "1.2 0.2 3.2 2.1 0.1 1.5 2.3 0.0 1.0 2.2"
@@ -247,7 +247,7 @@ def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
 
 
 def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None:
-    rows = PackedDataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
+    rows = pack_dataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
     padding = read_row(rows, None)
     assert set(padding) == set(rows.read_row(0))
     for name, value in {"tokens": 3, "targets": IGNORE_INDEX, "documents": PAD_DOCUMENT_ID, "positions": 0}.items():
@@ -263,7 +263,7 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
             tokens = chunk.tokens
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
-    rows = PackedDataset(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
+    rows = pack_dataset(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
     for row in [row for epoch in range(10) for row in read_epoch(rows, epoch)]:
         assert chunks(row), "documents of no length take no number"
         real = row["documents"] >= 0
@@ -281,24 +281,24 @@ def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_t
 
     corpus = memory_corpus([[5, 5]])
     with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):
-        PackedDataset(corpus, Short(), sequence_length=4, seed=0).read_row(0)
+        pack_dataset(corpus, Short(), sequence_length=4, seed=0).read_row(0)
     with pytest.raises(MegatfmError, match="'tokens' has values that do not fit"):
-        PackedDataset(corpus, Wide(), sequence_length=4, seed=0).read_row(0)
+        pack_dataset(corpus, Wide(), sequence_length=4, seed=0).read_row(0)
 
 
 def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, causal: Any) -> None:
     folder: Path = write([np.ones(10, np.uint16), np.ones(5, np.uint16)])
     with pytest.raises(UsageError) as caught:
-        PackedDataset(Corpus.open(folder), causal, sequence_length=18, seed=0)
+        pack_dataset(Corpus.open(folder), causal, sequence_length=18, seed=0)
     message = str(caught.value)
     assert "2 documents make 17 tokens" in message
     assert "data.sequence_length to at most 17" in message
-    assert len(PackedDataset(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
+    assert len(pack_dataset(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
 
 
 def test_identities_are_json_and_distinguish_orders(corpus: Corpus, causal: Any) -> None:
     options: dict[str, Any] = {"sequence_length": 64, "seed": 1, "streams": 8}
-    same = PackedDataset(corpus, causal, **options).order_config()
-    assert same == PackedDataset(corpus, causal, **options, cache_bytes=1).order_config()
+    same = pack_dataset(corpus, causal, **options).order_config()
+    assert same == pack_dataset(corpus, causal, **options, cache_bytes=1).order_config()
     for change in ({"sequence_length": 32}, {"seed": 2}, {"streams": 9}, {"shuffle": False}):
-        assert PackedDataset(corpus, causal, **(options | change)).order_config() != same
+        assert pack_dataset(corpus, causal, **(options | change)).order_config() != same

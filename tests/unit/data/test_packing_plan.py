@@ -24,13 +24,13 @@ from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Example, SpecialTokens
 from tests.support.files import flip_bit
-from tests.support.packed_corpora import assert_refused
+from tests.support.packed_corpora import assert_refused, pack_dataset
 from tests.support.text_objectives import make_objective
 
 
 def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedDataset:
     options = {"sequence_length": 64, "seed": 3, "streams": 4} | options
-    return PackedDataset(Corpus.open(folder), objective, plan_cache_key=name, **options)
+    return pack_dataset(Corpus.open(folder), objective, plan_cache_key=name, **options)
 
 
 def places(rows: PackedDataset) -> list[Any]:

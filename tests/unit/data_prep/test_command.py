@@ -1,5 +1,6 @@
 """The command: exit codes, one line for each mistake, nothing half-written, and words of earlier versions."""
 
+import errno
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from megatfm.config.key_migrations import RENAMED_PREP_KEYS, RENAMED_PREP_VALUES
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
@@ -196,6 +197,22 @@ def test_files_that_can_not_grow(
     assert ": File too large: make room" in error_line(capfd)
     assert nothing_half_written(tmp_path / "out", prepared_hashes)
     assert file_hashes(data_prep.run(config()).out) == prepared_hashes
+
+
+@pytest.mark.parametrize("name", [".work", "????????????????"])
+def test_a_folder_that_can_not_be_made_names_the_way_out(
+    config: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_folder = os.mkdir
+
+    def fail(path: Path, *arguments: Any) -> None:
+        if Path(path).match(name):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        make_folder(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(MegatfmError, match=r"can't write .*/\.work.*: No space left on device: make room or choose"):
+        data_prep.run(config())
 
 
 @pytest.fixture

@@ -118,6 +118,9 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     selected = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
     data_prep.run(of_file(tmp_path, (), out="some", split=selected))
     assert {path.name for path in (tmp_path / "some" / "train").iterdir()} == {"site1.org", "other"}
+    split["partition_by"] = "license"
+    misspelt = data_prep.run(of_file(tmp_path, ("license",), out="misspelt", split=split))
+    assert "split.partition_by = 'license': no document has such a field" in "".join(misspelt.result["notes"])
     alone = data_prep.run(of_file(tmp_path, (), out="alone"))
     together = [tmp_path / "some" / "train" / name for name in ("site1.org", "other")]
     assert sum(Corpus.open(item).n_samples for item in together) == alone.result["train"]["documents"]

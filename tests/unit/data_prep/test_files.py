@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import Document, DocumentWriter, read_documents
-from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers.text import read_text
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import write_file
@@ -290,6 +289,6 @@ def test_texts_that_grow_while_read_are_refused(tmp_path: Path, size: int, monke
         with open(path, "ab") as file:
             file.write(b"y" * 3000)
 
-    monkeypatch.setattr("megatfm.data_prep.document_reader.read_text", read_and_grow)
+    monkeypatch.setattr("megatfm.data_prep.input_files.read_text", read_and_grow)
     with pytest.raises(MegatfmError, match=r"a\.txt: changed while it was read"):
         list(DocumentReader(inputs, 1024).iter_documents(lambda _: None))

@@ -25,7 +25,7 @@ from megatfm.data_prep.import_images import write_digits
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.forked_commands import run_command
-from tests.support.images import encode_noise
+from tests.support.images import encode_noise, png_chunk
 from tests.support.prep_files import (
     KILLED,
     count_moments,
@@ -212,13 +212,9 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def header_bomb() -> bytes:
     """A PNG of 60,000 × 60,000 pixels in a few bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    end = chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
+    end = png_chunk(b"IDAT", zlib.compress(b"")) + png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + end
 
 
 def flipped(data: bytes) -> bytes:
@@ -228,9 +224,10 @@ def flipped(data: bytes) -> bytes:
 
 BAD = {
     "a bomb": ({"png": header_bomb()}, "claims over 67,108,864 pixels"),
-    "no image": ({"txt": b"only words"}, "not one image, .*: none"),
-    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "not one image, .* and "),
-    "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is no whole JPEG"),
+    "no image": ({"txt": b"only words"}, "no image"),
+    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "several images without numbers: .* and "),
+    "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is PNG by its content: give it"),
+    "a format that is not read": ({"png": image(1, "ICO")}, "a .png that is ICO by its content: convert it"),
     "garbage": ({"jpg": b"\xff\xd8" + b"x" * 300}, "a .jpg that is no whole JPEG"),
     "empty": ({"png": b""}, "a .png that is no whole PNG"),
     "a PNG cut off": ({"png": image(1, "PNG")[:-30]}, "a .png that is no whole PNG"),
@@ -246,12 +243,29 @@ BAD = {
 @pytest.mark.parametrize("lay", [as_folder, as_tar])
 def test_bad_samples_are_named_or_skipped(tmp_path: Path, lay: Any, members: dict[str, bytes], message: str) -> None:
     lay(tmp_path / "in", {**samples(12), "500": members})
-    with pytest.raises(MegatfmError, match=rf"500.* has .*{message}"):
+    with pytest.raises(MegatfmError, match=rf"in/(set0/500\.[a-z]+|all\.tar#500): has .*{message}"):
         data_prep.run(config(tmp_path))
     result = data_prep.run(config(tmp_path, read={"on_error": "skip"})).result
     assert len(taken(tmp_path / "out")) == 12
     assert len(result["skipped_files"]) == 1
     assert "500" in result["skipped_files"][0]
+
+
+def test_halves_of_surrogate_pairs_go_from_captions_and_labels(tmp_path: Path) -> None:
+    """JSON may spell them; neither a tokenizer nor a manifest can take them."""
+    tokenizer = make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=297), ["a caption of words"])
+    (tmp_path / "model").mkdir()
+    model = write_tokenizer(tmp_path / "model", tokenizer)
+    rows = []
+    for number in range(12):
+        write_file(tmp_path / "in" / f"{number}.jpg", image(number))
+        write_file(tmp_path / "in" / f"{number}.json", b'{"text": "a \\ud800 b"}')
+        rows.append(json.dumps({"file": f"{number}.jpg", "label": f"\udc00{number % 2}"}))
+    write_file(tmp_path / "labels.jsonl", "\n".join(rows).encode())
+    labels = {"by": "table", "table": str(tmp_path / "labels.jsonl")}
+    data_prep.run(config(tmp_path, read={"labels": labels}, tokenizer={"file": str(tmp_path / "model")}))
+    assert {model.decode(sample.tokens) for sample in taken(tmp_path / "out").values()} == {"a \ufffd b"}
+    assert Corpus.open(tmp_path / "out" / "train").manifest.class_names == ["\ufffd0", "\ufffd1"]
 
 
 def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.executors import LocalExecutor
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.execution.stages import StageRunner
-from megatfm.data_prep.report.page import format_count, make_bars, render_report
-from megatfm.data_prep.split_statistics import SplitStatistics
+from megatfm.data_prep.report import format_count, make_bars, render_report
+from megatfm.data_prep.shards import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.terminal import format_file_size
 from tests.support.prep_files import write_file

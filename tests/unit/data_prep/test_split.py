@@ -18,7 +18,7 @@ from PIL import Image
 from megatfm import data_prep
 from megatfm.config.prep import LabelsConfig, NearDuplicatesConfig, PrepConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.images import ImageColumns
 from megatfm.corpus.webdataset_images import LabelRule
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.labels import ClassLabels, _read_table

@@ -1,6 +1,7 @@
 """State on a rank against engines in as many processes, and activations against saved tensors, to the byte."""
 
 import math
+import sys
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.describe import describe, to_lines
 from megatfm.describe.activation_memory import measure_block_activations
-from megatfm.describe.per_rank import count_rank_state
+from megatfm.describe.per_rank import count_rank_state, fake_ranks
 from megatfm.engines.activation_checkpointing import measure_saved_bytes
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
@@ -170,3 +171,22 @@ def test_attention_dropout_does_not_change_the_count() -> None:
 
 def test_activations_that_depend_on_values_are_not_counted() -> None:
     assert measure_block_activations(load_config("longformer-base", ["model.vocab_size=50"])) is None
+
+
+def test_later_tracebacks_name_no_rank() -> None:
+    """After each estimate, torch would put another rank before every line of a traceback."""
+    excepthook = sys.excepthook
+    with fake_ranks(2):
+        assert sys.excepthook is not excepthook
+    assert sys.excepthook is excepthook
+
+
+def test_kernels_of_fake_tensors_are_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on a CPU, whatever the run is to use."""
+    monkeypatch.setattr("megatfm.terminal._LOGGED", set[str]())
+    sizes = ["model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.ffn.n_experts=4"]
+    with caplog.at_level("INFO", "megatfm"):
+        assert measure_block_activations(load_config("olmoe-1b-7b", [*sizes, "model.ffn.top_k=2"]))
+    assert "kernel" not in caplog.text

@@ -4,30 +4,36 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatfm.config import load_config
+from megatfm.commands.estimate import _print_traced_step
+from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.estimate import calibrate, trial_configs, trials
 from megatfm.estimate.clock import measure_in_turns
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
-from megatfm.estimate.operators import Operator
-from megatfm.estimate.page import (
+from megatfm.estimate.export import (
     WIDTH,
     ScalePoint,
     compute_scaling_lines,
     draw_memory,
     draw_timeline,
+    make_launch_arguments,
+    render_layout_config,
     write_estimate_page,
+    write_layout,
 )
+from megatfm.estimate.operators import Operator
 from megatfm.estimate.roofline import (
     estimate_attention_seconds,
     estimate_elementwise_seconds,
@@ -35,7 +41,6 @@ from megatfm.estimate.roofline import (
     interpolate_rate,
 )
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.write import render_layout_config, write_layout
 from tests.support.forked_commands import run_command
 
 
@@ -69,16 +74,17 @@ def test_a_trace_names_the_blocks_that_it_compiles(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled or not, the table's estimate is of blocks as they are traced."""
-    overrides = list[str]()
-    monkeypatch.setattr(
-        "megatfm.estimate.traced.run_trace", lambda _, words, *__: overrides.extend(words) or make_traced(compiled)
-    )
+    traced = list[Config]()
+
+    def trace(source: str, overrides: Sequence[str], *_: int) -> Traced:
+        traced.append(load_config(source, overrides))
+        return make_traced(compiled)
+
+    monkeypatch.setattr("megatfm.estimate.traced.run_trace", trace)
     words = ["estimate", "gpt2-124m", "--gpus", "8", "--traced", "model.n_layers=3"]
     run_command(*words, f"train.compile={str(compiled).lower()}")
     shown = capsys.readouterr().out
-    assert [word for word in overrides if word.startswith("train.compile")] == [
-        f"train.compile={str(compiled).lower()}"
-    ]
+    assert [config.train.compile for config in traced] == [compiled]
     line = "blocks compiled up to their graphs: 3 of decoder.layers: 2 graph breaks, 1 recompilation"
     assert (line in shown) == compiled
     assert ("graph break 2 ×: layers/block.py:64: skipped" in shown) == compiled
@@ -153,6 +159,37 @@ def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathF
     assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
     with pytest.raises(UsageError, match="the file exists"):
         write_layout("gpt2-124m", estimate, folder / "best.toml")
+
+
+def test_the_traced_layout_is_the_estimated_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found by a search, say, and in its precision; the written config keeps a precision that is not the device's."""
+    traced = list[tuple[Config, int]]()
+
+    def trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Traced:
+        traced.append((load_config(source, overrides), rank))
+        raise InterruptedError
+
+    monkeypatch.setattr("megatfm.estimate.traced.run_trace", trace)
+    args: Any = SimpleNamespace(config="gpt2-124m", overrides=["train.precision=fp32"], gpus=8, rank=5)
+    with open_estimator(load_config("gpt2-124m", ["train.precision=fp32"]), load_cluster("h100", 8), (1, 2)) as opened:
+        estimate = opened.estimate(opened.base.with_changes({"parallel.tp": 2, "train.micro_batch": 4}))
+        with pytest.raises(InterruptedError):
+            _print_traced_step(args, opened, estimate)
+    [(config, rank)] = traced
+    assert (config.parallel.tp, config.train.micro_batch, config.train.precision, rank) == (2, 4, "fp32", 5)
+    write_layout("gpt2-124m", estimate, tmp_path / "best.toml")
+    assert load_config(str(tmp_path / "best.toml"), []).train.precision == "fp32"
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "per_node"), [(7, 1, 7), (12, 2, 6), (16, 2, 8)])
+def test_a_job_starts_as_many_ranks_as_were_estimated(gpus: int, nodes: int, per_node: int) -> None:
+    arguments = make_launch_arguments(Path("best.toml"), load_cluster("h100", gpus))
+    assert arguments == ["best.toml", "--slurm", "--nodes", str(nodes), "--gpus-per-node", str(per_node)]
+
+
+def test_gpus_that_do_not_divide_over_nodes_get_no_job() -> None:
+    with pytest.raises(UsageError, match="13 GPUs do not divide over 2 nodes: choose --gpus 12 or 14"):
+        make_launch_arguments(Path("best.toml"), load_cluster("h100", 13))
 
 
 # ------------------------------------------------------------------------------------------------ calibration

@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import Cluster, load_cluster
-from megatfm.estimate.estimator import Estimator, open_estimator
+from megatfm.estimate.devices import GIB, Cluster, load_cluster
+from megatfm.estimate.estimator import Estimate, Estimator, open_estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores, RankSums
-from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, find_refusal, iter_layouts, search
-from megatfm.estimate.text import describe_layout
+from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, find_refusal, iter_layouts, order_estimates, search
+from megatfm.estimate.step_time import StepTime
+from megatfm.estimate.text import describe_layout, explain_loss
 from megatfm.estimate.traffic import make_axes
 from megatfm.verify.shrink import shrink
 
@@ -40,6 +41,21 @@ def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
     fastest = min(one.time.step for one in every)
     assert best.best[0].time.step == pytest.approx(fastest, rel=0.02)
     assert len({describe_layout(one) for one in every}) == len(every) > 100  # each layout has its own words
+
+
+def test_of_layouts_as_fast_as_the_model_can_tell_the_roomiest_comes_first(opened: Estimator) -> None:
+    plain = opened.estimate(opened.base)
+
+    def make(seconds: float, gib: float, tp: int = 1) -> Estimate:
+        memory = [replace(plain.memory[0], activations=int(gib * GIB))]
+        config = plain.config.with_changes({"parallel.tp": tp, "parallel.dp_shard": 4 // tp})
+        return replace(plain, config=config, memory=memory, time=StepTime(matmul=seconds))
+
+    fastest, roomy, slow = make(1.0, 60), make(1.009, 30), make(1.02, 10)
+    on_two_axes = make(1.004, 30.01, tp=2)
+    assert order_estimates([slow, fastest, on_two_axes, roomy]) == [roomy, fastest, on_two_axes, slow]
+    assert explain_loss(fastest, roomy) == "0.9 % faster, which is within the model's error"
+    assert order_estimates([]) == []
 
 
 def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
@@ -76,7 +92,7 @@ def test_a_layout_is_legal_if_and_only_if_its_config_is_valid(opened: Estimator)
             try:
                 base.with_changes({**keys, "train.recompute": recompute})
                 assert parallel.model_dump_json() + recompute in yielded
-            except ValidationError:
+            except UsageError:
                 n_refused += 1
                 changed = base.train.model_copy(update={"recompute": recompute})
                 assert find_refusal(base.model_copy(update={"parallel": parallel, "train": changed}))

@@ -13,10 +13,11 @@ from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, open_estimator
 from megatfm.estimate.memory import RankStages, StepMemory, estimate_rank_memory
-from megatfm.estimate.operators import OperatorRecorder
+from megatfm.estimate.operators import Operator, OperatorRecorder
 from megatfm.estimate.part_profile import PartProfile, SavedTensor
+from megatfm.estimate.rank_flows import add_context_flows
 from megatfm.estimate.schedule import list_running_passes
-from megatfm.estimate.traffic import make_axes
+from megatfm.estimate.traffic import Axis, Flows, make_axes
 from megatfm.estimate.weights import LocalWeight, count_pending_bytes, count_rank_bytes, list_buckets
 from megatfm.verify.shrink import shrink
 from tests.support.layouts import EXTENDED, count_sent_bytes, extend
@@ -51,6 +52,19 @@ def profile_part(config: Config, name: str) -> PartProfile:
     """The part of a model on one GPU."""
     with open_estimator(config, load_cluster("h100", 1)) as opened:
         return next(part for part in opened.profile(opened.base).parts if part.name == name)
+
+
+@pytest.mark.parametrize(("side", "length"), [("encoder", 512), ("decoder", 128)])
+def test_windows_send_keys_of_the_rows_of_their_side(side: str, length: int) -> None:
+    """Of 16 tokens, forward and as gradients: each rank of two has those of half a row."""
+    config = load_config("t5-base", ["data.sequence_length=512", "data.target_length=128", "parallel.cp=2"])
+    token_bytes = 10
+    keys = length // 2 * token_bytes
+    attention = Operator("attention", "attention", 0, {1: 1, 2: keys, 3: keys}, {4: 1}, fetched_tokens=16)
+    part = PartProfile(f"{side}.layers.0", [attention], [], [], 0, 0, 0, 0, [], is_block=True)
+    flows = Flows()
+    add_context_flows(flows, config, part, Axis("cp", 2, 1), 1)
+    assert flows.sent == {("cp", "send"): 2 * 16 * 2 * token_bytes}
 
 
 def check_flows(workers: Workers, config: Config) -> None:

@@ -13,7 +13,7 @@ from megatfm.errors import MegatfmError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import open_estimator
 from megatfm.estimate.traced import run_trace
-from megatfm.imaginary.compiled import Fusion
+from megatfm.imaginary.kernels import Fusion
 from tests.support.layouts import EXTENDED
 
 WIDTHS = [

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatfm.commands.generation import add_generate_arguments, generate_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate, stream
-from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.text import open_text_model
+from megatfm.inference.text import IncrementalDetokenizer, open_text_model
 from megatfm.models import Decoder
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.plugins import plugin

@@ -15,7 +15,7 @@ import transformers
 
 from megatfm.convert.load import load_generation_fields, load_hf_model
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_questions, evaluate_task_files
 from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
 from megatfm.inference.likelihood import Continuation, encode_continuation, score

@@ -20,7 +20,7 @@ from megatfm.config import EvaluationTaskConfig
 from megatfm.convert.load import load_hf_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference import evaluate
-from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.batched_generation import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluate import measure_compressors
 from megatfm.inference.evaluation_tasks import evaluate_questions

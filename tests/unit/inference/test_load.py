@@ -358,14 +358,18 @@ def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model:
         HarnessRequests(loaded, 1).loglikelihood_rolling(["a"])
 
 
-@pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])
+@pytest.mark.parametrize(
+    ("config", "objective", "separator"),
+    [(SMALL_DECODER, "prefix", ""), (PAIRS, "prefix", ""), (PAIRS, "span_corruption", "\n"), (PAIRS, "answers", "\n")],
+)
 def test_samples_and_beams_from_a_prompt(
-    config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
+    config: ModelConfig, objective: str, separator: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
+    """A text that does not continue the prompt, such as an answer, is shown on a line of its own."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     shown: list[str] = []
     (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, on_text=shown.append)
-    assert "".join(shown) == TEXT + greedy
+    assert "".join(shown) == TEXT + separator + greedy
     assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 

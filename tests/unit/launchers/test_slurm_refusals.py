@@ -11,8 +11,7 @@ import pytest
 from megatfm.config import load_config
 from megatfm.config.world_size import check_global_batch, compute_axis_sizes, fit_layout
 from megatfm.errors import UsageError
-from megatfm.launchers.slurm import SlurmLauncher
-from megatfm.launchers.slurm_site import Site, load_site
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
 from megatfm.train.corpora import make_batch_schedule
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, make_job, run_launch

@@ -10,8 +10,7 @@ import pytest
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler, snapshot
 from megatfm.launchers.record import find_latest_checkpoint_step, tail_jsonl
-from megatfm.launchers.slurm import SlurmLauncher
-from megatfm.launchers.slurm_site import Site, load_site
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from tests.support.documentation import ROOT
 from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, FakeSlurm, make_job, make_prep_job
 

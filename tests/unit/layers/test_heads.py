@@ -13,7 +13,7 @@ from megatfm.config import Config, ModelConfig
 from megatfm.convert.load import load_hf_model
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.preference import PREFERENCE_TERMS, Preference
+from megatfm.layers.loss_terms import PREFERENCE_TERMS, Preference
 from megatfm.models import build
 from megatfm.verify.verify import verify
 from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder

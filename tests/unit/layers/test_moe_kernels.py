@@ -15,8 +15,8 @@ from megatfm.engines.activation_checkpointing import recompute
 from megatfm.layers.moe import experts
 from megatfm.layers.moe import experts as dispatch
 from megatfm.layers.moe.experts import expert_capacity, find_within_capacity, sort_by_expert
-from megatfm.ops import grouped_mm, transfer
-from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, looped_linear
+from megatfm.ops import moe, transfer
+from megatfm.ops.moe import choose_grouped_kernel, grouped_linear, looped_linear
 from tests.support.models import B, D, E, T, build_moe, moe_inputs, moe_sequence
 
 
@@ -126,7 +126,7 @@ def test_rows_are_put_in_order_by_reads_alone_in_both_passes() -> None:
     rows = torch.randn(9, 4, generator=generator).requires_grad_()
     order = torch.randperm(9, generator=generator)
     with Names() as names:
-        ordered = grouped_mm.permute_rows(rows, order, order.argsort())
+        ordered = moe.permute_rows(rows, order, order.argsort())
         (gradient,) = torch.autograd.grad(ordered, rows, ordered.detach().sin())
     assert torch.equal(ordered, rows[order])
     assert torch.equal(gradient, rows.detach().sin())
@@ -172,7 +172,7 @@ def test_selective_recomputation_repeats_no_product_of_megablocks(monkeypatch: p
     install_stand_in(monkeypatch, lambda *inputs: (products.append(1), gmm(*inputs))[1])
     ends, counts, gradients = torch.tensor([3, 3, 9, 11], dtype=torch.int32), {}, {}
     for how in ("none", "selective", "full"):
-        block = TwoProducts(grouped_mm.megablocks_linear)
+        block = TwoProducts(moe.megablocks_linear)
         recompute(block, [block], how)
         x = torch.arange(11.0 * D).view(11, D).sin().bfloat16().requires_grad_()
         products.clear()
@@ -195,7 +195,7 @@ def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monke
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
     assert choose_grouped_kernel(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
-    monkeypatch.setattr(grouped_mm, "choose_grouped_kernel", lambda *_: kernel)
+    monkeypatch.setattr(moe, "choose_grouped_kernel", lambda *_: kernel)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
     result = []
     for product in (grouped_linear, looped_linear):
@@ -207,7 +207,7 @@ def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monke
     monkeypatch.undo()
     for pair in ((x.double(), weight.double()), (x.float(), weight[:, :7])):
         assert choose_grouped_kernel(*pair) == "loop"
-    nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
+    nothing = moe.KERNELS[kernel](x, weight, torch.zeros_like(ends))
     assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
 
 
@@ -220,11 +220,11 @@ def test_the_host_waits_for_the_rows_of_groups_once(monkeypatch: pytest.MonkeyPa
     x, weight = torch.randn(11, D).bfloat16(), torch.randn(4, D, D).bfloat16()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
     for _ in range(3):
-        grouped_mm.megablocks_linear(x, weight, ends)
+        moe.megablocks_linear(x, weight, ends)
     assert len(waits) == 1
     ends[0] = 2
     expected = looped_linear(x, weight, ends)
-    torch.testing.assert_close(grouped_mm.megablocks_linear(x, weight, ends), expected)
+    torch.testing.assert_close(moe.megablocks_linear(x, weight, ends), expected)
     assert len(waits) == 2, "they were written since"
 
 
@@ -234,7 +234,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        result = grouped_mm.make_windows(ends)
+        result = moe.make_windows(ends)
         assert [last for _, last, _, _ in result] == ends
         assert [first for first, _, _, _ in result] == [0, *ends[:-1]]
         for first, last, low, high in result:

@@ -18,10 +18,15 @@ from megatfm.layers.dropout import Dropout, DropPath
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
-from megatfm.layers.position import LearnedPositions
-from megatfm.layers.rope import compute_frequencies, compute_rotary_table, compute_scaled_frequencies, rotate
+from megatfm.layers.position import (
+    LearnedPositions,
+    compute_frequencies,
+    compute_rotary_table,
+    compute_scaled_frequencies,
+    rotate,
+)
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.models import build
 from tests.support.tensors import draw, move_parameters
 

@@ -20,7 +20,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from tests.support.pattern_models import LastTokensPattern, SameChunkPattern
+from tests.support.models import LastTokensPattern, SameChunkPattern
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])

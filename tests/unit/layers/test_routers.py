@@ -17,7 +17,7 @@ from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.moe import moe
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.batch_fields import make_sequence
+from megatfm.models.base import make_sequence
 from megatfm.ops import keyed_random as keyed
 from tests.support.tensors import draw
 

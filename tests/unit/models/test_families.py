@@ -21,7 +21,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS, SentenceHead
 from megatfm.models import build
-from megatfm.models.batch_fields import make_sequence
+from megatfm.models.base import make_sequence
 from megatfm.parallel.pipeline_stages import compute_activation_shape
 from megatfm.split_points import find_live_fields
 from megatfm.train.resilience import forward_backward_with_replay
@@ -116,6 +116,33 @@ def test_the_sides_of_a_batch_draw_from_different_random_keys() -> None:
     assert torch.equal(decoder, keys)
     assert not torch.isin(encoder, decoder).any()
     assert make_sequence(batch, "tokens", "encoder_").rng_keys is None
+
+
+DEBERTA = {"attention.name": "deberta", "position.name": "deberta", "position.max_distance": 4}
+LINFORMER = {
+    "attention.name": "linformer", "attention.max_length": 8, "attention.projected_length": 4, "position.name": "none",
+}  # fmt: skip
+LONGFORMER = {
+    "attention.name": "longformer", "attention.pattern.name": "longformer", "attention.pattern.width": 2,
+    "attention.pattern.global_tokens": [0], "position.name": "none",
+}  # fmt: skip
+CHOICE = {"ffn.name": "moe", "ffn.n_experts": 3, "ffn.top_k": 2, "ffn.router.name": "expert_choice"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "length"),
+    [
+        ("decoder", {}, 6), ("decoder", {"position.name": "shaw", "position.max_distance": 3}, 6),
+        ("encoder", DEBERTA, 6), ("encoder", CHOICE, 6), ("encoder_decoder", {}, 1100), ("xlnet", {}, 6),
+        ("encoder", LINFORMER, 6), ("encoder", LONGFORMER, 6),
+    ],
+)  # fmt: skip
+def test_a_batch_without_rows_has_losses_and_gradients_of_0(family: str, options: dict[str, Any], length: int) -> None:
+    model, tokens = model_of(family, **options), TOKENS.new_zeros(0, length)
+    losses = model(**dict.fromkeys(inputs_of(family), tokens), targets=tokens).losses
+    sum(losses.values()).backward()
+    assert not any(losses.values())
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.layers import stage_blocks
-from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.layers.attention.windowed import MapWindows
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch

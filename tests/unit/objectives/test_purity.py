@@ -8,13 +8,13 @@ import torch
 from blake3 import blake3
 
 from megatfm.config import load_config
-from megatfm.data.dataset import PackedDataset
-from megatfm.data.loader import DataLoader, without_documents
+from megatfm.data.loader import DataLoader, DataRank, without_documents
 from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import OBJECTIVES, Objective
 from megatfm.rng import ChunkKey, chunk_keys
 from megatfm.train.build import build_model
 from megatfm.verify.shrink import draw_batch, objective_for, shrink
+from tests.support.packed_corpora import pack_dataset
 from tests.support.text_objectives import OtherDocuments, TextCorpus, make_objective, make_text
 
 IGNORE, ROWS = -100, (96, 64)
@@ -106,7 +106,7 @@ def test_examples_have_the_planned_lengths(name: str, family: str) -> None:
 @EACH_OBJECTIVE
 def test_no_rank_or_resume_changes_a_batch(name: str, family: str) -> None:
     def loader(**options: Any) -> DataLoader:
-        packed = PackedDataset(
+        packed = pack_dataset(
             TextCorpus([[30, 200, 7], [90, 2, 55], [400]]), build_objective(name, family),
             sequence_length=ROWS[0], target_length=ROWS[1], seed=4, streams=2,
         )  # fmt: skip
@@ -122,8 +122,8 @@ def test_no_rank_or_resume_changes_a_batch(name: str, family: str) -> None:
         steps = [joined(next(full)) for _ in range(6)]
         resumed_batches = [joined(next(resumed)) for _ in range(4)]
     with (
-        loader(micro_batch=1, data_rank=0, data_ranks=2) as rank_0,
-        loader(micro_batch=2, data_rank=1, data_ranks=2) as rank_1,
+        loader(micro_batch=1, data_rank=DataRank(0, 2)) as rank_0,
+        loader(micro_batch=2, data_rank=DataRank(1, 2)) as rank_1,
     ):
         shared = [[joined(next(rank_0)), joined(next(rank_1))] for _ in range(6)]
     for number, step in enumerate(steps):

@@ -137,3 +137,16 @@ def test_random_chunks_fit(name: str) -> None:
         [chunk.tokens for chunk in chunks], PackingConfig(objective, (32,), 0), members=[p.files for p in chunks]
     )
     assert sum((packed.build_row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200
+
+
+@pytest.mark.parametrize("row_lengths", [(64, 64), (64, 8), (8, 64)])
+def test_random_pairs_fit_both_sides(row_lengths: tuple[int, int]) -> None:
+    objective, random = (
+        build_objective(AnswersObjective(name="answers"), model("encoder_decoder", None), SPECIAL, row_lengths),
+        np.random.default_rng(0),
+    )
+    for _ in range(100):
+        drawn = objective.random_chunk(random)
+        fields = objective.build_example(drawn, ChunkKey(seed=0, epoch=0, sample=0, chunk=0))
+        assert len(fields["encoder_tokens"]) <= row_lengths[0]
+        assert 1 < len(fields["tokens"]) <= row_lengths[1]

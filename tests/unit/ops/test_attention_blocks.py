@@ -12,13 +12,13 @@ from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.sequence_views import SequenceShard
 from megatfm.ops import keyed_random
-from megatfm.ops.attention import bands, block_plan, block_sparse, flex, relative_bias, tile
-from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask
+from megatfm.ops.attention import bands, block_plan, block_sparse, flex, tile
+from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask, expand_bias, slice_tile
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.support.layouts import EXTENDED, SLOW
-from tests.support.pattern_models import SameChunkPattern
+from tests.support.models import SameChunkPattern
 from tests.support.tensors import draw
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
@@ -149,9 +149,9 @@ def make_sinks() -> Tensor:
     return torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
 
 
-def draw_biases(heads: int = N) -> Tensor:
+def draw_biases() -> Tensor:
     """A number for each head and distance, as large as scores."""
-    return 3 * draw(heads, 2 * T - 1)
+    return 3 * draw(N, 2 * T - 1)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -176,8 +176,8 @@ def test_a_relative_bias_equals_its_expansion_to_pairs() -> None:
     queries, keys, bias = 5, 9, torch.randn(2, 13)
     rows = [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)]
     expected = torch.stack(rows, 1)
-    assert torch.equal(relative_bias.expand_bias(bias, keys), expected)
-    assert torch.equal(relative_bias.slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
+    assert torch.equal(expand_bias(bias, keys), expected)
+    assert torch.equal(slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)

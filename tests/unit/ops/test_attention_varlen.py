@@ -20,13 +20,12 @@ from megatfm.layers.attention.patterns.local import Full, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops.attention import fused, varlen
+from megatfm.ops.attention import fused
 from megatfm.ops.attention.flex import flex
-from megatfm.ops.attention.fused import has_flash
+from megatfm.ops.attention.fused import compute_cu_seqlens, has_flash
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.attention.varlen import compute_cu_seqlens
 from tests.support.tensors import assert_same_gradients, draw
 
 B, T, N, K, H = 2, 24, 4, 2, 8
@@ -65,8 +64,8 @@ def varlen_attn_stand_in(
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "get_operator", lambda: varlen_attn_stand_in)
-    monkeypatch.setattr(varlen, "list_parameters", varlen.list_parameters.__wrapped__)
+    monkeypatch.setattr(fused, "get_operator", lambda: varlen_attn_stand_in)
+    monkeypatch.setattr(fused, "list_parameters", fused.list_parameters.__wrapped__)
 
 
 def draw_heads() -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +104,7 @@ def make_request(
 @pytest.mark.parametrize("pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=repr)
 def test_varlen_attention_equals_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
     inputs, variant = draw_heads(), AttentionOptions(scale=0.3)
-    result = varlen.varlen(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant, None)
+    result = fused.varlen(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant, None)
     expected = attention_reference(*inputs, PatternMask(pattern, make_metadata(documents)), None, variant)
     assert_same_gradients(result, expected, inputs, rtol=1e-12, atol=1e-12)
 
@@ -113,7 +112,7 @@ def test_varlen_attention_equals_the_reference(pattern: AttentionPattern, docume
 def test_cu_seqlens_have_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
-    assert len(compute_cu_seqlens(few)) == len(compute_cu_seqlens(many)) == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
+    assert len(compute_cu_seqlens(few)) == len(compute_cu_seqlens(many)) == 2 + 2048 // fused.MIN_DOCUMENT_LENGTH + 1
     assert compute_cu_seqlens(few)[:3].tolist() == [0, 1024, 2048]
     assert compute_cu_seqlens(many)[-1] == 2048
     single = compute_cu_seqlens(np.arange(2 * 1024).reshape(2, 1024))
@@ -150,19 +149,19 @@ def test_kernels_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "narrow heads and sinks": "products", "float64": "fused",
     }  # fmt: skip
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
-        known = {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {missing}
-        monkeypatch.setattr(varlen, "list_parameters", lambda known=known: known)
+        known = {*fused.REQUIRED_PARAMETERS, "enable_gqa"} - {missing}
+        monkeypatch.setattr(fused, "list_parameters", lambda known=known: known)
         assert choose_kernel(make_request(PatternMask(causal, packed))).name == "flex"
 
 
 def test_the_installed_torch_has_the_varlen_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.list_parameters()
+    assert {"scale", "window_size", "cu_seq_q", "max_q"} <= fused.list_parameters()
 
 
 def test_cu_seqlens_of_the_batch_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the host's arrays to the operator, through a decoder that computes as on a GPU."""
-    inputs, real = [], varlen.varlen
+    inputs, real = [], fused.varlen
 
     def serve(request: AttentionRequest) -> Any:
         assert request.is_varlen
@@ -203,7 +202,7 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pattern_mask = PatternMask(Full(causal=True), sequences)
         assert AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False).is_varlen
-        return varlen.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
+        return fused.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in draw_heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.engines.gradients import CHUNK_ELEMENTS, sum_squares
 from megatfm.ops import keyed_random
 from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
-from megatfm.ops.grouped_mm import windowed_linear
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
-from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
+from megatfm.ops.moe import windowed_linear
 from tests.support.tensors import OperatorCounter
 
 

@@ -16,7 +16,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import torch_private
 from megatfm.ops.attention import flex
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.torch_private import constant_when_compiled
 
 
 def test_cpu_flash_attention_and_its_gradients() -> None:

@@ -165,6 +165,22 @@ def test_ranks_that_never_come(program: str) -> None:
     assert output[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
 
 
+@pytest.mark.parametrize(("launcher", "way_out"), [
+    ("torchrun", "; to train in one process, unset RANK and WORLD_SIZE"), ("srun", ""),
+])  # fmt: skip
+def test_rank_0_says_once_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: Any, way_out: str
+) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.0)
+    store = dist.HashStore()
+    store.set("megatfm/here/2", "n2")
+    with pytest.raises(MegatfmError, match="rank 1, 3 of 4 did not start"):
+        wait_for_all_ranks(store, ProcessEnvironment(launcher, 0, 4), timedelta(seconds=0.1), time.monotonic())
+    waits = "rank 0 of 4 waits for rank 1, 3, up to 0.1 s: check its log or its node"
+    assert caplog.messages == [f"{waits}{way_out}"]
+
+
 def test_the_time_that_rank_0_has_waited_already_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MAX_POLL_SECONDS", 0.1)
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)

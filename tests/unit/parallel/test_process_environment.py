@@ -4,9 +4,11 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,10 +19,11 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.local import find_free_port
+from megatfm.parallel import startup_watch
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.rendezvous import restart_store
 from megatfm.parallel.startup_watch import StartupWatch
-from tests.support.forked_commands import ForkedCommand
+from tests.support.forked_commands import ForkedCommand, wait_until
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -218,7 +221,20 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(
 def test_a_stop_while_ranks_are_missing_ends_the_rank(fork: Callable[..., ForkedCommand], rank: int) -> None:
     waits = fork(rank, int(signal.SIGUSR1))
     assert waits.wait(120) == 75, waits.output
-    assert waits.output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
+    assert waits.output.endswith("a signal stopped the run before all ranks had met: there is nothing to save\n")
+
+
+def test_a_rank_that_waits_says_where(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, on the first rank of a machine; rank 0 says for whom it waits."""
+    monkeypatch.setattr(startup_watch, "NOTICE_POLLS", 2)
+    monkeypatch.setattr(startup_watch, "POLL_SECONDS", 0.001)
+    for rank, local_rank in ((0, 0), (1, 1), (2, 0)):
+        polled = Counter[int]()
+        monkeypatch.setattr(startup_watch, "find_stopped_ranks", lambda _, polled=polled: polled.update([0]) or [])
+        with StartupWatch(ProcessEnvironment("torchrun", rank, 4, local_rank, "node-0", 29500)):
+            wait_until(lambda polled=polled: polled[0] >= 3)
+    place = f"rank 2 of 4 on {socket.gethostname()} waits to meet rank 0 and the others at node-0:29500"
+    assert caplog.messages == [f"{place}: check rank 0's log and node"]
 
 
 def test_ranks_that_meet_during_a_stop_end(monkeypatch: pytest.MonkeyPatch) -> None:

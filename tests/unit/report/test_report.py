@@ -16,7 +16,7 @@ from megatfm.report.run import Run
 from megatfm.terminal import format_counted
 from tests.support.files import write_lines
 from tests.support.forked_commands import run_command
-from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
+from tests.support.small_runs import Page, replace_metrics, report_page, write_reported_run
 
 
 def test_a_finished_run_shows_everything(run: Path) -> None:
@@ -304,7 +304,7 @@ def test_mfu_is_shown_by_both_conventions(run: Path) -> None:
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report_page(run)
     assert "42 %" in page.text
-    assert "40 % by visible pairs" in page.text
+    assert "40 % without masked attention" in page.text
     assert "% of 989 TFLOP/s per device (H200: data sheet)" in page.text
 
 

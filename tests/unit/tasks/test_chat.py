@@ -16,16 +16,15 @@ from megatfm import tokenizers
 from megatfm.config import PreferenceObjective, TaskConfig
 from megatfm.data.sequences import DocumentChunk, split_inner_documents
 from megatfm.errors import UsageError
-from megatfm.layers.preference import FIRST_TARGET
+from megatfm.layers.loss_terms import FIRST_TARGET
 from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.supervised import ANNOTATION, Answers, Preferences
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
-from megatfm.tasks.answers import AnswerEncoder, format_trained
+from megatfm.tasks.answers import AnswerEncoder, PreferenceEncoder, format_trained
 from megatfm.tasks.chat import ChatTemplate, load_chat_template
 from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.examples import ExampleFormat
-from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
 from tests.support.models import UNTIED_MODEL
 
@@ -272,9 +271,14 @@ def scores(sequences: Sequence[Any]) -> list[float]:
     return [-float(end - begin) - float(tokens[begin:end].sum()) / 1e4 for tokens, (begin, end) in sequences]
 
 
-def preference_encoder(tokenizer: Tokenizer, length: int = 64, **task: Any) -> PreferenceEncoder:
+def preference_encoder(tokenizer: Tokenizer, **task: Any) -> PreferenceEncoder:
     config = TaskConfig(form="preference", train="pairs.jsonl", **task)
-    return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(length), "", scores)
+    return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(64), "", scores)
+
+
+def test_a_tokenizer_without_offsets_is_refused_with_one_that_has_them(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"needs a tokenizer\.json.*in `megatfm prep`, tokenizer\.kind=byte-bpe"):
+        encoder(tokenizer, "").encode_chats([{"messages": []}])
 
 
 def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:

@@ -13,16 +13,11 @@ from megatfm.errors import UsageError
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.labelled_texts import ChoiceEncoder, LabelledTextEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
-from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, save_bert
+from tests.support.finetuning_tasks import bert
+
+__all__ = ["bert"]  # a fixture
 
 ROW = {"text": "the old lamp", "ask": "where was", "choices": ["Bern", "the red Rome"], "label": 1}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("bert")
-    save_bert(folder, WORDS_OF_QUESTIONS)
-    return folder
 
 
 def task(**values: Any) -> TaskConfig:
@@ -74,6 +69,7 @@ def test_a_decoder_reads_text_and_question_before_the_choice(bert: Path) -> None
     ({"label": -1}, {}, "row 2: label '-1' is no number of a choice, from 0"),
     ({"label": "B"}, {}, "row 2: label 'B' is no number of a choice, from 0: name the choices in task.labels"),
     ({"label": "C"}, {"labels": ["1", "B"]}, "row 2: label 'C' is none of the task's"),
+    ({"choices": ["a", "b", "c"]}, {"labels": ["1", "2"]}, "row 2: has 3 choices, and task.labels names 2: name all"),
     ({"label": None}, {}, "row 2: label 'None' is no number"),
     ({"text": ""}, {}, "row 2: column 'text' is empty"),
     ({"text": "the " * 40}, {}, "row 2: has 2 choices, which share a row, of up to 45 tokens, and needs 96 of data"),

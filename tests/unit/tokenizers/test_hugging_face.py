@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -23,7 +23,7 @@ from megatfm.tokenizers import (
     train_sentencepiece,
 )
 from megatfm.tokenizers.base import SPACE_MARK
-from megatfm.tokenizers.sentence_piece_export import make_tokenizer_json
+from megatfm.tokenizers.sentence_piece import make_tokenizer_json
 from tests.support.text_objectives import LLAMA2_PIECES, ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")

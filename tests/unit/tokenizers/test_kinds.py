@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.support.text_objectives import LLAMA2_PIECES, LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS, T5_PIECES
 

@@ -20,7 +20,7 @@ from megatfm.tokenizers import (
     train_sentencepiece,
     train_wordpiece,
 )
-from megatfm.tokenizers.sentence_piece_training import _SEGMENT
+from megatfm.tokenizers.training import _SEGMENT
 
 Type = Literal["bpe", "unigram"]
 
@@ -80,7 +80,7 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
     """Against the protobuf library, where it fits SentencePiece."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
     changed = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
-    monkeypatch.setattr("megatfm.tokenizers.sentence_piece_training._restore_spaces", lambda model: model)
+    monkeypatch.setattr("megatfm.tokenizers.training._restore_spaces", lambda model: model)
     expected = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
     assert changed != expected
     for piece in expected.pieces:

@@ -1,11 +1,9 @@
 """Inheritance of a run: weights of another run, a task's config, states of generators."""
 
 import json
-import random
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,6 @@ from megatfm.config import ParallelConfig, load_config
 from megatfm.config.model_parts import LoRAConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.train import rng_state
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.finetuning import resolve_task
 from megatfm.train.init_from import LoadReport, check_adapter_scale, load_weights, match_weights
@@ -194,51 +191,3 @@ def test_the_head_is_trained_beside_adapters(form: str, tmp_path: Path) -> None:
     (head,) = config.model.extra_heads
     assert any(name.startswith(f"{head}.") for name in trained)
     assert any(name.endswith(".lora.b.weight") for name in trained)
-
-
-# ------------------------------------------------------------------------------------------------- generators
-
-
-CPU = torch.device("cpu")
-
-
-def draw() -> list[float]:
-    return [
-        random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(np.random.rand()),
-        float(torch.randn(())), float(torch.rand(())),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("draws", [0, 1, 4])
-def test_random_numbers_after_a_resume_are_those_of_an_uninterrupted_run(tmp_path: Path, draws: int) -> None:
-    rng_state.seed_all(3, 0)
-    for _ in range(draws):
-        draw()
-    path = checkpoint.save(tmp_path, 1, rng_state.rng_state_dict(0, CPU), {})
-    expected = [draw() for _ in range(3)]
-    rng_state.seed_all(4, 0)
-    assert draw() not in expected
-    room = rng_state.empty_rng_state_dict(checkpoint.read_tensor_specs(path), 0, 1, CPU)
-    checkpoint.load(path, room)
-    rng_state.load_rng_state_dict(room, 0, CPU)
-    assert [draw() for _ in range(3)] == expected
-
-
-def test_ranks_and_seeds_differ_and_repeat() -> None:
-    draws = []
-    for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        rng_state.seed_all(seed, rank)
-        draws.append(draw())
-    assert draws[3] == draws[0]
-    assert len({tuple(item) for item in draws[:3]}) == 3
-
-
-def test_generators_of_other_ranks_are_not_taken() -> None:
-    names = [name for rank in range(2) for name in rng_state.rng_state_dict(rank, CPU)]
-    assert rng_state.empty_rng_state_dict(names, 1, 2, CPU).keys() == rng_state.rng_state_dict(1, CPU).keys()
-    assert rng_state.empty_rng_state_dict(names, 0, 1, CPU) == {}
-    assert rng_state.empty_rng_state_dict(names, 0, 4, CPU) == {}
-    assert rng_state.empty_rng_state_dict(["model.w"], 0, 1, CPU) == {}
-    before = torch.get_rng_state()
-    rng_state.load_rng_state_dict({}, 0, CPU)
-    assert torch.equal(torch.get_rng_state(), before)

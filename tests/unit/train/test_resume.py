@@ -12,12 +12,12 @@ import torch
 from megatfm import checkpoint
 from megatfm.checkpoint import Saver
 from megatfm.checkpoint.local import NodeTopology
+from megatfm.checkpoint.locate import find_best_checkpoint
 from megatfm.config import Config, ResilienceConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import to_strict_json
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import compatibility, resume
-from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.train.decision_log import DecisionLog
 from megatfm.train.resilience import LossGuard
 from megatfm.version import __version__

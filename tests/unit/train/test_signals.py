@@ -20,8 +20,13 @@ from megatfm.config.world_size import compute_axis_sizes, fit_layout, list_layou
 from megatfm.engines.interface import Batch
 from megatfm.errors import NO_PROGRESS, MegatfmError, NoProgressError, UsageError
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.elastic import ATTEMPTS, adapt_layout, check_progress
-from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
+from megatfm.train.resilience import (
+    ATTEMPTS,
+    adapt_layout,
+    check_progress,
+    compare_replicas,
+    forward_backward_with_replay,
+)
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.expert_parity import EXPERT_MODELS

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern, BlockBounds, Ranges
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.torch_private import constant_when_compiled
 from megatfm.ops.transfer import move_to_device
 
 MAX_CACHED_TABLES = 2**10
