@@ -193,10 +193,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="description of your devices, for the estimate beside the run"
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN/report.html)")
 
 
 def report_command(args: argparse.Namespace) -> int:
-    """Write RUN/report.html and print where it is."""
+    """Write a run's report and print where it is."""
     from megatfm.estimate.recorded import compare_with_estimate
     from megatfm.report import write_report
     from megatfm.report.run import check_is_run
@@ -210,7 +211,7 @@ def report_command(args: argparse.Namespace) -> int:
             raise
         print(f"without an estimate: {error}", file=sys.stderr)
         estimated = []
-    print(write_report(folder, args.others, estimated))
+    print(write_report(folder, args.others, estimated, args.out))
     return 0
 
 
