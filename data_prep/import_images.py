@@ -52,12 +52,13 @@ class ImageFiles:
 
     def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         for group in self._groups[slice(*self._runs[part])]:
-            path = group[0].path
+            path, name = group[0].path, group[0].name
             try:
                 for source, record in self._read_records(group):
                     labelled = record if isinstance(record, BadRecord) else self._labels.apply(source, record)
                     if isinstance(labelled, BadRecord):
-                        self._skip(path, f"{source} {labelled.reason}", to_drop_reason(labelled.reason), counts)
+                        where = path.removesuffix(name) + source
+                        self._skip(where, labelled.reason, to_drop_reason(labelled.reason), counts)
                     else:
                         yield self._to_document(source, labelled)
             except BadFileError as error:
@@ -103,7 +104,7 @@ class ImageFiles:
         self._inputs.skip_or_refuse(path, reason)
         self.skipped.append(f"{path}: {reason}")
         counts.count_input(0)
-        counts.count_dropped(drop_reason, 0, reason)
+        counts.count_dropped(drop_reason, 0, self.skipped[-1])
 
 
 def _group_files(files: list[InputFile]) -> list[list[InputFile]]:

@@ -84,6 +84,8 @@ _HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), (
 # The integer types among the codes of Megatron-LM's indexed_dataset.py.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CHUNK = 2**22
+MIN_CHECKED_IDS = 16
+"""Ids of a plain file from which zeros in every second place tell that its type is wider."""
 
 
 def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
@@ -162,6 +164,10 @@ def _read_plain(path: Path, dtype: np.dtype[Any], eos_id: int) -> Iterator[Ids]:
     if length % dtype.itemsize:
         raise BadFileError(f"has {length:,} bytes, which is no whole number of {dtype.name} ids")
     data = np.memmap(path, dtype, mode="r") if length else np.empty(0, dtype)
+    if dtype.itemsize < 8 and len(data) >= MIN_CHECKED_IDS and not data[1:_CHUNK:2].any():
+        raise UsageError(
+            f"{path}: every second id is 0, as if wider ones were read as {dtype.name}: mend read.tokens.dtype"
+        )
     start = 0
     for chunk_start in range(0, len(data), _CHUNK):
         for stop in np.flatnonzero(data[chunk_start : chunk_start + _CHUNK] == eos_id) + chunk_start:

@@ -170,7 +170,10 @@ def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> S
     """Write the result and the report, once."""
 
     def finish() -> StageResult:
-        workspace.finish(result, clean=not isinstance(stages.executor, LockExecutor))
+        is_alone = not isinstance(stages.executor, LockExecutor)
+        workspace.finish(result, clean=is_alone)
+        if is_alone and workspace.folder.exists():
+            stages.reporter.log(f"{workspace.folder}: can't be removed yet: delete it, or run the same command again")
         return result
 
     return stages.executor.run_once(FINISH, workspace.read_result, finish)

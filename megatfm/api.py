@@ -112,6 +112,13 @@ class Model:
         return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {description})"
 
     def __call__(self, *args: Any, **keyword_arguments: Any) -> Any:
+        tokens = args[0] if args else keyword_arguments.get("tokens")
+        if tokens is not None and not (
+            isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
+        ):
+            raise UsageError(
+                f"tokens = {tokens!r:.80}: give ids [batch, sequence], e.g. model(torch.tensor([[1, 5, 6]]))"
+            )
         return self.module(*args, **keyword_arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -146,8 +153,10 @@ class Model:
         """
         if not isinstance(prompt, str):
             raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
-        if max_tokens < 1 or beams < 0:
-            raise UsageError(f"max_tokens = {max_tokens}, beams = {beams}: choose 1 or more, and 0 (none) or more")
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens = {max_tokens}: choose 1 or more")
+        if beams < 0:
+            raise UsageError(f"beams = {beams}: choose 0 (none) or more")
         options = PromptOptions(begin, sentinel, [image] if isinstance(image, str | Path) else image)
         loaded = self._with_tokenizer()
         if beams:
@@ -181,6 +190,7 @@ class Model:
         corpora by name. compressors: add the bits per byte of gzip and xz. If the results can't be written into the run
         directory, a warning says so. Raises UsageError if the model's path is not a run directory.
         """
+        _check_mapping("sets", sets or {}, "model.evaluate({'drafts': 'corpora/drafts/validation'})")
         shown: list[tuple[Results, Baselines]] = []
 
         def keep(results: Results, baselines: Baselines) -> None:
@@ -208,6 +218,7 @@ class Model:
         files: task name → file. batch: number of rows per batch. limit: number of first questions of each task; 0 for
         all. Raises UsageError.
         """
+        _check_mapping("files", files, "model.evaluate_tasks({'mine': 'questions.toml'})")
         tasks, loaded = open_tasks(files, limit), self._with_tokenizer()
         options = read_sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
         return {
@@ -232,6 +243,12 @@ class Model:
         elif self._loaded is None:
             self._loaded = attach_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
         return self._loaded
+
+
+def _check_mapping(name: str, value: object, example: str) -> None:
+    """Raise UsageError unless a value is a table of names, as an example shows."""
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} = {value!r:.80}: give a dict of names, e.g. {example}")
 
 
 __all__: Sequence[str] = ["Model", "fit", "load"]

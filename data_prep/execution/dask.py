@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.execution.executors import FINISH, POLL_SECONDS, LockExecutor, StageResult
+from megatfm.data_prep.execution.executors import FINISH, POLL_SECONDS, FindResult, LockExecutor, StageResult, Work
 from megatfm.data_prep.execution.progress import Reporter
 from megatfm.errors import MegatfmError, UsageError
 
@@ -65,9 +65,7 @@ class DaskExecutor(LockExecutor):
         finally:
             self._client.cancel(futures)
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         committed = find()
         result = work() if committed is None else committed
         if name == FINISH:
@@ -180,9 +178,7 @@ class _DaskPreparation(LockExecutor):
             if self._is_leaving:
                 raise _LeavingError
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         last_check = time.monotonic()
         while (result := find()) is None:
             if time.monotonic() - last_check > CLIENT_SECONDS:
@@ -250,7 +246,8 @@ def _connect(scheduler: str) -> Any:
     address = _find_address(scheduler)
     if not address.startswith("tls://") and urlsplit(address).hostname not in LOOPBACK:
         raise UsageError(
-            f"--dask {scheduler}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
+            f"--dask {scheduler}: {address} is open to anyone who reaches it: start scheduler and workers with TLS "
+            "(tls://…)"
         )
     try:
         return Client(address, timeout=CONNECT_SECONDS)

@@ -25,6 +25,9 @@ FINISH = "finish"
 
 StageResult = dict[str, Any]
 """Result of a stage, or of a part of it, as JSON."""
+FindResult = Callable[[], StageResult | None]
+"""Finds the committed result of a stage; None before."""
+Work = Callable[[], StageResult]
 
 
 class Executor(Protocol):
@@ -37,13 +40,11 @@ class Executor(Protocol):
         """Do some of the parts 0 … count − 1, each once over all processes; return when all are done."""
         ...
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         """Return `find()`; if it is None, one process runs `work()` and all return its result."""
         ...
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+    def broadcast_result(self, read: FindResult) -> StageResult | None:
         """Return rank 0's `read()` under MPI, whose ranks must act alike; other executors call `read()` themselves."""
         return read()
 
@@ -58,9 +59,7 @@ class LocalExecutor(Executor):
             if not is_done(part):
                 work(part)
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         result = find()
         return work() if result is None else result
 
@@ -84,9 +83,7 @@ class LockExecutor(Executor):
             if not all(map(is_done, pending_parts)):
                 time.sleep(POLL_SECONDS)
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         while (result := find()) is None:
             with self._try_claim(name) as is_claimed:
                 if is_claimed and (result := find()) is None:
@@ -125,9 +122,7 @@ class MpiExecutor(Executor):
                 work(part)
         self._wait()
 
-    def run_once(
-        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
-    ) -> StageResult:
+    def run_once(self, name: str, find: FindResult, work: Work) -> StageResult:
         result = None
         if self.rank == 1:
             committed = find()
@@ -136,7 +131,7 @@ class MpiExecutor(Executor):
         shared: StageResult = self._world.bcast(result)
         return shared
 
-    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+    def broadcast_result(self, read: FindResult) -> StageResult | None:
         result: StageResult | None = self._world.bcast(read() if self.rank == 1 else None)
         return result
 

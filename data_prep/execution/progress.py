@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from megatfm.data_prep.documents import Document
-from megatfm.terminal import format_counted
+from megatfm.terminal import format_counted, format_file_size
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -65,7 +65,7 @@ def _format_progress(seconds: float, done: int, total: int, unit: str) -> str:
     speed = int(done / max(seconds, 1e-9))
     percent = 100 * done // max(total, 1)
     if unit == "bytes":
-        text = f"{percent} %: {_format_bytes(done)} of {_format_bytes(total)}, {_format_bytes(speed)}/s"
+        text = f"{percent} %: {format_file_size(done)} of {format_file_size(total)}, {format_file_size(speed)}/s"
     else:
         text = f"{percent} %: {done:,} of {total:,} {unit}, {speed:,}/s"
     if not 0 < done < total:
@@ -103,7 +103,7 @@ class PrepSummary:
             table.add_row(
                 step["step"],
                 f"{step['documents_out']:,}",
-                _format_bytes(step["bytes_out"]),
+                format_file_size(step["bytes_out"]),
                 f"{step['changed']:,}",
                 dropped,
             )
@@ -116,17 +116,8 @@ class PrepSummary:
             table.add_row(
                 name,
                 f"{totals['documents']:,}",
-                _format_bytes(totals["text_bytes"]) if totals["text_bytes"] else "",  # images alone have no text
+                format_file_size(totals["text_bytes"]) if totals["text_bytes"] else "",  # images alone have no text
                 "",
                 f"{tokens}{format_counted(totals['shards'], 'shard')}",
             )
         return table
-
-
-def _format_bytes(count: int) -> str:
-    """Format a number of bytes."""
-    if count >= 10**12:
-        return f"{count / 1e12:.2f} TB"
-    if count >= 10**9:
-        return f"{count / 1e9:.2f} GB"
-    return f"{count / 1e6:.2f} MB" if count >= 10**5 else f"{count:,} B"

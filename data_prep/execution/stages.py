@@ -63,7 +63,7 @@ class StageRunner:
             removed = folder.with_name(f"{folder.name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             folder.rename(removed)  # at once: a commit whose documents are gone must never be seen
-            shutil.rmtree(removed)
+            shutil.rmtree(removed, ignore_errors=True)
             self.reporter.log(f"{reader} needs documents that an earlier run removed: making them again")
             return {}
 

@@ -220,8 +220,8 @@ class Workspace:
         else:
             remove_unlisted(self.out, result)
             _write_json(self.out / RESULT_FILE, result)
-        if clean:
-            shutil.rmtree(self._scratch)
+        if clean:  # a network file system keeps files that are still mapped, under other names
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _send_last_files(self, remote: RemoteOutput, result: Mapping[str, Any]) -> None:
         """Send the small files, and last the one that commits the corpus."""

@@ -5,16 +5,21 @@ An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` has the number of its
 changed.
 """
 
-import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from megatfm.config.prep import ReadConfig
-from megatfm.corpus.images import MAX_PIXELS, get_image_format, list_image_extensions
+from megatfm.corpus.images import (
+    MAX_PIXELS,
+    ImageFormatError,
+    get_image_format,
+    list_image_extensions,
+    open_image,
+)
 from megatfm.corpus.images import PILLOW_FORMATS as IMAGES
 from megatfm.corpus.webdataset_images import parse_class_number
 from megatfm.data_prep.readers.record import (
@@ -108,13 +113,15 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
 
 def _find_number_fault(images: Sequence[str]) -> str | None:
     """Return the reason why these images can't be one sample, as a phrase after "it", or None."""
+    if not images:
+        return "has no image"
     names = " and ".join(f".{image}" for image in images)
     numbers = [image.rpartition(".")[0] for image in images]
-    if not images or (len(images) > 1 and "" in numbers):
-        return f"has not one image, or several with numbers as in .0.jpg and .1.jpg: {names or 'none'}"
+    if len(images) > 1 and "" in numbers:
+        return f"has several images without numbers: {names}; name them apart, or .0.jpg, .1.jpg for one sample"
     given_numbers = [int(number) for number in numbers if number]
     if unknown := next((image for image in images if image not in EXTENSIONS), None):
-        return f"has an image with another number than 0 to {MAX_IMAGES}, or with leading zeros: .{unknown}"
+        return f"has an image whose number is not 0 to {MAX_IMAGES} without leading zeros: .{unknown}"
     if len(set(given_numbers)) < len(given_numbers):
         return f"has two images of one number: {names}"
     return f"has over {MAX_IMAGES} images: {len(images)}" if len(images) > MAX_IMAGES else None
@@ -127,13 +134,13 @@ def _find_image_fault(data: bytes, format_: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=[format_]) as image:
+            with open_image(data, format_) as image:
                 width, height = image.size
                 image.verify()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         width, height = MAX_PIXELS, 2
-    except UnidentifiedImageError:  # its message names an object in memory
-        return f"is no whole {format_}"
+    except ImageFormatError as error:
+        return f"is {error}"
     except Exception as error:  # the library raises many kinds, down to SyntaxError
         return f"is no whole {format_}: {str(error).partition(chr(10))[0] or type(error).__name__}"
     if width * height > MAX_PIXELS:

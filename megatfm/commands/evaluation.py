@@ -164,7 +164,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     if is_hf_folder(args.run_dir):
         raise UsageError(
             f"{args.run_dir}: a model in the Hugging Face format has no validation sets: give --task FILE or "
-            "--harness NAME"
+            f"--harness NAME, or `megatfm convert {args.run_dir} NEW --to megatfm` and NEW with --validation NAME=DIR"
         )
     evaluated = evaluate_run(
         Path(args.run_dir),

@@ -67,7 +67,7 @@ def _make_table(statuses: Iterable[RunStatus]) -> "Table":
 
 
 def _format_details(status: RunStatus) -> str:
-    since = f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}" if status.state.since else ""
+    since = f", since {_format_time(status.state.since)}" if status.state.since else ""
     rows = {
         "run": str(status.run),
         "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
@@ -81,6 +81,14 @@ def _format_details(status: RunStatus) -> str:
         "last event": status.event,
     }
     return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and time; one that no calendar has stays a number."""
+    try:
+        return time.strftime("%d %b %H:%M", time.localtime(seconds))
+    except (OSError, OverflowError, ValueError):
+        return f"{seconds:g}"
 
 
 def _format_step(status: RunStatus) -> str:
@@ -185,10 +193,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="description of your devices, for the estimate beside the run"
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN/report.html)")
 
 
 def report_command(args: argparse.Namespace) -> int:
-    """Write RUN/report.html and print where it is."""
+    """Write a run's report and print where it is."""
     from megatfm.estimate.recorded import compare_with_estimate
     from megatfm.report import write_report
     from megatfm.report.run import check_is_run
@@ -202,7 +211,7 @@ def report_command(args: argparse.Namespace) -> int:
             raise
         print(f"without an estimate: {error}", file=sys.stderr)
         estimated = []
-    print(write_report(folder, args.others, estimated))
+    print(write_report(folder, args.others, estimated, args.out))
     return 0
 
 

@@ -65,8 +65,10 @@ def reject_renamed_keys(values: Any) -> None:
 FOREIGN_NAMES = {
     "name": "run_name",
     "run_dir": "output_dir out_dir dump_folder",
-    "plugins": "trust_remote_code",
+    "plugins": "trust_remote_code custom_import",
+    "model.attention.bias": "add_qkv_bias",
     "model.attention.dropout": "attention_dropout",
+    "model.attention.head_dim": "kv_channels",
     "model.attention.n_heads": "n_head num_attention_heads",
     "model.attention.n_kv_heads": "num_key_value_heads num_query_groups",
     "model.attention.name": "group_query_attention multi_latent_attention",
@@ -76,7 +78,8 @@ FOREIGN_NAMES = {
     "model.d_model": "hidden_size n_embd dim",
     "model.dropout": "hidden_dropout hidden_dropout_prob",
     "model.embedding.tied": "tie_word_embeddings untie_embeddings_and_output_weights enable_weight_tying",
-    "model.ffn.activation": "hidden_act swiglu",
+    "model.ffn.activation": "hidden_act swiglu squared_relu",
+    "model.ffn.bias": "add_bias_linear disable_bias_linear mlp_bias",
     "model.ffn.capacity_factor": "moe_expert_capacity_factor",
     "model.ffn.d_ff": "intermediate_size ffn_hidden_size hidden_dim",
     "model.ffn.n_experts": "num_experts num_local_experts n_routed_experts",
@@ -96,15 +99,18 @@ FOREIGN_NAMES = {
     "model.lora.trained": "modules_to_save",
     "model.n_layers": "num_layers num_hidden_layers n_layer",
     "model.n_mtp_heads": "mtp_num_layers num_nextn_predict_layers",
-    "model.norm.eps": "rms_norm_eps layer_norm_eps layernorm_epsilon norm_eps",
+    "model.norm.eps": "rms_norm_eps layer_norm_eps layernorm_epsilon norm_eps norm_epsilon",
+    "model.norm.name": "normalization",
     "model.position.max_positions": "max_position_embeddings",
+    "model.position.name": "position_embedding_type",
     "model.position.scaling": "rope_scaling",
     "model.position.theta": "rope_theta rotary_base",
-    "data.attend_across_documents": "reset_attention_mask",
+    "data.attend_across_documents": "reset_attention_mask reset_position_ids",
     "data.mixture": "interleave_datasets",
     "data.rampup": "rampup_batch_size",
     "data.sequence_length": "block_size seq_length seq_len max_length",
-    "data.train": "data_path dataset_path",
+    "data.tokenizer": "tokenizer_type tokenizer_model tokenizer_path hf_assets_path",
+    "data.train": "data_path dataset_path dataset",
     "data.workers": "num_workers dataloader_num_workers",
     "parallel.async_tp": "tp_comm_overlap enable_async_tensor_parallel",
     "parallel.comm_buffers": "use_nccl_ub enable_fsdp_symm_mem",
@@ -117,19 +123,23 @@ FOREIGN_NAMES = {
     "parallel.fsdp_prefetch": "overlap_param_gather stage3_prefetch_bucket_size",
     "parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size",
     "parallel.pp_schedule": "pipeline_parallel_schedule",
-    "parallel.pp_split_points": "pipeline_model_parallel_layout module_fqns_per_model_part partition_method",
+    "parallel.pp_split_points": (
+        "pipeline_model_parallel_layout decoder_first_pipeline_num_layers module_fqns_per_model_part partition_method"
+    ),
     "parallel.reduce_dtype": "grad_reduce_in_bf16 mixed_precision_reduce communication_data_type",
     "parallel.sequence_parallel": "enable_sequence_parallel",
     "parallel.tp": "tensor_parallel_degree tensor_model_parallel_size tp_plan",
-    "parallel.virtual_stages": "num_virtual_stages_per_pipeline_rank",
+    "parallel.virtual_stages": "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage",
     "parallel.zero": "zero_stage use_distributed_optimizer data_parallel_sharding_strategy fsdp_reshard_after_forward",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon",
     "optimizer.lr": "learning_rate",
     "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clipping",
     "optimizer.moments_dtype": "exp_avg_dtype exp_avg_sq_dtype",
+    "lr_schedule.decay_ratio": "lr_wsd_decay_iters",
     "lr_schedule.min_lr_factor": "min_lr min_lr_factor",
     "lr_schedule.name": "lr_decay_style lr_scheduler_type decay_type",
-    "lr_schedule.warmup_steps": "warmup_iters lr_warmup_iters warmup_ratio num_warmup_steps",
+    "lr_schedule.warmup_steps": "warmup_iters lr_warmup_iters warmup_ratio num_warmup_steps lr_warmup_fraction",
     "train.branch_from": "ckpt_step load_step",
     "train.compile": "torch_compile",
     "train.cuda_graphs": "cuda_graph_impl",
@@ -141,25 +151,44 @@ FOREIGN_NAMES = {
         "per_device_train_batch_size micro_batch_size local_batch_size train_micro_batch_size_per_gpu "
         "pipeline_parallel_microbatch_size"
     ),
-    "train.precision": "bf16 fp16 mixed_precision dtype fp8_format mixed_precision_param",
+    "train.precision": "bf16 fp16 mixed_precision dtype fp8_format mixed_precision_param float8",
     "train.recompute": (
-        "gradient_checkpointing activation_checkpoint recompute_granularity activation_checkpointing memory_budget"
+        "gradient_checkpointing activation_checkpoint activation_checkpointing memory_budget "
+        "recompute_granularity recompute_method recompute_num_layers"
     ),
-    "train.steps": "max_steps max_iters train_iters",
-    "checkpoint.every": "save_steps save_interval",
+    "train.steps": "max_steps max_iters train_iters lr_decay_iters train_samples",
+    "checkpoint.every": "save_steps save_interval checkpoint.interval",
     "checkpoint.keep": "save_total_limit keep_latest_k",
     "checkpoint.local_dir": "non_persistent_ckpt_type",
     "checkpoint.mode": "async_save async_mode",
     "resume.allow": "override_opt_param_scheduler",
     "resilience.replay_every": "rerun_mode",
-    "evaluate.every": "eval_steps eval_interval",
+    "evaluate.every": "eval_steps eval_interval validation.freq",
     "evaluate.max_rows": "eval_iters",
     "log.every": "logging_steps log_interval log_freq",
     "log.layer_stats_every": "log_params_norm",
     "log.memory_snapshot": "record_memory_history enable_memory_snapshot",
-    "log.profile": "profile_step_start profile_step_end enable_profiling",
+    "log.profile": "profile_step_start profile_step_end enable_profiling profile_freq",
     "log.sinks": "report_to tensorboard_dir enable_tensorboard enable_wandb",
 }
-"""Our key → names of other frameworks, without their sections. `docs/reference/glossary.md` lists them by framework."""
+"""Our key → names of other frameworks, without their sections if the names alone are clear.
+
+`docs/reference/glossary.md` lists them by framework."""
 FOREIGN_KEYS = {name: key for key, names in FOREIGN_NAMES.items() for name in names.split()}
 """Key of another framework → our key."""
+
+
+def list_foreign_keys(section: str, value: Any) -> list[str]:
+    """Return the dotted keys of an unknown section that has a key of another framework; nothing if it has none."""
+    if not isinstance(value, Mapping) or section.lower() in FOREIGN_KEYS:
+        return []
+    keys = [f"{section}.{name}" for name in value]
+    return keys if any(translate_foreign_key(key) for key in keys) else []
+
+
+def translate_foreign_key(key: str) -> str | None:
+    """Return our key for one of another framework, whose section counts where the name alone isn't clear, or for one of
+    `[model]` when it was flat."""
+    name = key.rpartition(".")[2]
+    our_key = FOREIGN_KEYS.get(key.lower()) or FOREIGN_KEYS.get(name.lower())
+    return our_key or (f"model.{FLAT_MODEL_KEYS[name]}" if name in FLAT_MODEL_KEYS else None)

@@ -13,6 +13,8 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatfm.config.section import unflatten
+
 
 def list_renames(renames: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return (old key, new key) of renamed keys by the section that has both."""
@@ -191,6 +193,11 @@ def migrate(
     if not isinstance(values, Mapping):
         return values
     tables = copy.deepcopy(dict(values))
+    for kinds in BLOCK_KINDS:
+        for section in _iter_tables(tables, kinds.split(".")):  # whose keys may be dotted, if Python set them
+            nested = unflatten(section)
+            section.clear()
+            section.update(nested)
     for old, new in _expand_to_block_kinds(RENAMED_KEYS if renamed is None else renamed):
         _rename(tables, old.split("."), new.split("."))
     for key, old_value, new_value in RENAMED_VALUES if new_values is None else new_values:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.foreign_keys import FLAT_MODEL_KEYS, FOREIGN_KEYS
+from megatfm.config.foreign_keys import list_foreign_keys, translate_foreign_key
 from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
@@ -94,7 +94,7 @@ def load_section(
         _check_command(path_or_preset, config_class, values)
         for file in files[1:]:
             _check_command(file.path, config_class, file.values)
-        raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
+        raise UsageError(f"{subject}: {format_config_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
         # A run directory may come from another user: reading its config must not make its code importable.
@@ -178,8 +178,11 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             raise UsageError(
                 f"override {override!r}: `extends` stands in a config file; here, give {text or 'a config'} as CONFIG"
             )
+        if text in NULLS:
+            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         if key == CORPUS and text:
-            _set_corpus(values, override, text)
+            folder = _parse(override, text)
+            _set_corpus(values, override, folder if isinstance(folder, str) else text)
             continue
         table = _descend(values, path[:-1], override, create=bool(text))
         if not text:
@@ -188,8 +191,6 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
                 hint = _suggest_keys(key, (), config_class)
                 raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
-        if text in NULLS:
-            raise UsageError(f"override {override!r}: configs have no null: {key}= removes the key, for its default")
         value = _parse(override, text)
         if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, path)):
             value = FromCommandLine(text)
@@ -248,7 +249,7 @@ def _parse(override: str, text: str) -> Any:
     return map_strings(value, FromCommandLine)
 
 
-def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
+def format_config_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`, or all keys that are unknown."""
     errors = error.errors(include_url=False)
     # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.
@@ -262,13 +263,16 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if len(unknown) > 1 or first["type"] == "extra_forbidden":
         hints: dict[str, str] = {}
         for item in unknown:
-            path, section, _ = _locate_error(item["loc"], config_class, values)
+            path, section, value = _locate_error(item["loc"], config_class, values)
             known_keys = list(section.model_fields) if section else []
-            hints[".".join(path)] = _suggest_keys(".".join(path), known_keys, config_class)
+            key = ".".join(path)
+            foreign_keys = list_foreign_keys(key, value) if config_class is Config else []
+            hints |= {name: _suggest_keys(name, known_keys, config_class) for name in foreign_keys or [key]}
         if len(hints) > 1:
             return f"{len(hints)} unknown keys: {'; '.join(map(''.join, hints.items()))}"
         known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
-        return f"{key}: unknown key{hints[key]}; {known_text}{n_more}"
+        (key, hint), *_ = hints.items()
+        return f"{key}: unknown key{hint}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
         reason, example = _explain_by_name(values, path), _give_example(section, path)
         return f"{key}: is required{reason}{example}{_list_other_missing_keys(error) or n_more}"
@@ -291,20 +295,19 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
 def _suggest_keys(key: str, known_keys: Sequence[str], config_class: type[BaseModel]) -> str:
     """Return the end of an error: in place of an unknown key, a like one of its section, or one of another section."""
     section, _, name = key.rpartition(".")
-    our_keys = [candidate for candidate in find_keys(name, config_class) if candidate != key]
+    our_keys = [candidate for candidate in find_keys(key, config_class) if candidate != key]
     elsewhere = f" (did you mean {' or '.join(our_keys)}?)" if our_keys else ""
     longer_or_shorter = [known for known in known_keys if known.startswith(name) or name.startswith(known)]
-    if section and name.lower() not in FOREIGN_KEYS and longer_or_shorter:
+    if section and not translate_foreign_key(key) and longer_or_shorter:
         return did_you_mean(name, longer_or_shorter)
     return elsewhere or did_you_mean(name, known_keys)
 
 
-def find_keys(name: str, config_class: type[BaseModel] = Config) -> list[str]:
-    """Return our dotted keys that a bare name may mean: another framework's key, or a key without its section."""
-    if config_class is Config and (our_key := FOREIGN_KEYS.get(name.lower())):
+def find_keys(key: str, config_class: type[BaseModel] = Config) -> list[str]:
+    """Return our dotted keys that a key may mean: another framework's, or one without its section or below another."""
+    name = key.rpartition(".")[2]
+    if config_class is Config and (our_key := translate_foreign_key(key)):
         return [our_key]
-    if config_class is Config and name in FLAT_MODEL_KEYS:
-        return [f"model.{FLAT_MODEL_KEYS[name]}"]
     nested_keys = dict.fromkeys(_find_nested_keys(name, config_class))
     least_depth = min((key.count(".") for key in nested_keys), default=0)
     keys = [key for key in nested_keys if key.count(".") == least_depth]
@@ -346,15 +349,11 @@ def _locate_error(
             path = [*path[:-1], f"{path[-1]}[{part}]"] if isinstance(part, int) else [*path, part]
         else:
             break
-        value = _get_item(value, part)
+        if isinstance(value, Mapping):
+            value = value.get(str(part))
+        else:  # a section may be given by its name alone
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
     return path, section, value
-
-
-def _get_item(value: Any, part: int | str) -> Any:
-    """Return an item of a table or list, or None: a section may be given by its name alone."""
-    if isinstance(value, Mapping):
-        return value.get(str(part))
-    return value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
 
 
 def _explain_by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:

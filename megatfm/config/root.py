@@ -1,9 +1,10 @@
 """The whole training config."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megatfm.config import layout_checks
 from megatfm.config.data import DataConfig
@@ -13,7 +14,7 @@ from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObj
 from megatfm.config.optimizer import CosineSchedule, OptimizerConfig, ScheduleConfig, ScheduleFreeConfig, WSDSchedule
 from megatfm.config.parallel import ParallelConfig
 from megatfm.config.parts import explain_unknown_name, iter_part_names
-from megatfm.config.section import PathStr, Section, check_path
+from megatfm.config.section import PathStr, Section, check_path, merge_into_section
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -24,6 +25,7 @@ from megatfm.config.training import (
     ResumeConfig,
     TrainConfig,
 )
+from megatfm.errors import UsageError
 
 
 class Config(Section):
@@ -49,6 +51,19 @@ class Config(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
+
+    def with_changes(self, keys: Mapping[str, Any]) -> Self:
+        """Return a validated copy with new values of dotted keys, as `Section.with_changes` does.
+
+        Raises UsageError with the message of `load_config` for keys and values that make no config.
+        """
+        from megatfm.config.load import format_config_error  # which imports this module
+
+        values = merge_into_section(self, keys)
+        try:
+            return type(self).model_validate(values)
+        except ValidationError as error:
+            raise UsageError(format_config_error(error, type(self), values)) from None
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

@@ -36,6 +36,8 @@ MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or folder on Linux's file systems (NAME_MAX)."""
+VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+"""A variable of the environment, as a shell writes it."""
 
 
 def list_divisors(number: int) -> list[int]:
@@ -139,7 +141,7 @@ class Section(BaseModel):
         A dotted key changes that key alone: `data.validation.code` adds a corpus, while `data.validation` replaces all
         of them. Under a new `name`, a section keeps the options that the new variant also has.
         """
-        return type(self).model_validate(_merge_into_section(self, keys))
+        return type(self).model_validate(merge_into_section(self, keys))
 
 
 _keys_read: dict[tuple[type[Section], str], set[str]] = {}
@@ -151,7 +153,7 @@ def get_keys_read(section: Section) -> set[str]:
     return _keys_read.setdefault((type(section), str(getattr(section, "name", ""))), set())
 
 
-def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
+def merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section's values with changes; changed sections below it become tables."""
     values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
     values |= section.__pydantic_extra__ or {}  # a plugin's keys
@@ -190,7 +192,7 @@ def _merge_into_variant(
     old_name = getattr(section, "name", None)
     name = changes.get("name", old_name)
     if name == old_name:
-        return _merge_into_section(section, changes)
+        return merge_into_section(section, changes)
     variant = next((option for option in variants if get_variant_name(option) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
     common_values = {key: getattr(section, key) for key in common}
@@ -347,7 +349,9 @@ def _resolve_path(value: Any, info: ValidationInfo) -> Any:
     if "\0" in value or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
         raise ValueError(f"{value!r:.80} is no path: a name in it is too long, or has a null character")
     resolved = os.path.normpath(Path(base or Path.cwd()) / path)
-    if (variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", value)) and not os.path.lexists(resolved):
+    # A folder may have such a name, and a path below it, in a run's config, need not exist yet.
+    variable_paths = [path for path in (Path(resolved), *Path(resolved).parents) if VARIABLE.search(path.name)]
+    if (variable := VARIABLE.search(value)) and not all(map(os.path.lexists, variable_paths)):
         raise ValueError(
             f"{value!r}: a config knows no variables of the environment: write what {variable[0]} stands for, or set "
             "the key on the command line, where the shell does that"

@@ -201,6 +201,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     tensors = ((f"model.{name}", tensor) for name, tensor in read_converted_tensors(hf_model, shapes))
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
+    notes = notes if config.reads_text else []
     return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *image_notes, *untrainable]
 
 

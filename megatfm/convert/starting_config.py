@@ -112,9 +112,9 @@ def _parse_options(values: Mapping[str, Any], size: int) -> tuple[Json, list[str
     """Return keys of `data.images` and notes. size: side of the model's images in pixels."""
     options, notes = Json(), list[str]()
     if "resample" in values:
-        filter_by_number = {number: name for name, number in FILTERS.items()}
-        if values["resample"] in filter_by_number:
-            options["interpolation"] = filter_by_number[values["resample"]]
+        name = next((name for name, number in FILTERS.items() if number == values["resample"]), None)
+        if name is not None:
+            options["interpolation"] = name
         else:
             notes.append(f"resample = {values['resample']} is none of megatfm's filters: see data.images.interpolation")
     stored = values.get("size")

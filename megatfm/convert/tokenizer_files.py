@@ -45,6 +45,8 @@ def export_tokenizer(
     if path is None and config.data.tokenizer:
         path = Path(config.data.tokenizer)
     if path is None or not path.is_file():
+        if not config.reads_text:
+            return [], {}
         return [f"no tokenizer: there is none in {run}, nor at {path or 'data.tokenizer'}"], {}
     tokenizer = tokenizers.load(path)
     if tokenizer_hash is None:

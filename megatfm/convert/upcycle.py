@@ -168,13 +168,13 @@ def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust
     checkpoint.check_tensor_names(path, dense, list_tensor_shapes(config.model))
     try:
         model = mixture.model(config.model)
-        upcycled = config.with_changes(
-            {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
-        )
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-    except ValidationError as error:
-        raise make_usage_error(f"{source}: its config doesn't go with a mixture of experts", error) from None
+    changes = {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
+    try:
+        upcycled = config.with_changes(changes)
+    except UsageError as error:
+        raise UsageError(f"{source}: its config doesn't go with a mixture of experts: {error}") from None
     shapes = list_tensor_shapes(upcycled.model)
     kept_state: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     comment = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"

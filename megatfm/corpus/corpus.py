@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.files import read_at
 from megatfm.corpus.index_cache import open_indexes
-from megatfm.corpus.manifest import MANIFEST, Manifest
+from megatfm.corpus.manifest import MANIFEST, NO_TOKENIZER, Manifest
 from megatfm.corpus.shard_format import (
     PAYLOAD_OFFSET,
     BadFrameError,
@@ -33,7 +33,6 @@ class Corpus:
     """A folder of shards with a manifest, opened by `Corpus.open`.
 
     A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
-    `blocks` [n_blocks + 1] holds the index of each block's first sample, and n_samples at the end.
 
     Memory: a few bytes per block, and 8 bytes per sample for the most recently used indexes; or a file that all
     processes of a machine map (see `index_cache`). Text is not cached. Reading is thread-safe. `folder` is the corpus
@@ -48,17 +47,8 @@ class Corpus:
         self.folder = store.folder
         self.manifest = manifest
         self.indexes = open_indexes(store, manifest, cache)
-        self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
         self._verified = np.zeros(self.n_blocks, np.bool_)
         self._labels = LabelRule.from_provenance(manifest.provenance)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The indexes hold both arrays, perhaps memory-mapped.
-        return {name: value for name, value in vars(self).items() if name not in ("_first_blocks", "blocks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
 
     @classmethod
     def open(cls, location: str | Path, cache: ShardCacheConfig | None = None) -> Self:
@@ -87,6 +77,11 @@ class Corpus:
         return self.manifest.tokenizer_hash
 
     @property
+    def blocks(self) -> NDArray[np.int64]:
+        """Index of each block's first sample, and n_samples at the end [n_blocks + 1]."""
+        return self.indexes.blocks
+
+    @property
     def n_blocks(self) -> int:
         """Number of blocks in all shards."""
         return len(self.blocks) - 1
@@ -111,16 +106,18 @@ class Corpus:
         end = self.n_blocks if end is None else end
         first = int(self.blocks[begin])
         lengths = np.empty(int(self.blocks[end]) - first, np.int64)
-        shard_of = self._first_blocks.searchsorted
+        shard_of = self.indexes.first_blocks.searchsorted
         for shard in range(int(shard_of(begin, "right")) - 1, int(shard_of(end, "left"))):
             tokens = self.indexes[shard].samples["tokens"]
-            shard_start = int(self.blocks[self._first_blocks[shard]]) - first
+            shard_start = int(self.blocks[self.indexes.first_blocks[shard]]) - first
             part_tokens = tokens[max(-shard_start, 0) : len(lengths) - shard_start]
             lengths[max(shard_start, 0) : max(shard_start, 0) + len(part_tokens)] = part_tokens
         return lengths
 
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
+        if self.tokenizer_hash == NO_TOKENIZER and tokenizer_hash != NO_TOKENIZER:
+            raise UsageError(f"{self.folder}: holds no tokens of text: prepare it with tokenizer.file, or give another")
         if tokenizer_hash != self.tokenizer_hash:
             raise UsageError(
                 f"{self.folder}: was written with tokenizer {self.tokenizer_hash[:16]}, but the one given is "
@@ -273,7 +270,7 @@ class Corpus:
         block = int(np.searchsorted(self.blocks, sample, side="right")) - 1
         shard, frame = self._locate_block(block)
         keys = self.indexes.complete(shard).samples["key"]
-        name = keys[sample - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
+        name = keys[sample - int(self.blocks[self.indexes.first_blocks[shard]])].decode("ascii", "replace")
         return (
             f"{self.shard_path(shard)}: sample {sample} (key {name}, frame {frame})",
             f'; to train without it, put "{sample}" into the corpus\'s quarantine (data.quarantine)',
@@ -287,7 +284,7 @@ class Corpus:
 
     def shard_blocks(self, shard: int) -> range:
         """Return the indexes of a shard's blocks."""
-        return range(*map(int, self._first_blocks[shard : shard + 2]))
+        return range(*map(int, self.indexes.first_blocks[shard : shard + 2]))
 
     def find_shard(self, block: int) -> tuple[int, range]:
         """Return the number of the shard that has a block, and the indexes of its blocks."""
@@ -297,8 +294,8 @@ class Corpus:
     def _locate_block(self, block: int) -> tuple[int, int]:
         if not 0 <= block < self.n_blocks:
             raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {block}")
-        shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
-        return shard, block - int(self._first_blocks[shard])
+        shard = int(np.searchsorted(self.indexes.first_blocks, block, side="right")) - 1
+        return shard, block - int(self.indexes.first_blocks[shard])
 
     def _read(self, block: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
         """Return a block's shard, frame within it, uncompressed bytes, and token arrays (see `_view_tokens`)."""
@@ -359,8 +356,8 @@ class Corpus:
         return self.store.path(self.manifest.shards[shard])
 
     def _make_damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
-        block = int(self._first_blocks[shard]) + frame
-        first = int(self.blocks[self._first_blocks[shard]])
+        block = int(self.indexes.first_blocks[shard]) + frame
+        first = int(self.blocks[self.indexes.first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
         sample_name = samples if sample is None else f"sample {first + sample}"
         location = f"{sample_name} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"

@@ -27,6 +27,26 @@ NUMBERED = re.compile(r"(?:([0-9]{1,4})\.)?([a-z]+)")
 """Extension of one of a sample's files, with its number where the sample has several images (`0.jpg`, `1.jpg`)."""
 FIRST_SIDEWAYS = 5
 """First of the EXIF orientations that swap width and height."""
+_NAMED_FORMATS = (*dict.fromkeys(PILLOW_FORMATS.values()), "GIF", "TIFF", "BMP", "ICO")  # those that errors can name
+
+
+class ImageFormatError(ValueError):
+    """An image that is not of its extension's format. Its message is a phrase after "is"."""
+
+
+def open_image(data: bytes, format_: str) -> "Image.Image":
+    """Open an image without decoding it. format_: Pillow's name of it. Raises ImageFormatError for another format."""
+    from PIL import Image, UnidentifiedImageError  # on use, since corpora of text need no Pillow
+
+    try:
+        image = Image.open(BytesIO(data), formats=_NAMED_FORMATS)
+    except UnidentifiedImageError:  # its message names an object in memory
+        raise ImageFormatError(f"no whole {format_}") from None
+    actual = "JPEG" if image.format == "MPO" else image.format  # MPO: several JPEGs in a file, as phones write them
+    if actual == format_:
+        return image
+    way_out = "give it the extension of its format" if actual in PILLOW_FORMATS.values() else "convert it"
+    raise ImageFormatError(f"{actual} by its content: {way_out}")
 
 
 def read_orientation(image: "Image.Image") -> int:
@@ -67,11 +87,11 @@ def read_upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
     images = list_image_extensions(files)
     if len(images) != 1:
         return None
-    from PIL import Image  # on use, since corpora of text need no Pillow
-
     try:
-        image = Image.open(BytesIO(files[images[0]]), formats=[get_image_format(images[0])])
+        image = open_image(files[images[0]], get_image_format(images[0]))
         return image.size if read_orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
+    except ImportError:
+        raise
     except Exception:  # Pillow raises many kinds; decoding reports the damage
         return None
 

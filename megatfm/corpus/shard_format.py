@@ -76,14 +76,9 @@ def decode_sample(
 
     Raises a MegatfmError, whose message is only the reason, if the members are not those of this sample.
     """
-    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
-    if _parse_member_size(frame, start, f"{key}.tokens.npy") != size:
-        raise MegatfmError("its tokens have another size than the index says")
-    start += tarfile.BLOCKSIZE + _round_up_to_block(size)
-    size = _parse_member_size(frame, start, f"{key}.meta.json")
-    start += tarfile.BLOCKSIZE
+    data, start = _find_meta(frame, start, key, n_tokens, dtype)
     try:
-        meta = json.loads(frame[start : start + size])
+        meta = json.loads(data)
         source, text_bytes, extensions = meta["source"], meta["bytes"], meta.get("members", [])
         fields = meta.get("fields", {})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -94,7 +89,6 @@ def decode_sample(
         isinstance(extension, str) and EXTENSION.fullmatch(extension) for extension in extensions
     ):
         raise MegatfmError("its meta.json names members that can't be")
-    start += _round_up_to_block(size)
     members: dict[str, bytes] = {}
     for extension in extensions:
         size = _parse_member_size(frame, start, f"{key}.{extension}")
@@ -133,14 +127,9 @@ def decode_packed_documents(
 
     Raises a MegatfmError, whose message is only the reason, if the members are not those of these documents.
     """
-    size = NPY_HEADER_BYTES + sum(n_tokens) * dtype.itemsize
-    if _parse_member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
-        raise MegatfmError("its tokens have another size than the index says")
-    start = tarfile.BLOCKSIZE + _round_up_to_block(size)
-    size = _parse_member_size(frame, start, f"{keys[0]}.meta.json")
-    start += tarfile.BLOCKSIZE
+    data, end = _find_meta(frame, 0, keys[0], sum(n_tokens), dtype)
     try:
-        meta = json.loads(frame[start : start + size])
+        meta = json.loads(data)
         sources, text_bytes = meta["sources"], meta["bytes"]
         if meta["keys"] != keys or meta["tokens"] != n_tokens:
             raise MegatfmError("its meta.json has other keys or numbers of tokens than the index")
@@ -153,7 +142,18 @@ def decode_packed_documents(
         raise MegatfmError("its meta.json lacks a source or a number of bytes")
     if not all(isinstance(metadata, dict) for metadata in fields):
         raise MegatfmError("its meta.json has fields that are no table")
-    return sources, text_bytes, fields, start + _round_up_to_block(size)
+    return sources, text_bytes, fields, end
+
+
+def _find_meta(frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]) -> tuple[bytes, int]:
+    """Return the content of the meta.json behind the tokens that start at `start`, and the end of its member."""
+    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
+    if _parse_member_size(frame, start, f"{key}.tokens.npy") != size:
+        raise MegatfmError("its tokens have another size than the index says")
+    start += tarfile.BLOCKSIZE + _round_up_to_block(size)
+    size = _parse_member_size(frame, start, f"{key}.meta.json")
+    start += tarfile.BLOCKSIZE
+    return frame[start : start + size], start + _round_up_to_block(size)
 
 
 def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:

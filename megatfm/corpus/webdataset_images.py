@@ -184,7 +184,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
                 if sample.key in keys:
                     raise MegatfmError(f"{where} is there twice: refused")
                 keys.add(sample.key)
-                height, width = _find_image_size(read_upright_size(sample.files), sample.files, where)
+                height, width = _find_image_size(sample.files, where)
                 _record_label(rule, sample.files, labels, where)
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))
@@ -195,20 +195,16 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
     return write_shard_index(path, frames, rows, hashes, IMAGE_SIZES, files_only=True)
 
 
-def _find_image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
-    n_images = sum(extension in PILLOW_FORMATS for extension in files)
-    if n_images != 1:
-        listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
-        raise MegatfmError(
-            f"{where} has {n_images} images (files: {listed}), not one: "
-            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
-        )
-    if size is None:
-        raise MegatfmError(
-            f"{where} has an image whose header can't be read: "
-            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
-        )
-    return size
+def _find_image_size(files: Mapping[str, bytes], where: str) -> tuple[int, int]:
+    """Return height and width of a sample's only image. Raises a MegatfmError if it has none, or several."""
+    size, n_images = read_upright_size(files), sum(extension in PILLOW_FORMATS for extension in files)
+    if size is not None:
+        return size
+    listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
+    fault = "an image whose header can't be read" if n_images == 1 else f"{n_images} images (files: {listed}), not one"
+    raise MegatfmError(
+        f"{where} has {fault}: make a corpus without such samples by `megatfm prep … read.on_error=skip`"
+    )
 
 
 def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, str], where: str) -> None:

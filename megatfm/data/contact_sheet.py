@@ -80,7 +80,7 @@ def _format_label(rows: Fields, row: int, token: int, names: Sequence[str]) -> s
         return get_class_name(names, int(rows[field][row, token]))
 
     weight = float(rows["label_weights"][row, token]) if "label_weights" in rows else 1.0
-    if weight == 1.0:
+    if weight == 1.0 or name("labels") == name("mixed_labels"):
         return name("labels")
     return f"{weight:.2f} {name('labels')} + {1 - weight:.2f} {name('mixed_labels')}"
 

@@ -6,7 +6,6 @@ animation the first frame is taken.
 """
 
 import importlib
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatfm.corpus.images import (
     PILLOW_FORMATS,
     get_image_format,
     list_image_extensions,
+    open_image,
     read_orientation,
 )
 from megatfm.data.image_transforms import Key, Size, Transform, resize_image
@@ -201,7 +201,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
     """Decode an image by Pillow, and turn it upright."""
-    image: Image.Image = Image.open(io.BytesIO(data), formats=[get_image_format(extension)])
+    image = open_image(data, get_image_format(extension))
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     turn = TURNS.get(read_orientation(image))

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatfm.config import Config, GQAAttentionConfig, MLAAttentionConfig, ModelConfig, ParallelConfig
 from megatfm.config.attention import AttentionSection
 from megatfm.config.ffn import DenseFFNConfig, MoEConfig
@@ -82,10 +80,7 @@ def _make_trial(
     """
     changes = {"train.device": kind, "train.precision": precision}
     changes |= _make_changes(config, share, n_layers, rows, MAX_VOCABULARY[kind])
-    try:
-        trial = fit_frozen_patterns(config.with_changes(changes), config)
-    except ValidationError as error:
-        raise UsageError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    trial = fit_frozen_patterns(config.with_changes(changes), config)
     description = describe(trial)
     flops, weights = description.flops_full * description.tokens_per_step, description.parameters
     if flops > MAX_FLOPS[kind] or weights > MAX_PARAMETERS[kind]:

@@ -60,8 +60,7 @@ def evaluate_run(
     """
     config = load_run_config(run_dir, trust_plugins=trust_plugins)
     _refuse_known_names(config, sets)
-    data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
-    config, tokenizer = open_tokenizer(config.model_copy(update={"data": data}))
+    config, tokenizer = open_tokenizer(keep_validation(config, {**config.data.validation, **_make_absolute(sets)}))
     if with_compressors:
         _check_text(config, tokenizer)
     checkpoint.find_checkpoint(run_dir)  # raises before the first collective
@@ -89,6 +88,15 @@ def evaluate_run(
     return evaluation, baselines
 
 
+def keep_validation(config: Config, sets: Mapping[str, str]) -> Config:
+    """Return a config with these validation sets, and without its training corpus, which may be gone: it is not read,
+    and a converted model has none."""
+    changes: dict[str, Any] = {"validation": sets}
+    if sets:
+        changes |= {"train": next(iter(sets.values())), "mixture": {}, "quarantine": []}
+    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
+
+
 def load_run_config(run_dir: Path, *, trust_plugins: bool) -> Config:
     """Load a run's config, for one replica on each process whatever layout the run had, and import its plugins.
 
@@ -111,10 +119,11 @@ def open_engine(
     work: what it is to evaluate, for the log. Raises MegatfmError for a checkpoint of no run.
     """
     state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
-    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+    precision = state.get("precision", "fp32" if "origin" in state else None)  # a converted model was not trained here
+    if type(state.get("step")) is not int or not isinstance(precision, str):
         raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
     mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
-    engine = build_engine(config, mesh, rank.device, str(state["precision"]))
+    engine = build_engine(config, mesh, rank.device, precision)
     load_weights(engine, source)
     log.info("%s: %s, %s, %s", source.parent.parent, source.name, work, describe_size(engine))
     return engine, state

@@ -20,7 +20,7 @@ from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, name_write_errors, to_strict_json
 from megatfm.inference.batched_generation import GeneratedAnswers, answer_rows
-from megatfm.inference.evaluate import evaluate_set, load_run_config, open_engine
+from megatfm.inference.evaluate import evaluate_set, keep_validation, load_run_config, open_engine
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.tasks.files import read_rows
@@ -231,8 +231,7 @@ def _evaluate_files(
         )
         folders = {name: str(corpus.folder) for name, corpus in corpora_read.items()}
         source = run_on_rank_0_raising(lambda: find_best_checkpoint(run_dir))
-        data = config.data.model_copy(update={"validation": folders})
-        corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
+        corpora = open_corpora(keep_validation(config, folders), tokenizer)
         engine, _ = open_engine(config, source, rank, format_counted(len(files), "file"))
         results: dict[str, EvaluatedFile] = {}
         for name, rows in corpora.validation.items():

@@ -49,18 +49,22 @@ class Headline:
 
 
 def write_report(
-    folder: str | Path, compared: Sequence[str | Path] = (), estimated: Sequence[Sequence[str]] = ()
+    folder: str | Path,
+    compared: Sequence[str | Path] = (),
+    estimated: Sequence[Sequence[str]] = (),
+    out: Path | None = None,
 ) -> Path:
-    """Write `report.html` into a run directory, of a finished or unfinished run; return its path.
+    """Write the report of a finished or unfinished run; return its path.
 
     compared: runs whose curves are drawn behind this one's. estimated: table rows with a quantity, its recorded value,
-    its estimate and the difference. The page is one file without external references. Raises UsageError if a folder is
-    not a run directory, MegatfmError if the page can't be written.
+    its estimate and the difference. out: file to write; None: `report.html` in the run directory. The page is one file
+    without external references. Raises UsageError if a folder is not a run directory, MegatfmError if the page can't
+    be written.
     """
     run = Run(Path(folder))
     distinct_folders = {path.resolve(): path for path in map(Path, compared)}
     page = render(run, [Run(path) for path in distinct_folders.values()], estimated)
-    return write_page(run.folder / "report.html", page, "free space or change permissions")
+    return write_page(out or run.folder / "report.html", page, "free space, or choose another file with --out")
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:

@@ -134,8 +134,8 @@ class AnswerEncoder:
         require_columns(self.path, rows, {"task.messages": column})
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UsageError(
-                "task.form = 'chat' needs a tokenizer.json, whose tokens have offsets into the text: use such a "
-                "tokenizer, or task.form = 'generation'"
+                "task.form = 'chat' needs a tokenizer.json, whose tokens have offsets into the text: start from a "
+                "model with one (in `megatfm prep`, tokenizer.kind=byte-bpe), or use task.form = 'generation'"
             )
         template = load_chat_template(self.tokenizer_file, tokenizer, self.task.chat_template)
         encoded = []

@@ -48,7 +48,7 @@ class SpanEncoder:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UsageError(
                 "task.form = 'span_extraction' needs a tokenizer.json, whose tokens have offsets into the text: "
-                "start from a model with such a tokenizer"
+                "start from a model with one (in `megatfm prep`, tokenizer.kind=wordpiece or byte-bpe)"
             )
         frame = build_frame(tokenizer, self.example_format)
         examples, counts = list[EncodedExample](), dict[str, int]()

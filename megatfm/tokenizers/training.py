@@ -19,7 +19,8 @@ Pattern = Literal["gpt2", "llama3"]
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = _LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MIN_FREQUENCY = 2  # occurrences that a pair needs to become a piece
-CHARACTER_COVERAGE = 0.9999  # rarer characters get no piece, as in our SentencePiece models
+CHARACTER_COVERAGE = 0.9999  # rarer characters get no piece; SentencePiece spells them in bytes
+_NO_TEXT = "no text to train a tokenizer on: every document is empty"
 CONTINUING_PREFIX = "##"
 _WORDPIECE_NAMES = {usual[0]: usual[1] for role, usual in ROLES.items() if role not in ("bos", "eos")}
 
@@ -105,21 +106,28 @@ def _train(
     tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, min_vocab_size: int
 ) -> None:
     if vocab_size < min_vocab_size:
-        raise UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
-            f"tokenizer.vocab_size={min_vocab_size} or more"
-        )
+        raise _make_too_small_error(vocab_size, min_vocab_size)
     has_text = Counter[bool]()
     with _report_invalid_unicode():
         tokenizer.train_from_iterator(_count_texts(texts, has_text), trainer)
     if not has_text[True]:
-        raise UsageError("no text to train a tokenizer on: every document is empty")
-    max_vocab_size = tokenizer.get_vocab_size()
-    if max_vocab_size < vocab_size:
-        raise UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most "
-            f"{max_vocab_size} pieces: set tokenizer.vocab_size={max_vocab_size} or less, or add text"
-        )
+        raise UsageError(_NO_TEXT)
+    if (max_vocab_size := tokenizer.get_vocab_size()) < vocab_size:
+        raise _make_too_large_error(vocab_size, max_vocab_size)
+
+
+def _make_too_small_error(vocab_size: int, minimum: int) -> UsageError:
+    return UsageError(
+        f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
+        f"tokenizer.vocab_size={minimum} or more"
+    )
+
+
+def _make_too_large_error(vocab_size: int, maximum: int) -> UsageError:
+    return UsageError(
+        f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {maximum} pieces: "
+        f"set tokenizer.vocab_size={maximum} or less, or add text"
+    )
 
 
 @contextmanager
@@ -195,7 +203,7 @@ def train_sentencepiece(
     model = io.BytesIO()
     failures: list[BaseException] = []
     model_options: dict[str, Any] = {
-        "sentence_iterator": _record_errors(_iter_sentences(texts), failures),
+        "sentence_iterator": _record_errors((text.translate(_TEXT_TO_MARKS) for text in texts), failures),
         "pretokenizer": _split_segments,
         "allow_inconsistent_pretokenization": True,  # encoding needs no segments
     }
@@ -217,7 +225,7 @@ def train_sentencepiece(
             unk_surface="\ufffd",
             control_symbols=list_reserved_names(sentinels, modes, without=("bos", "eos", "pad")),
             byte_fallback=True,
-            character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
+            character_coverage=CHARACTER_COVERAGE,
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -265,11 +273,6 @@ def _split_segments(sentence: str) -> list[str]:
     return [segment.translate(_TEXT_TO_MARKS) for segment in segments]
 
 
-def _iter_sentences(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield text.translate(_TEXT_TO_MARKS)
-
-
 def _iter_counted_segments(texts: Iterable[str]) -> Iterator[str]:
     """Yield distinct segments with their counts, the most frequent first, as TSV lines."""
     counts = Counter[str]()
@@ -295,16 +298,10 @@ def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> I
 
 def _explain_error(error: RuntimeError, vocab_size: int) -> MegatfmError:
     message = str(error)
-    if max_match := _TOO_LARGE.search(message):
-        return UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {max_match[1]} "
-            f"pieces: set tokenizer.vocab_size={max_match[1]} or less, or add text"
-        )
-    if min_match := _TOO_SMALL.search(message):
-        return UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
-            f"tokenizer.vocab_size={min_match[1]} or more"
-        )
+    if match := _TOO_LARGE.search(message):
+        return _make_too_large_error(vocab_size, int(match[1]))
+    if match := _TOO_SMALL.search(message):
+        return _make_too_small_error(vocab_size, int(match[1]))
     if "sentences_.empty()" in message:
-        return UsageError("no text to train a tokenizer on: every document is empty")
+        return UsageError(_NO_TEXT)
     return MegatfmError(f"SentencePiece could not train a tokenizer: {' '.join(message.split())}")

@@ -39,6 +39,8 @@ OTHER_CHIPS = {"MIG", "GRID", "Laptop", "D", "Ti"}
 """Words in the names of GPU slices, and of chips with other core counts than their namesakes: these are measured."""
 MATMUL_SIZE, MATMUL_SECONDS = 1024, 0.1
 """Size of the matrices, and least duration, of the measurement for GPUs that are not in the table."""
+SLOW_RATIO = 3.0
+"""Time of a matmul in 16 bits, in multiples of that in float32, from which on we warn."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,20 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     if flops := look_up_peak_flops(name, dtype):
         return Peak(flops, f"{name}, {dtype_name}: data sheet")
     return measure_peak_flops(device, dtype, f"{name}, {dtype_name}")
+
+
+def find_slow_dtype(peak: Peak, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return a warning if a CPU lacks instructions for a dtype of 16 bits, in which it is far slower than in float32.
+
+    peak: of the device in that dtype.
+    """
+    if device.type == "cuda" or dtype.itemsize != 2:
+        return None
+    ratio = measure_peak_flops(device, torch.float32, "").flops / peak.flops
+    if ratio < SLOW_RATIO:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"matmuls take {ratio:,.0f} times as long in {name} as in float32 on this CPU: set train.precision=fp32 here"
 
 
 def look_up_peak_flops(name: str, dtype: torch.dtype) -> float | None:

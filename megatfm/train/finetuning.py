@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import nn
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig, make_usage_error
+from megatfm.config import Config, ModelConfig, PreferenceObjective, SentenceHeadConfig, TaskConfig
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -292,10 +291,8 @@ def _set_steps(config: Config) -> tuple[Config, int]:
         changes["evaluate.every"] = max(1, math.ceil(n_rows / global_batch))  # once an epoch
     try:
         return config.with_changes(changes), n_rows
-    except ValidationError as error:
-        raise make_usage_error(
-            f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error
-        ) from None
+    except UsageError as error:
+        raise UsageError(f"the steps of task.epochs = {config.task.epochs} over {config.task.train}: {error}") from None
 
 
 class ReferenceModel:

@@ -1,5 +1,7 @@
 """A training run, from a config to an exit code: opens all that it needs, then trains."""
 
+import logging
+
 import torch.distributed as dist
 
 from megatfm.checkpoint.chunked_io import count_progress
@@ -35,6 +37,8 @@ from megatfm.train.resilience import adapt_layout, check_progress
 from megatfm.train.run_state import RunContext
 from megatfm.train.signals import StopSignals
 from megatfm.train.trainer import Trainer
+
+log = logging.getLogger("megatfm")
 
 
 def train(
@@ -107,7 +111,10 @@ def _make_trainer(
     evaluator = Evaluator(engine, corpora, config, sampler, tasks)
     mfu = None
     if flops_per_token and context.run.is_main:
-        peak = utilization.get_peak_flops(engine.device, PRECISIONS[precision].compute_dtype)
+        dtype = PRECISIONS[precision].compute_dtype
+        peak = utilization.get_peak_flops(engine.device, dtype)
+        if warning := utilization.find_slow_dtype(peak, engine.device, dtype):
+            log.warning("%s", warning)
         mfu = utilization.Utilization(*flops_per_token(config), peak, dist.get_world_size())
     return Trainer(context, engine, corpora, evaluator, precision, mfu)
 

@@ -65,10 +65,10 @@ def save_llama(folder: Path) -> transformers.LlamaForCausalLM:
     return model
 
 
-def write_topics(folder: Path, n: int = 96) -> None:
+def write_topics(folder: Path) -> None:
     """Write train.csv and validation.csv: texts that end in an animal or a tool, as the label says."""
     draw = random.Random(1)
-    for name, count in (("train", n), ("validation", 24)):
+    for name, count in (("train", 96), ("validation", 24)):
         with open(folder / f"{name}.csv", "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
@@ -78,10 +78,10 @@ def write_topics(folder: Path, n: int = 96) -> None:
                 writer.writerow([text, "animal" if word in ANIMALS else "tool"])
 
 
-def write_preferences(folder: Path, n: int = 24) -> None:
+def write_preferences(folder: Path) -> None:
     """Write pairs.jsonl: answers that name an animal are preferred to those that name a tool."""
     draw = random.Random(2)
-    pairs = [(f"a {draw.choice(ANIMALS)}", f"a {draw.choice(TOOLS)}", f"the {draw.choice(OTHER)}") for _ in range(n)]
+    pairs = [(f"a {draw.choice(ANIMALS)}", f"a {draw.choice(TOOLS)}", f"the {draw.choice(OTHER)}") for _ in range(24)]
     rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected, prompt in pairs]
     write_lines(folder / "pairs.jsonl", rows)
 

@@ -1,11 +1,16 @@
-"""Pages on fine-tuning, adapters and evaluation: their commands, run in their order in one folder."""
+"""Pages on fine-tuning, adapters, evaluation and classification: their commands, run in their order in one folder."""
 
 import csv
 import json
 import random
+import re
 import shlex
 import shutil
-from collections.abc import Mapping
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from megatfm.config.prep import TokenizerConfig
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
+from megatfm.tasks.files import read_rows
 from tests.support.documentation import FENCE, ROOT
 from tests.support.files import read_lines, write_lines
 from tests.support.finetuning_tasks import (
@@ -194,7 +200,7 @@ def test_the_page_on_images(tmp_path: Path) -> None:
     ))  # fmt: skip
     released.save_pretrained(tmp_path / "released")
     lines = walk("vision.md", tmp_path, {"HF_FOLDER": "released"})
-    runs = ("quickstart-vision", "photos", "larger", "mae-b16", "tuned", "simmim-swin-b")
+    runs = ("quickstart-vision", "photos", "larger", "own-classes", "mae-b16", "tuned", "simmim-swin-b")
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {*runs}
     for run in runs:
         assert training_curve(tmp_path / "runs" / run)[-1]["step"] == (6 if run == runs[0] else 2)
@@ -228,3 +234,89 @@ def test_the_page_on_images_and_text(tmp_path: Path) -> None:
     for run in ("towers", "tuned", "captioner", "connector", "both"):
         assert training_curve(tmp_path / "runs" / run)
     assert (tmp_path / "seen.png").is_file()
+
+
+PAGE = ROOT / "docs" / "tutorials" / "classify-texts.md"
+TUTORIAL_BLOCKS = FENCE.findall(PAGE.read_text(encoding="utf-8"))
+LESS_OF_TUTORIAL = {"finetune": ("task.epochs=4", "data.sequence_length=64")}
+"""Fewer epochs than the page says for a model that has learnt nothing, and shorter texts."""
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tutorial in which every block before the server was run, in the page's order."""
+    tutorial = tmp_path_factory.mktemp("tutorial")
+    for language, title, text in TUTORIAL_BLOCKS:
+        if title:
+            (tutorial / title).write_text(text, encoding="utf-8")
+        if language == "python" and title != "serve.py":
+            run = ForkedCommand([], tutorial / f"{title}.out", tutorial, program=str(tutorial / title))
+            assert run.wait() == 0, run.output
+        if language == "console":
+            for line in text.splitlines():
+                words = line.split()[1:]
+                run_megatfm(*words, *LESS_OF_TUTORIAL.get(words[0], ()), output=tutorial / "output", cwd=tutorial)
+    return tutorial
+
+
+def predictions(tutorial: Path) -> list[dict]:
+    return read_lines(tutorial / "new.predictions.jsonl")
+
+
+def test_the_model_beats_the_largest_class_on_unseen_texts(tutorial: Path) -> None:
+    result = json.loads((tutorial / "runs/packages/task.json").read_text())["sets"]["test"]
+    rows = read_rows(tutorial / "packages.test.csv")
+    labels = Counter(row["package"] for row in rows)
+    assert result["examples"] == len(rows) > 50
+    assert result["metrics"]["accuracy"] > max(labels.values()) / len(rows) + 0.1
+    assert (tutorial / "runs/packages/report.html").is_file()
+
+
+def test_the_tables_share_no_text(tutorial: Path) -> None:
+    train, validation, test = (
+        {row["text"] for row in read_rows(tutorial / f"packages.{name}.csv")}
+        for name in ("train", "validation", "test")
+    )
+    assert not train & test
+    assert not train & validation
+    assert not validation & test
+
+
+def test_the_exported_model_predicts_what_the_run_predicts(tutorial: Path) -> None:
+    label, probability = (tutorial / "predict.py.out").read_text().splitlines()[-1].split()
+    expected = predictions(tutorial)[0]
+    assert label == expected["label"]
+    assert float(probability) == pytest.approx(expected["probabilities"][label], abs=6e-4)
+
+
+@pytest.fixture
+def address(tutorial: Path) -> Iterator[str]:
+    """Address of the page's server, on a port that the system chooses."""
+    server = ForkedCommand(["0"], tutorial / "serve.out", tutorial, program=str(tutorial / "serve.py"))
+    try:
+        while not (announcement := re.search(r"^serving on (\S+)\n", server.output, re.MULTILINE)):
+            assert server.process.is_alive(), server.output
+            time.sleep(0.05)
+        yield announcement[1]
+    finally:
+        server.end()
+
+
+def post(address: str, body: bytes) -> dict:
+    with urllib.request.urlopen(urllib.request.Request(address, data=body), timeout=60) as response:
+        return json.load(response)
+
+
+def test_the_server_answers_with_the_same_label_and_refuses_bad_requests(tutorial: Path, address: str) -> None:
+    for row, expected in zip(read_rows(tutorial / "new.csv"), predictions(tutorial), strict=True):
+        answer = post(address, json.dumps({"text": row["text"]}).encode())
+        assert answer["label"] == expected["label"]
+        assert answer["score"] == pytest.approx(
+            expected["probabilities"][answer["label"]], abs=5e-3
+        )  # the run predicts in bfloat16 where a CPU has it
+    for body in (b"", b"not JSON", b"[]", b'{"text": 3}', b'{"text": " "}', b'{"other": "words"}'):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(address, body)
+        assert refused.value.code == 400
+        refused.value.close()
+    assert post(address, '{"text": "文字 слова"}'.encode())["label"], "it goes on after refusals"

@@ -27,6 +27,7 @@ from tests.support.training_runs import (
     assert_bitwise_equal,
     assert_nearly_equal,
     final_state,
+    losses,
     run_training,
     train_until,
     train_with_plugins,
@@ -269,10 +270,6 @@ def test_a_run_moves_to_context_ranks_and_back(
 
 DDP = ["plugins=['plain_ddp']", "parallel.engine=ddp", "parallel.zero=0", "train.steps=8"]
 MakeConfig = Callable[..., Config]
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

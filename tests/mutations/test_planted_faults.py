@@ -38,7 +38,6 @@ from tests.support.parity import (
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
-Backward = Callable[..., tuple[Any, ...]]
 
 NORMS = {"decoder.norm.weight", "*.layers.*_residual.norm.weight"}
 

@@ -1,17 +1,26 @@
-"""Compiled blocks over ranks, of text, of two towers and of vision-language models: the gradients of one device.
+"""Compiled blocks over ranks, also with async tensor parallelism by torch's pass: the gradients of one device.
 
-Most run without a backend that makes machine code, which takes minutes.
+Most run without a backend that makes machine code, which takes minutes. With async tensor parallelism graphs go through
+inductor as far as its last pass over them, and then run as they are: the operators of symmetric memory by torch's own
+fallbacks for them, which gather or scatter, and multiply.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from tests.support.batches import PassThroughObjective, family_case
+from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
 from tests.support.image_text_models import (
     LLAVA_MODELS,
     TOWER_MODELS,
@@ -20,11 +29,15 @@ from tests.support.image_text_models import (
     tower_microbatches,
     tower_reference,
 )
-from tests.support.models import ADAMW
+from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
     compile_blocks_by,
+    gradient_errors,
+    microbatches,
     model_gradient_errors,
+    one_device,
+    one_device_gradients,
     one_device_reference,
     uneven_microbatches,
 )
@@ -93,7 +106,7 @@ OTHERS = {name: [layout for layout in LAYOUTS if layout not in ("one", *layouts)
 
 
 @pytest.mark.parametrize(("name", "layouts"), [
-    pytest.param(ONE_BLOCK, ["tp2"], marks=pytest.mark.extended),  # under tp2, test_async_tp.py compiles a block, too
+    pytest.param(ONE_BLOCK, ["tp2"], marks=pytest.mark.extended),  # async TP compiles a block under tp2, too
     (SHALLOW, ["zero3"]),
     pytest.param("llama", ["zero3"], marks=pytest.mark.extended),
     pytest.param("towers", FIRST["towers"], marks=pytest.mark.extended),
@@ -116,3 +129,136 @@ def test_compiled_blocks_equal_one_device_under_other_layouts(workers: Workers, 
 def test_graphs_of_autograd_equal_one_device(workers: Workers, name: str) -> None:
     check(workers, name, ["one"], "aot_eager")
     check(workers, name, FIRST[name], "aot_eager")
+
+
+BIASED = {"attention.bias": True, "ffn.bias": True}
+BLOCK = UNTIED_MODEL.with_changes({"n_layers": 1})
+MODELS = {
+    "gated": BLOCK,
+    "gated, biased": BLOCK.with_changes(BIASED),
+    "plain": BLOCK.with_changes({"ffn.activation": "gelu"}),
+    "plain, biased": BLOCK.with_changes({"ffn.activation": "gelu", **BIASED}),
+    "one key head": BLOCK.with_changes({"attention.n_kv_heads": 1}),
+}
+KINDS = {
+    "all_gather_into_tensor": "gathers",
+    "reduce_scatter_tensor": "scatters",
+    "fused_all_gather_matmul": "gathers in pieces",
+    "fused_matmul_reduce_scatter": "scatters in pieces",
+}
+IN_PIECES = {"gathers in pieces": 2, "scatters in pieces": 2}
+BACKWARD = {
+    "none": IN_PIECES,
+    "full": {"gathers in pieces": 4, "scatters in pieces": 3},
+    "selective": {**IN_PIECES, "gathers": 2},
+}
+"""Sends of a block's backward pass, by `train.recompute`. The second gather, for gradients of weights alone, is
+the right factor of its products, and each of their rows needs all of it."""
+
+Counts = dict[str, int]
+
+
+def count_sends(gm: GraphModule) -> Counts:
+    """Sends of a graph, by kind."""
+    called = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    return dict(Counter(kind for target in called for name, kind in KINDS.items() if f".{name}." in target))
+
+
+@contextmanager
+def in_pieces() -> Iterator[dict[str, list[Counts]]]:
+    """Within, compiled blocks go through torch's pass as on a GPU; what their graphs send, by direction."""
+    warnings.simplefilter("ignore")  # torch's own: inductor's imports, and its tracer looks at .grad of what is no leaf
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.compile_fx import compile_fx, view_to_reshape
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+    from torch.distributed import _symmetric_memory as memory
+
+    actual: dict[str, list[Counts]] = {"forward": [], "backward": []}
+
+    def last_passes(gm: GraphModule, _: Sequence[Any], **inputs: Any) -> Callable[..., Any]:
+        view_to_reshape(gm)
+        values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        with V.set_fake_mode(detect_fake_mode(values)):
+            post_grad_passes(gm, inputs.get("is_inference", False))
+        gm.recompile()
+        actual["backward" if inputs.get("is_backward") else "forward"].append(count_sends(gm))
+
+        def run(values: list[Any]) -> Any:
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool, options: dict[str, Any]) -> None:
+        torch._TorchCompileInductorWrapper(None, options, dynamic)  # refuses what it doesn't know
+        backend = partial(compile_fx, inner_compile=last_passes, config_patches=options)
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "compile", compile_block))
+        stack.enter_context(patch("torch.distributed.is_nccl_available", lambda: True))
+        stack.enter_context(memory._test_mode())
+        library = stack.enter_context(torch.library._scoped_library("symm_mem", "IMPL"))
+        library.impl("fused_all_gather_matmul", memory._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", memory._fused_matmul_reduce_scatter_fallback, "CPU")
+        torch._dynamo.reset()
+        yield actual
+        torch._dynamo.reset()
+
+
+def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict[str, list[Counts]]:
+    with warnings.catch_warnings(), in_pieces() as actual:
+        engine = build_engine(config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True)
+        batch = global_batch(seed=3)
+        loss, expected = one_device_gradients(one_device(config), batch)
+        stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        assert stats.loss == pytest.approx(loss, rel=1e-12)
+        assert gradient_errors(engine, expected) == {}
+    return actual
+
+
+CASES = [
+    ("gated", "none", ParallelConfig(tp=2)),
+    pytest.param("plain, biased", "selective", ParallelConfig(tp=2), marks=pytest.mark.extended),
+    *(
+        pytest.param(name, recomputed, parallel, marks=pytest.mark.slow)
+        for name, recomputed, parallel in [
+            ("gated, biased", "full", ParallelConfig(tp=2)),
+            ("plain", "none", ParallelConfig(tp=2)),
+            ("one key head", "none", ParallelConfig(tp=2)),
+            ("gated", "none", ParallelConfig(dp_shard=2, tp=2)),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
+def test_blocks_send_in_pieces(workers: Workers, name: str, recomputed: str, parallel: ParallelConfig) -> None:
+    """Forward before attention and the feed-forward network, and after each; backward the other way round."""
+    ranks = parallel.tp * max(1, parallel.dp_shard)
+    for result in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
+        assert result == {"forward": [IN_PIECES], "backward": [BACKWARD[recomputed]]}
+
+
+def family(name: str) -> dict[str, list[Counts]]:
+    with warnings.catch_warnings(), in_pieces() as actual:
+        config, batch = family_case(name, deep=False)
+        model, objective, loss = one_device_reference(config, batch)
+        engine = build_engine(config, ParallelConfig(tp=2), compile_blocks=True, async_tp=True)
+        stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12)
+        assert model_gradient_errors(engine, model) == {}
+    return actual
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
+def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> None:
+    """Blocks have dropout, and micro-batches two shapes."""
+    for result in workers.run(family, 2, name, timeout=280.0):
+        for direction in ("forward", "backward"):
+            assert result[direction]
+            assert all({"gathers in pieces", "scatters in pieces"} == item.keys() for item in result[direction])

@@ -1,5 +1,6 @@
 """Encoders, long ones and gpt-oss's attention against transformers, from the same perturbed weights: every gradient."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,10 +29,8 @@ from tests.support.hf_encoders import (
     MODERNBERT,
     PAD,
     VOCABULARY,
-    convert_batch,
     draw_tokens,
     padded_batch,
-    sentence_labels,
 )
 from tests.support.reference_gradients import (
     LargestErrors,
@@ -69,6 +68,26 @@ MODELS = {
 dtype = dtype_fixture(
     modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_big_bird, modeling_longformer
 )  # fmt: skip
+
+
+def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
+    """Labels of sentence pairs under transformers' name, which differs."""
+    if "sentence" not in config.extra_heads:
+        return {}
+    name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
+    return {name: torch.tensor([0, 1, 1])}
+
+
+def convert_batch(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
+    documents = batch["attention_mask"] - 1
+    inputs: dict[str, Any] = {"documents": documents, "segments": batch.get("token_type_ids")}
+    if family == "discriminator":
+        return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
+    for labels in sentences.values():
+        inputs["sentence_targets"] = torch.full_like(documents, -100)
+        inputs["sentence_targets"][:, 0] = labels
+    return inputs | {"targets": batch["labels"]}
 
 
 def config_of(model: str) -> ModelConfig:
@@ -211,13 +230,13 @@ LONG_LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17
 """More than what would be seen whole, and some that no block divides."""
 
 
-def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:
-    tokens = draw_tokens(VOCABULARY, rows, length, seed=0, low=PAD + 1)
-    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(draw_tokens(3, rows, length, seed=2) == 0, -100)
+def batch_of(config: ModelConfig, length: int) -> dict[str, Tensor]:
+    tokens = draw_tokens(VOCABULARY, 2, length, seed=0, low=PAD + 1)
+    labels = draw_tokens(VOCABULARY, 2, length, seed=3).where(draw_tokens(3, 2, length, seed=2) == 0, -100)
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "token_type_ids": draw_tokens(config.embedding.n_segments, rows, length, seed=1),
+        "token_type_ids": draw_tokens(config.embedding.n_segments, 2, length, seed=1),
         "labels": labels,
     }
 

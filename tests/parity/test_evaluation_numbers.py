@@ -25,9 +25,10 @@ from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.evaluation_tasks import TaskEvaluator
-from tests.support.finetuning_tasks import build_initial_model, small_config, write_tasks
+from tests.support.finetuning_tasks import small_config, write_tasks
 from tests.support.golden_curves import CLASSES, SIDE, make_image_files
 from tests.support.image_models import COMMON
+from tests.support.parity import one_device
 from tests.support.workers import Workers
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -64,7 +65,7 @@ def by_rows(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> Results:
     config = tasks_config(folder, dict(changes))
     _, tokenizer = open_tokenizer(config)
     assert tokenizer is not None
-    model, results = build_initial_model(config), {}
+    model, results = one_device(config.model, config.train.seed).eval(), {}
     for name, path in config.evaluate.tasks.items():
         task = open_evaluation_task(path)
         pairs, continuations = list_scored_pairs(task), []

@@ -22,14 +22,12 @@ from tests.support.expert_parity import (
     EP2,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
-    EXPERT_MATRICES,
     EXPERT_MODELS,
     EXPERT_TP_LAYOUTS,
-    PARTS_OF_FOUR,
+    EXTENDED_LAYOUTS,
+    QUICK_LAYOUTS,
     TP2,
     WHOLE_ROW_LAYOUTS,
-    initial_model,
-    make_four_rank_configs,
     moe_layers,
     objective_for,
     second_step,
@@ -38,8 +36,30 @@ from tests.support.expert_parity import (
 )
 from tests.support.layouts import EXTENDED, SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
-from tests.support.parity import build_engine, compile_blocks_by, local_block, microbatches, model_gradient_errors
+from tests.support.parity import (
+    build_engine,
+    compile_blocks_by,
+    local_block,
+    microbatches,
+    model_gradient_errors,
+    one_device,
+)
 from tests.support.workers import Workers
+
+EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", "w_down")}
+
+
+def make_four_rank_configs(configs: dict[str, Any], ranks: int, tier: str) -> dict[str, Any]:
+    """Configs of a case: of four ranks, those of a tier."""
+    tiers = dict.fromkeys(QUICK_LAYOUTS, "quick") | dict.fromkeys(EXTENDED_LAYOUTS, "extended")
+    return {name: config for name, config in configs.items() if ranks != 4 or tiers.get(name, "slow") == tier}
+
+
+PARTS_OF_FOUR = [
+    pytest.param(4, "quick", id="4"),
+    pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
+    pytest.param(4, "slow", id="4, the others", marks=SLOW),
+]
 
 
 def check_tied_routing(name: str, layouts: dict[str, ParallelConfig]) -> None:
@@ -47,7 +67,7 @@ def check_tied_routing(name: str, layouts: dict[str, ParallelConfig]) -> None:
     config = EXPERT_MODELS[name]
     batch = family_batch(config)
     for layout, parallel in layouts.items():
-        model, objective = initial_model(config), objective_for(config, batch)
+        model, objective = one_device(config), objective_for(config, batch)
         engine = build_engine(config, parallel, ADAMW)
         weights = engine.weights()
         for path in moe_layers(model):
@@ -142,7 +162,7 @@ def compiled(name: str, layouts: dict[str, ParallelConfig], backend: str, recomp
     """Blocks are compiled around their experts, without a backend that makes machine code."""
     config = EXPERT_MODELS[name]
     batch = family_batch(config)
-    model, objective = initial_model(config).train(), objective_for(config, batch)
+    model, objective = one_device(config).train(), objective_for(config, batch)
     loss = weighted_loss(objective, model, batch)
     loss.backward()
     for layout, parallel in layouts.items():

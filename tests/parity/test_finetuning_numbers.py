@@ -20,7 +20,8 @@ from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.finetuning import resolve_task
 from tests.support.files import write_lines
-from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, build_initial_model, save_bert, small_config
+from tests.support.finetuning_tasks import FILLERS, NAMES, TOWNS, save_bert, small_config
+from tests.support.parity import one_device
 from tests.support.workers import Workers
 
 ROWS = 13
@@ -100,8 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_lines(folder / f"{form}.jsonl", [example(form, n) for n in range(ROWS)])
     config, _ = open_tokenizer(form_config(folder, "classification", "decoder"))
     tensors = {
-        f"model.{name}": weight.detach().float()
-        for name, weight in build_initial_model(config, seed=6).named_parameters()
+        f"model.{name}": weight.detach().float() for name, weight in one_device(config.model, seed=6).named_parameters()
     }
     checkpoint.save(folder / "start" / "checkpoints", 1, tensors, {"step": 1, "config": config.model_dump(mode="json")})
     return folder

@@ -1,6 +1,7 @@
-"""Bytes that a step sends, counted where torch dispatches them, equal the closed forms: by axis, collective, rank."""
+"""Bytes that a step sends equal the closed forms, by axis, collective and rank; pipelines keep the schedule's order."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,28 +18,48 @@ from megatfm.config.objective import (
     SpanCorruptionObjective,
 )
 from megatfm.engines.native import replicated
+from megatfm.engines.pipeline import PipelineForwardBackward, StepState
 from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
+from megatfm.parallel.pipeline_schedule import (
+    SPLITS_BACKWARD,
+    Action,
+    Kind,
+    add_send_recv,
+    build_schedule,
+    stage_to_rank,
+)
+from megatfm.parallel.pipeline_stages import PipelineStage
 from megatfm.verify import expected_weights
 from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
+from tests.support.batches import CAUSAL, family_case, global_batch
 from tests.support.layouts import (
     PIPELINE_SCHEDULES,
     SLOW,
+    bubble_fraction,
     count_traffic,
     list_traffic_mismatches,
     make_cases,
     make_cases_by_ranks,
+    simulate_schedule,
     traffic_config,
 )
-from tests.support.models import FAMILY_MODELS
+from tests.support.models import ADAMW, FAMILY_MODELS
+from tests.support.parity import (
+    build_engine,
+    compile_blocks_by,
+    microbatches,
+    model_gradient_errors,
+    one_device_reference,
+)
 from tests.support.workers import Workers
 
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}
-CAUSAL = CausalObjective()
+NEXT_TOKENS = CausalObjective()
 CASES = {
-    "gpt": CAUSAL, "llama": CAUSAL, "bert": NextSentenceObjective(), "albert": MaskedObjective(),
+    "gpt": NEXT_TOKENS, "llama": NEXT_TOKENS, "bert": NextSentenceObjective(), "albert": MaskedObjective(),
     "t5": SpanCorruptionObjective(), "xlnet": PermutationObjective(), "electra": ReplacedTokenObjective(),
 }  # fmt: skip
 MANY = ("gpt", "bert", "t5", "electra", "xlnet")
@@ -143,7 +164,7 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
     layouts = LAYOUTS[ranks] | STAGES[ranks]
     muon = MuonConfig(lr=1e-3)
     configs = {
-        layout: traffic_config(FAMILY_MODELS["llama"], CAUSAL, layouts[layout], optimizer=muon)
+        layout: traffic_config(FAMILY_MODELS["llama"], NEXT_TOKENS, layouts[layout], optimizer=muon)
         for layout in WHOLE_TENSORS[ranks]
     }
     assert list_traffic_mismatches(workers, ranks, configs) == {}
@@ -191,7 +212,7 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
         "tp2": tp,
         "tp2 without sequence parallel": tp,
     }
-    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in expected]
+    configs = [traffic_config(DIVISIBLE, NEXT_TOKENS, LAYOUTS[2][layout]) for layout in expected]
     for answers in workers.run(count_traffic, 2, configs):
         for layout, answer in zip(expected, answers, strict=True):
             sent = sum(flow.sent_bytes for flow in answer.traffic)
@@ -205,10 +226,92 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
 def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     """Two gathers a layer; "full" stops before the second scatter, "selective" keeps what both gave."""
     how = ("none", "full", "selective")
-    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=item) for item in how]
+    configs = [traffic_config(DIVISIBLE, NEXT_TOKENS, LAYOUTS[2]["tp2"], recompute=item) for item in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
     for answers in workers.run(count_traffic, 2, configs):
         calls = [{f.collective: f.calls for f in answer.traffic} for answer in answers]
         none, full, selective = (Counter(calls_by_name) for calls_by_name in calls)
         assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)
         assert selective - none == Counter(all_gather=2 * blocks_run)
+
+
+SHALLOW = ModelConfig(vocab_size=96, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})
+METHODS: dict[str, Kind] = {
+    "_run_forward": "F", "_run_backward": "B", "_run_backward_input": "I", "_run_backward_weight": "W",
+    "_send_forward": "send F", "_receive_forward": "recv F",
+    "_send_backward": "send B", "_receive_backward": "recv B",
+}  # fmt: skip
+
+
+def noted(kind: Kind, real: Callable[..., None], actions: list[Action]) -> Callable[..., None]:
+    def method(self: PipelineForwardBackward, step: StepState, stage: PipelineStage, i: int) -> None:
+        real(self, step, stage, i)
+        actions.append(Action(stage.index, kind, i))
+
+    return method
+
+
+def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
+    """This rank's actions under each schedule, with two micro-batches for each rank."""
+    actual, config = {}, SHALLOW.with_changes({"n_layers": 2 * ranks - 1})
+    rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
+    batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
+    for schedule in schedules:
+        engine = build_engine(config, ParallelConfig(pp=ranks, pp_schedule=schedule))
+        actions: list[Action] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name, kind in METHODS.items():
+                patch.setattr(
+                    PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), actions)
+                )
+            engine.forward_backward(batch, CAUSAL)
+        assert all(torch.isfinite(g).all() for g in engine.gradients().values())
+        actual[schedule] = actions
+    return actual
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_schedules_have_the_bubble_of_the_formula(workers: Workers, ranks: int) -> None:
+    """Whole backward passes: (p − 1) / (v·m + p − 1); split ones, where F = I = W: (p − 1) / (3·v·m + p − 1)."""
+    by_rank = workers.run(one_step, ranks, PIPELINE_SCHEDULES, ranks)
+    microbatches = 2 * ranks
+    for schedule in PIPELINE_SCHEDULES:
+        virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+        rank_of = stage_to_rank(schedule, ranks, virtual)
+        actions_by_rank = [rank[schedule] for rank in by_rank]
+        planned = build_schedule(schedule, ranks, virtual, microbatches)
+        assert actions_by_rank == add_send_recv(planned, rank_of), schedule
+        passes = [[action for action in rank if " " not in action.kind] for rank in actions_by_rank]
+        work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
+        assert bubble_fraction(simulate_schedule(passes, rank_of)) == pytest.approx((ranks - 1) / (work + ranks - 1)), (
+            schedule
+        )
+
+
+def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:
+    """Compare blocks compiled by a backend that makes no machine code, which would take minutes."""
+    n_blocks = 0
+    for name in names:
+        config, batch = family_case(name, deep=False)
+        model, objective, loss = one_device_reference(config, batch)
+        for parallel in layouts:
+            with compile_blocks_by(backend) as compilation:
+                engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
+                stats = engine.forward_backward(microbatches(engine, batch), objective)
+                assert stats.loss == pytest.approx(loss, rel=1e-12)
+                assert model_gradient_errors(engine, model) == {}
+            n_blocks += len(compilation.blocks)
+    return n_blocks
+
+
+@pytest.mark.parametrize(
+    ("schedules", "backend"),
+    [(["1f1b"], "eager"), pytest.param(["gpipe", "1f1b", "interleaved"], "aot_eager", marks=pytest.mark.slow)],
+    ids=["as dynamo has it", "through autograd's graphs"],
+)  # fmt: skip
+def test_compiled_blocks_in_stages_have_the_gradients_of_one_device(
+    workers: Workers, schedules: list[str], backend: str
+) -> None:
+    layouts = [ParallelConfig(pp=2, pp_schedule=schedule) for schedule in schedules]
+    blocks = workers.run(compare, 2, ["llama"], layouts, backend, timeout=280.0)
+    assert sum(blocks) == 2 * len(layouts)

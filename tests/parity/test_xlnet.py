@@ -8,6 +8,7 @@ from transformers.models.xlnet import modeling_xlnet
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from megatfm.ops.attention import reference as rows
+from tests.support.hf_encoders import draw_tokens
 from tests.support.reference_gradients import LargestErrors, Pair, assert_documented, build_pair, dtype_fixture, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
@@ -29,22 +30,18 @@ def of_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(rows, "MAX_SCORES", len(LENGTHS) * 4 * max(LENGTHS) * 4)
 
 
-def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
     """Return a batch like our objective's: a third of the tokens are targets, each document in its own random order."""
     rows, longest = len(lengths), max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    tokens = draw(VOCABULARY, rows, longest, seed=seed)
-    chosen = (draw(3, rows, longest, seed=seed + 1) == 0) & inside
+    tokens = draw_tokens(VOCABULARY, rows, longest, seed=seed)
+    chosen = (draw_tokens(3, rows, longest, seed=seed + 1) == 0) & inside
     chosen[:, 2:4] = True
     assert len(set(chosen.sum(1).tolist())) > 1 or rows == 1, "rows with different numbers of targets"
-    ranks = draw(10**9, rows, longest, seed=seed + 2).masked_fill(~chosen, -1).argsort(1).argsort(1)
+    ranks = draw_tokens(10**9, rows, longest, seed=seed + 2).masked_fill(~chosen, -1).argsort(1).argsort(1)
     ranks = (ranks - (~chosen).sum(1, keepdim=True) + 1).where(chosen, 0)
     return {
-        "tokens": tokens, "documents": inside.long() - 1, "segments": draw(3, rows, longest, seed=seed + 3),
+        "tokens": tokens, "documents": inside.long() - 1, "segments": draw_tokens(3, rows, longest, seed=seed + 3),
         "order": ranks, "targets": tokens.where(chosen, IGNORE),
     }  # fmt: skip
 

@@ -12,8 +12,8 @@ Compare numbers
     tensors             drawn and misaligned tensors, every gradient of two results, NaN in memory, operators counted
     sharded_engines     state that two ranks share
 Small models, batches, configs
-    models, batches     of every family
-    pattern_models, image_models, image_text_models  of one kind
+    models, batches     of every family; attention patterns, and packed rows
+    image_models, image_text_models  of one kind
     images              images and captions, as files or as a batch
     text_objectives     objectives, and their fields of a document; odd texts for tokenizers
     recommended_layouts a layout for each preset
@@ -24,7 +24,7 @@ Files
     text_files          files of every format that data_prep reads; `prep_files` has its steps, tasks and outputs
     hf_folders          folders of transformers, small decoders
     finetuning_tasks    files of tasks, and small models to fine-tune or evaluate on them
-    small_runs          a small corpus, its run, and a trained one; `reported_runs` is made up
+    small_runs          a small corpus, its run, a trained one, and one made up for reports
     documentation       the manual and the source; `layout_table` makes the tables of a page
 Processes
     workers             ranks that are started once and run a test's functions

@@ -15,9 +15,8 @@ from megatfm.models import build
 from megatfm.ops.attention import block_sparse
 from tests.support.batches import family_batch
 from tests.support.layouts import PIPELINE_SCHEDULES
-from tests.support.models import BERT_OPTIONS, DROPOUTS, FAMILY_MODELS, SMALL_MODEL
+from tests.support.models import BERT_OPTIONS, DROPOUTS, FAMILY_MODELS, PATTERN_MODELS, SMALL_MODEL
 from tests.support.parity import backward_on_one_device, build_engine, model_gradient_errors
-from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.tensors import fill_memory_with_nan
 
 DECODER = {**SMALL_MODEL, **DROPOUTS, "attention.n_kv_heads": 2}
@@ -147,7 +146,7 @@ CONTEXT_LAYOUTS = {
 }  # fmt: skip
 """Weights are whole where no name speaks of ZeRO, since FSDP2 takes a third of a comparison.
 
-In tests/parity/test_zero_context.py they are sharded over `cp`.
+In tests/parity/test_context_documents.py they are sharded over `cp`.
 """
 PATTERN_NAMES = ("patterns of decoders", "patterns of encoders")
 CP2_ALONE = ("cp2",)

@@ -9,17 +9,15 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe.moe import MoE
-from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.layouts import EXTENDED, SLOW
 from tests.support.models import SMALL_MODEL
 from tests.support.parity import (
     build_engine,
     microbatches,
     model_gradient_errors,
     objective_with_auxiliary_losses,
+    one_device,
     weighted_loss,
 )
 
@@ -128,7 +126,6 @@ EXPERT_TP_LAYOUTS = {
     },
 }
 WHOLE_ROW_LAYOUTS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
-EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", "w_down")}
 QUICK_LAYOUTS = {
     "ep2 of 4, zero3", "ep4, zero1", "ep2 × replicas", "ep2 × tp2 without sequence parallel", "ep2 × pp2, zbv",
     # Where tensor-parallel ranks take experts otherwise, and where rows are cut:
@@ -145,17 +142,6 @@ EXTENDED_LAYOUTS = {
 """Extended ones; all others are slow."""
 
 
-def make_four_rank_configs(configs: dict[str, Any], ranks: int, tier: str) -> dict[str, Any]:
-    """Configs of a case: of four ranks, those of a tier."""
-    tiers = dict.fromkeys(QUICK_LAYOUTS, "quick") | dict.fromkeys(EXTENDED_LAYOUTS, "extended")
-    return {name: config for name, config in configs.items() if ranks != 4 or tiers.get(name, "slow") == tier}
-
-
-PARTS_OF_FOUR = [
-    pytest.param(4, "quick", id="4"),
-    pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
-    pytest.param(4, "slow", id="4, the others", marks=SLOW),
-]
 STAGES: tuple[Any, ...] = (0, 1, 2, 3)
 PLAIN_EXPERT_LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
@@ -195,21 +181,14 @@ CONTEXT_EXPERT_MODELS = ("top-k", "switch", "deepseek-v3")
 EXPERT_TP_MODELS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]
 
 
-def initial_model(config: ModelConfig) -> nn.Module:
-    """The whole model in float64, with its initial weights."""
-    model = build(config).double()
-    initialise(model, 7)
-    return model
-
-
 def objective_for(config: ModelConfig, batch: dict[str, Tensor]) -> Any:
     """An objective with all terms that a model has on this batch."""
-    return objective_with_auxiliary_losses(config, list(PassThroughObjective([])(initial_model(config).eval(), batch)))
+    return objective_with_auxiliary_losses(config, list(PassThroughObjective([])(one_device(config).eval(), batch)))
 
 
 def two_steps_on_one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
     """The model with the second step's gradients, the objective, and the loss of both steps."""
-    model, losses = initial_model(config).train(), []
+    model, losses = one_device(config).train(), []
     objective = objective_for(config, batch)
     for _ in range(2):
         for module in moe_layers(model).values():

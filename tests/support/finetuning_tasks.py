@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors
-from torch import nn
 
 from megatfm.config import Config
-from megatfm.layers.initialisation import initialise
-from megatfm.models import build
 from megatfm.tokenizers import train_sentencepiece
 from tests.support.files import write_lines
 
@@ -50,6 +48,14 @@ def save_bert(folder: Path, words: Sequence[str], **options: Any) -> None:
         "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     transformers.BertForPreTraining(transformers.BertConfig(**(sizes | options))).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a BERT that knows the words of questions."""
+    folder: Path = tmp_path_factory.mktemp("bert")
+    save_bert(folder, WORDS_OF_QUESTIONS)
+    return folder
 
 
 def make_questions(n: int, seed: int, *, no_answer: float = 0.0) -> list[dict[str, Any]]:
@@ -156,10 +162,3 @@ def small_config(folder: Path, **changes: Any) -> Config:
         },
     )  # fmt: skip
     return config.with_changes({key.replace("__", "."): value for key, value in changes.items()})
-
-
-def build_initial_model(config: Config, seed: int = 5) -> nn.Module:
-    """Return the model in float64 as an engine draws its weights with `train.seed`."""
-    model = build(config.model).double().eval()
-    initialise(model, seed)
-    return model

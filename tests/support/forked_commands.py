@@ -78,9 +78,9 @@ class ForkedCommand:
         assert self.process.pid
         return self.process.pid
 
-    def wait_for_lines(self, path: Path, count: int, seconds: float = 120) -> None:
+    def wait_for_lines(self, path: Path, count: int) -> None:
         """Wait until a file has so many lines; it is a failure to end before."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 120
         while not path.exists() or path.read_bytes().count(b"\n") < count:
             assert self.process.is_alive(), self.output
             assert time.monotonic() < deadline, self.output

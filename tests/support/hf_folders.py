@@ -1,5 +1,6 @@
 """Folders in the Hugging Face format: read, edited; small decoders and encoder-decoders to convert."""
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from megatfm.commands.conversion import add_convert_arguments, convert_command
 from megatfm.convert.convert import convert
 from tests.support.reference_gradients import perturb
 
@@ -100,6 +102,13 @@ def load_complete(kind: Any, folder: Path, **options: Any) -> Any:
     loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return loaded
+
+
+def run_convert(*words: str) -> int:
+    """Run `megatfm convert`; returns its exit code."""
+    parser = argparse.ArgumentParser()
+    add_convert_arguments(parser)
+    return convert_command(parser.parse_args(words))
 
 
 def convert_there_and_back(folder: Path, original: PreTrainedModel, **changes: Any) -> Any:

@@ -223,10 +223,13 @@ class RankTime:
     seconds: float
 
 
+PASS_SECONDS: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
 def simulate_schedule(
-    actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float]
+    actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float] = PASS_SECONDS
 ) -> list[RankTime]:
-    """Each rank's time. seconds: of a pass of each kind, {"F": …, "B": …, "I": …, "W": …}.
+    """Each rank's time. seconds: of a pass of each kind.
 
     Raises ValueError for an order in which a pass waits for ever.
     """

@@ -33,10 +33,10 @@ from tests.support.batches import PassThroughObjective
 from tests.support.models import ADAMW, LENGTH, ROWS
 
 
-def one_device(config: ModelConfig) -> nn.Module:
-    """The whole model in float64, with the initial weights of an engine whose seed is 7."""
+def one_device(config: ModelConfig, seed: int = 7) -> nn.Module:
+    """The whole model in float64, with the initial weights of an engine with this seed."""
     model = build(config).double()
-    initialise(model, 7)
+    initialise(model, seed)
     return model
 
 

@@ -24,7 +24,6 @@ from tests.support.forked_commands import keep_last_override, wait_until
 from tests.support.workers import start_fork_server
 
 PR_SET_PDEATHSIG = 1
-PHASES = ("startup", "step", "evaluation", "save")
 
 
 @dataclass(frozen=True)

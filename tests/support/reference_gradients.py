@@ -162,14 +162,12 @@ class LargestErrors:
         assert difference <= TOLERANCE[dtype] * max(1.0, float(expected.detach().abs().max()))
         self.logits = max(self.logits, difference)
 
-    def compare_losses(
-        self, actual: Tensor, expected: Tensor, pair: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()
-    ) -> None:
+    def compare_losses(self, actual: Tensor, expected: Tensor, pair: Pair, dtype: torch.dtype) -> None:
         """Compare losses, and every parameter's gradient of them."""
         self.compare_logits(actual, expected, dtype)
         actual.backward()
         expected.backward()
-        self.compare_gradients(pair, dtype, undone)
+        self.compare_gradients(pair, dtype)
 
     def compare_gradients(self, pair: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
         """Compare every parameter's gradient after both backward passes. Raises AssertionError beyond the tolerance.

@@ -83,9 +83,9 @@ class Cluster:
         """Kill or start a node."""
         run_command(TESTCLUSTER / "node", command, name, env=self.environment)
 
-    def wait_until_idle(self, nodes: str = "", timeout: float = 120) -> None:
+    def wait_until_idle(self, nodes: str = "") -> None:
         """Wait for the last jobs on these nodes, in SLURM's compressed list, or on all of them."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 120
         chosen = ["-n", nodes] if nodes else []
         while set(self.slurm("sinfo", "-h", "-N", *chosen, "-o", "%t").split()) != {"idle"}:
             assert time.monotonic() < end, self.slurm("squeue")
@@ -151,8 +151,8 @@ class Job:
             assert self.state not in ENDED or condition(), self.report("it ended in the meantime")
             time.sleep(POLL_SECONDS)
 
-    def wait_for_step(self, step: int, timeout: float = 240) -> None:
-        self.wait_until(lambda: self.steps >= step, timeout)
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: self.steps >= step)
 
     def finish(self, state: str = "COMPLETED", timeout: float = 300) -> dict[str, str]:
         """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""

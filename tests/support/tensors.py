@@ -15,9 +15,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def move_parameters(module: nn.Module, scale: float, seed: int = 2) -> Any:
+def move_parameters(module: nn.Module, scale: float) -> Any:
     """Draw every parameter of a module, in float64."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     for parameter in module.double().parameters():
         parameter.data = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return module

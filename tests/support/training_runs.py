@@ -66,6 +66,11 @@ def training_curve(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines]
 
 
+def losses(folder: Path) -> list[float]:
+    """The loss of each step."""
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the checkpoint of step 8, the last one of the small run."""
     newest = checkpoint.find_latest(folder / "checkpoints", hashes=True)

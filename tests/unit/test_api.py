@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,10 @@ def test_evaluation_is_what_the_command_leaves(
     assert set(actual) == {"held-out", "again", "more", "web"}
     assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     assert actual["more"]["compressors"] == {"of tokens": float(Corpus.open("validation").n_tokens)}
+    config = (run / "config.toml").read_text()
+    shutil.copytree(run, tmp_path / "moved")
+    (tmp_path / "moved/config.toml").write_text(re.sub(r'(?m)^train = ".*"$', 'train = "/gone"', config))
+    assert megatfm.load(tmp_path / "moved").evaluate()["held-out"]["loss"] == actual["held-out"]["loss"]
     requested, stored = list[Any](), json.loads((run / "evaluation.json").read_text())
 
     def evaluate_run(_: Path, sets: Any, *__: Any, show: Callable[[Any, Any], None], **___: Any) -> None:
@@ -186,6 +191,18 @@ def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
         megatfm.load(tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatfm.nothing
+    model = megatfm.load(run)
+    for call, message in (
+        (lambda: model.evaluate(["validation"]), r"sets = \['validation'\]: give a dict of names, e\.g\. "),
+        (lambda: model.evaluate_tasks("questions.toml"), r"files = 'questions\.toml': give a dict of names, e\.g\. "),
+        (lambda: model([[1, 2]]), r"tokens = \[\[1, 2\]\]: give ids \[batch, sequence\], e\.g\. "),
+        (lambda: model(torch.tensor([1, 2])), r"tokens = tensor\(\[1, 2\]\): give ids \[batch, sequence\]"),
+        (lambda: model(tokens=torch.ones(1, 2)), "give ids"),
+        (lambda: model.generate("a", max_tokens=0), "^max_tokens = 0: choose 1 or more$"),
+        (lambda: model.generate("a", beams=-1), r"^beams = -1: choose 0 \(none\) or more$"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 def test_a_data_worker_that_imports_an_unguarded_script_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,8 +310,8 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
 
 
 NAMES_OF_SEVERAL_THINGS = {
-    "batch_size", "cp", "finetune", "freq", "from_pretrained", "interval", "load", "output", "resume_from_checkpoint",
-    "rope", "save", "spec", "stage",
+    "batch_size", "cp", "finetune", "from_pretrained", "load", "output", "resume_from_checkpoint", "rope", "save",
+    "spec", "stage",
 }  # fmt: skip
 """Names in the glossary's tables of keys for which an error can't tell the one key that is meant."""
 

@@ -89,6 +89,18 @@ def test_a_path_from_the_command_line_is_relative_to_the_current_directory(
     assert load("data.train=~/x").data.train == str(Path.home() / "x")
 
 
+def test_a_folder_may_be_named_like_a_variable(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's config, whose paths are absolute, names files in it that don't exist yet."""
+    (folder := tmp_path / "$project").mkdir()
+    monkeypatch.chdir(folder)
+    config = load("data.cache_dir=cache")
+    (stored := folder / "mine.toml").write_text(to_toml(config))
+    assert load_config(stored) == config
+    for path in (folder / "$NAME" / "cache", folder / "cache-$NAME"):
+        with pytest.raises(UsageError, match=r"a config knows no variables of the environment"):
+            load_config(stored, [f"data.cache_dir={path}"])
+
+
 @pytest.mark.parametrize("preset", list_presets())
 def test_a_preset_s_paths_are_relative_to_here(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,6 +295,14 @@ def test_keys_are_renamed_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert migrate(expected, RENAMED, (), ()) == expected
     other = {"optimizer": {"name": "adamw", "every": 7}}
     assert migrate(other, RENAMED, (), ()) == other
+
+
+def test_keys_of_kinds_of_blocks_may_be_dotted() -> None:
+    """`with_changes` takes them so from Python, and configs store them so."""
+    kinds = {"wide": {"attention.n_heads": 8, "ffn": {"name": "moe"}, "ffn.capacity": 2.0}}
+    layer_type = {"wide": {"attention": {"n_heads": 8}, "ffn": {"name": "moe", "capacity_factor": 2.0}}}
+    for key in ("block", "layer_type"):
+        assert migrate({"model": {key: kinds}}) == {"model": {"layer_type": layer_type}}
 
 
 def test_values_and_what_was_computed_before_a_key_came() -> None:

@@ -92,6 +92,14 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("model.ffn.name=moe", "model.ffn.n_experts: is required by name = 'moe'; for example 8 (and top_k)"),
     ("model.num_experts=8", "model.num_experts: unknown key (did you mean model.ffn.n_experts?); known here: "),
     ("model.rope_theta=1", "model: keys that have moved into sections: rope_theta is model.position.theta now"),
+    ("checkpoint.interval=5", "checkpoint.interval: unknown key (did you mean checkpoint.every?); known here: every, "),
+    ("metrics.log_freq=1", "metrics.log_freq: unknown key (did you mean log.every?); known here: name, run_dir, "),
+    (
+        "training={steps=3, local_batch_size=1, gc=5}",
+        "3 unknown keys: training.steps (did you mean train.steps?); training.local_batch_size (did you mean "
+        "train.micro_batch?); training.gc",
+    ),
+    ("activation_checkpoint.mode=full", "activation_checkpoint: unknown key (did you mean train.recompute?); known h"),
     ("train.max_norm=1", "train.max_norm: unknown key (did you mean optimizer.max_grad_norm?); known here: s"),
     # products that no machine has: refused at once
     ("parallel.dp_shard=1000000000000", "parallel.dp_shard = 1000000000000: input should be less than or equal to"),

@@ -33,7 +33,17 @@ def test_a_key_is_taken_out_and_its_default_holds() -> None:
         quickstart("~")
 
 
-@pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.validation=NULL"])
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"optimizer.matrix_lrr": 1}, r"^optimizer\.matrix_lrr: unknown key \(did you mean .*matrix_lr"),
+    ({"train.steps": "many"}, r"^train\.steps = 'many': input should be a valid integer"),
+    ({"train.steps": 3}, r"^lr_schedule\.warmup_steps = .* is longer than the run"),
+])  # fmt: skip
+def test_changes_from_python_are_refused_as_on_the_command_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        quickstart().with_changes(changes)
+
+
+@pytest.mark.parametrize("override", ["run_dir=null", "log.profile=None", "data.validation.a=NULL", "data.corpus=null"])
 def test_null_is_no_word(override: str) -> None:
     with pytest.raises(
         UsageError, match=rf"^override '{override}': configs have no null: {override.split('=')[0]}= rem"
@@ -142,6 +152,8 @@ def test_brackets_inside_a_word_stay() -> None:
 def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = quickstart("data.corpus=my corpora/mine").data
+    assert quickstart("data.corpus='my corpora/mine'").data == data, "quotes are TOML's"
+    assert quickstart("data.corpus=2024").data.tokenizer == f"{tmp_path}/2024"
     result = f"{tmp_path}/my corpora/mine"
     assert (data.train, data.tokenizer) == (f"{result}/train", result)
     assert data.validation == {"validation": f"{result}/validation"}

@@ -1,6 +1,5 @@
 """Whole folders, both ways: against transformers' own files, folders as others publish them, and what goes wrong."""
 
-import argparse
 import json
 import logging
 import shutil
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.commands.conversion import add_convert_arguments, convert_command, parse_size
+from megatfm.commands.conversion import parse_size
 from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
@@ -47,16 +46,11 @@ from tests.support.hf_folders import (
     get_public_config,
     load_complete,
     read_folder_tensors,
+    run_convert,
 )
 from tests.support.reference_gradients import perturb
 
 MODELS = [build_hf_gpt2, build_hf_llama]
-
-
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_convert_arguments(parser)
-    return convert_command(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -64,8 +58,8 @@ def run(*words: str) -> int:
 def test_every_form_opens_and_survives_conversion(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
     expected = make()
     expected.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
-    assert run(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
-    assert run(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--max-shard-size", shards) == 0
+    assert run_convert(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
+    assert run_convert(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--max-shard-size", shards) == 0
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 3) == (shards == "9KB")
     check_same_tensors(tmp_path)
     loaded = load_complete(type(expected), tmp_path / "back")
@@ -219,7 +213,7 @@ def test_max_shard_size_is_parsed() -> None:
 ])  # fmt: skip
 def test_options_of_another_format_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        run(str(tmp_path), str(tmp_path / "new"), "--to", *flags)
+        run_convert(str(tmp_path), str(tmp_path / "new"), "--to", *flags)
 
 
 # ----------------------------------------------------------------------------- folders as others publish them

@@ -1,6 +1,5 @@
 """Decoders and encoder-decoders in whole folders, and used afterwards."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -12,7 +11,6 @@ import transformers
 from safetensors.torch import load_file
 
 import megatfm
-from megatfm.commands.conversion import add_convert_arguments, convert_command
 from megatfm.config import ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert.architecture import ARCHITECTURES, find_architecture
@@ -36,6 +34,7 @@ from tests.support.hf_folders import (
     edit_tensors,
     load_complete,
     read_folder_tensors,
+    run_convert,
 )
 from tests.support.reference_gradients import perturb
 from tests.support.workers import Workers
@@ -206,12 +205,6 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
             torch.testing.assert_close(decoder_logits(back, is_megatfm=False), expected_logits, rtol=1e-5, atol=1e-5)
-
-
-def run_convert(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_convert_arguments(parser)
-    return convert_command(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto"])

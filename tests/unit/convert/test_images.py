@@ -121,6 +121,7 @@ IMAGES = [(40, 20), (20, 60), (31, 31), (9, 9), (16, 16)]
     ({"size": {"height": 16, "width": 16}, "do_center_crop": False}, {"crop_pct": 1.0}, "stretches images to a sq"),
     ({"size": {"shortest_edge": 36}, "crop_size": 32}, {"crop_pct": 16 / 18}, "have 32 pixels a side, and .* is 16"),
     ({"size": {"shortest_edge": 18}, "crop_size": 16, "resample": 5}, {}, "resample = 5 is none of megatfm's filters"),
+    ({"size": {"shortest_edge": 18}, "crop_size": 16, "resample": [2]}, {}, r"resample = \[2\] is none of megatfm's"),
     ({"do_resize": False, "resample": 2}, {"crop_pct": 0.875, "interpolation": "bilinear"}, None),
 ], ids=str)  # fmt: skip
 def test_images_are_prepared_as_transformers_does(
@@ -134,7 +135,8 @@ def test_images_are_prepared_as_transformers_does(
     images = load_config(tmp_path / "ours").data.images
     assert {key: getattr(images, key) for key in options} == options
     assert (re.search(note, "\n".join(output)) is not None) if note else "preprocessor_config.json" not in str(output)
-    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    output += convert(tmp_path / "ours", tmp_path / "back", "hf")
+    assert "tokenizer" not in "\n".join(output)
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     if "size" in preprocessor and options.get("crop_pct") != 0.875:
         assert written == stored

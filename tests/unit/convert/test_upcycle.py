@@ -1,6 +1,5 @@
 """A dense model becomes a mixture that computes the same, and learns from there."""
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 
 import megatfm
 from megatfm.checkpoint import find_checkpoint, read_state
-from megatfm.commands.conversion import add_convert_arguments, convert_command
 from megatfm.config import Config
 from megatfm.convert.convert import convert
 from megatfm.convert.starting_config import make_starting_config
@@ -18,7 +16,7 @@ from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
-from tests.support.hf_folders import DECODER_TOKENS, build_hf_gpt2, build_hf_llama
+from tests.support.hf_folders import DECODER_TOKENS, build_hf_gpt2, build_hf_llama, run_convert
 from tests.support.small_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
@@ -58,10 +56,8 @@ def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, option
 
 
 def test_noise_makes_copies_differ(dense: Path, tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_convert_arguments(parser)
-    words = f"{dense} {tmp_path / 'moe'} --to moe --experts 4 --noise 0.1 --seed 3"
-    assert convert_command(parser.parse_args(words.split())) == 0
+    words = ("--to", "moe", "--experts", "4", "--noise", "0.1", "--seed", "3")
+    assert run_convert(str(dense), str(tmp_path / "moe"), *words) == 0
     plain, noisy = megatfm.load(dense), megatfm.load(tmp_path / "moe")
     down = noisy.get_parameter("decoder.layers.0.ffn.experts.w_down")
     exact = plain.get_parameter("decoder.layers.0.ffn.w_down.weight")

@@ -15,7 +15,7 @@ from megatfm.data import images
 from megatfm.data.image_transforms import OPERATIONS, TRANSFORMS
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
-from tests.support.images import encode_image
+from tests.support.images import encode_image, png_chunk
 
 
 def noise(height: int = 21, width: int = 34, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -98,10 +98,6 @@ def test_a_rotation_is_found_behind_other_segments() -> None:
         np.testing.assert_array_equal(actual, np.rot90(np.asarray(upright), -1))
 
 
-def png_chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
 def png_of(color_type: int, depth: int, height: int, width: int, rows: bytes) -> bytes:
     """A PNG as its standard describes it, for kinds that Pillow can't write."""
     header = struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)
@@ -144,8 +140,18 @@ def test_bombs_and_other_formats_are_refused() -> None:
     for side in (8_193, 60_000):  # by our bound, and by Pillow's
         with pytest.raises(SampleError, match=r"has a \.png of over 67,108,864 pixels"):
             decode(png_of(2, 8, side, side, b""), "png", 3)
-    with pytest.raises(SampleError, match=r"can't be decoded"):
-        decode(encode_image(noise(), "PNG"), "jpg", 3)
+    for data, kind, reason in (
+        (encode_image(noise(), "PNG"), "jpg", "PNG by its content: give it the extension of its format"),
+        (encode_image(noise(), "GIF"), "png", "GIF by its content: convert it"),
+        (b"no image", "webp", "no whole WEBP"),
+    ):
+        with pytest.raises(SampleError, match=rf"has a \.{kind} that can't be decoded \({reason}\)"):
+            decode(data, kind, 3)
+    photos = [Image.fromarray(noise(seed=seed)) for seed in (0, 1)]
+    phone = encode_image(photos[0], "MPO", save_all=True, append_images=photos[1:])
+    np.testing.assert_array_equal(
+        np.asarray(decode(phone, "jpg", 3)), np.asarray(decode(encode_image(photos[0], "JPEG"), "jpg", 3))
+    )
     with pytest.raises(SampleError, match="floating-point"):
         images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
     for value in (-1, 65_536):

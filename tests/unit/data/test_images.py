@@ -258,6 +258,8 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
         writer.add("0", np.zeros(0, np.uint16), "made", 0, {"png": b"", "cls": b"0"})
         writer.finish({})
+    with pytest.raises(UsageError, match=r"holds no tokens of text: prepare it with tokenizer\.file"):
+        Corpus.open(tmp_path).check_tokenizer("b" * 64)
     result = objective(row=64, max_patches=20)
     with pytest.raises(UsageError, match=r"its index lacks the sizes of images.*prepare the corpus again"):
         rows_of(Corpus.open(tmp_path), result, row=64)
@@ -278,6 +280,7 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
     for image, label, weight in zip(pictures, labels.tolist(), weights.tolist(), strict=True):
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
+    assert {image.caption for image in iter_captioned_images(batch, PATCH, ["kind"] * 70)} == {"kind"}
     tokens = np.flatnonzero(batch["documents"][0] == 2)
     np.testing.assert_array_equal(pictures[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
     captions = ["a\nb\r\n\tc\u2028d", "\u732b\u3068\u72ac", "", "W" * 500]

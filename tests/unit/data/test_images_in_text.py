@@ -256,12 +256,12 @@ TWICE, CUT = {"a.1.png": png(0), "a.1.jpg": png(1)}, {"a.0.png": png(0), "a.1.pn
 
 
 @pytest.mark.parametrize(("is_tar", "files", "reason"), [
-    (True, {"a.png": png(0), "a.1.png": png(1)}, r"has not one image, or several with .*: \.png and \.1\.png"),
+    (True, {"a.png": png(0), "a.1.png": png(1)}, r"has several images without numbers: \.png and \.1\.png"),
     (True, TWICE, r"has two images of one number: \.1\.png and \.1\.jpg"),
     (True, CUT, r"has a \.1\.png that is no whole PNG"),
     (True, {"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
-    (False, {"a.65.png": png(0)}, r"has an image with another number than 0 to 64, .*: \.65\.png"),
-    (False, {"a.01.png": png(0)}, r"has an image with .* leading zeros: \.01\.png"),
+    (False, {"a.65.png": png(0)}, r"has an image whose number is not 0 to 64 .*: \.65\.png"),
+    (False, {"a.01.png": png(0)}, r"has an image whose number .* leading zeros: \.01\.png"),
     (False, TWICE, r"has two images of one number: \.1\.jpg and \.1\.png"),
     (False, CUT, r"has a \.1\.png that is no whole PNG"),
 ])  # fmt: skip

@@ -277,8 +277,8 @@ def test_a_drop_reason_has_no_part_that_differs_from_record_to_record(tmp_path: 
     assert {reason: reasons.count(reason) for reason in reasons} == {
         "txt_that_is_not_valid_utf_8": 2,
         "png_that_is_no_whole_png": 3,
-        "image_with_another_number_than_0_to_64_or_with_leading_zeros": 2,
-        "not_one_image_or_several_with_numbers_as_in_0_jpg_and_1_jpg": 2,
+        "image_whose_number_is_not_0_to_64_without_leading_zeros": 2,
+        "several_images_without_numbers": 2,
         "label_that_is_none_of_the_1_of_read_labels_classes": 2,
         "another_number_of_cells_than_the_first_row": 2,
         "member_that_is_not_valid_utf_8": 2,

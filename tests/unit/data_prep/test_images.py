@@ -25,7 +25,7 @@ from megatfm.data_prep.import_images import write_digits
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.forked_commands import run_command
-from tests.support.images import encode_noise
+from tests.support.images import encode_noise, png_chunk
 from tests.support.prep_files import (
     KILLED,
     count_moments,
@@ -212,13 +212,9 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def header_bomb() -> bytes:
     """A PNG of 60,000 × 60,000 pixels in a few bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    end = chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
+    end = png_chunk(b"IDAT", zlib.compress(b"")) + png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + end
 
 
 def flipped(data: bytes) -> bytes:
@@ -228,9 +224,10 @@ def flipped(data: bytes) -> bytes:
 
 BAD = {
     "a bomb": ({"png": header_bomb()}, "claims over 67,108,864 pixels"),
-    "no image": ({"txt": b"only words"}, "not one image, .*: none"),
-    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "not one image, .* and "),
-    "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is no whole JPEG"),
+    "no image": ({"txt": b"only words"}, "no image"),
+    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "several images without numbers: .* and "),
+    "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is PNG by its content: give it"),
+    "a format that is not read": ({"png": image(1, "ICO")}, "a .png that is ICO by its content: convert it"),
     "garbage": ({"jpg": b"\xff\xd8" + b"x" * 300}, "a .jpg that is no whole JPEG"),
     "empty": ({"png": b""}, "a .png that is no whole PNG"),
     "a PNG cut off": ({"png": image(1, "PNG")[:-30]}, "a .png that is no whole PNG"),
@@ -246,7 +243,7 @@ BAD = {
 @pytest.mark.parametrize("lay", [as_folder, as_tar])
 def test_bad_samples_are_named_or_skipped(tmp_path: Path, lay: Any, members: dict[str, bytes], message: str) -> None:
     lay(tmp_path / "in", {**samples(12), "500": members})
-    with pytest.raises(MegatfmError, match=rf"500.* has .*{message}"):
+    with pytest.raises(MegatfmError, match=rf"in/(set0/500\.[a-z]+|all\.tar#500): has .*{message}"):
         data_prep.run(config(tmp_path))
     result = data_prep.run(config(tmp_path, read={"on_error": "skip"})).result
     assert len(taken(tmp_path / "out")) == 12

@@ -160,7 +160,7 @@ def test_scores_of_classifiers_that_are_no_numbers(weights: LinearClassifier, tm
         assert (document if isinstance(document, str) else document.fields["q"]) == result
 
 
-def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
+def write_classifier(folder: Path, outputs: int) -> None:
     """A small BERT that classifies, and its tokenizer, saved by the libraries that read them."""
     import tokenizers
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -169,7 +169,7 @@ def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(vocab_size=60, num_labels=outputs, initializer_range=0.5, **sizes)
     BertForSequenceClassification(config).save_pretrained(folder)

@@ -1,6 +1,9 @@
 """Stopped or killed at any stage, gone on also with other settings or two tasks: the corpus of a fresh run."""
 
+import errno
+import io
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -10,10 +13,12 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from rich.console import Console
 
 from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.execution.progress import Reporter
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
@@ -190,6 +195,25 @@ def test_files_of_finished_stages_are_removed(make: Make) -> None:
     ):  # fmt: skip
         assert not list(work.rglob(needless)), needless
     assert list(work.rglob("train.*.zst"))
+
+
+def test_a_work_folder_that_can_not_be_removed_fails_no_finished_prep(
+    config: Callable[..., PrepConfig], prepared_hashes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a mapped file that is removed, under another name, until the process ends."""
+    remove_folder, sink = os.rmdir, io.StringIO()
+
+    def fail(path: Path, **options: Any) -> None:
+        if Path(path).name == ".work":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove_folder(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", fail)
+    summary = data_prep.run(config(), Reporter(Console(file=sink)))
+    assert f"{summary.out}/.work: can't be removed yet: delete it, or run the same command again" in sink.getvalue()
+    monkeypatch.undo()
+    assert data_prep.run(config()).already_done
+    assert file_hashes(summary.out) == prepared_hashes
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -182,6 +182,18 @@ def test_files_without_the_end_of_a_document_are_noted(tmp_path: Path, model: Pa
     assert "never occurs" not in str(data_prep.run(config(tmp_path, model, "tokens", "ended")).result["notes"])
 
 
+@pytest.mark.parametrize(
+    ("written", "read"), [("<u4", "uint16"), ("<i8", "uint32"), ("<i8", "int32"), ("<i8", "uint16")]
+)
+def test_a_type_that_is_too_narrow_is_refused(
+    tmp_path: Path, model: Path, documents: list[list[int]], written: str, read: str
+) -> None:
+    """The upper halves of the ids would be ids of 0."""
+    write_file(tmp_path / "in" / "a.bin", np.array([i for ids in documents for i in (*ids, END)], written).tobytes())
+    with pytest.raises(UsageError, match=f"every second id is 0, as if wider ones were read as {read}: mend"):
+        data_prep.run(config(tmp_path, model, "tokens", tokens={"eos_id": END, "dtype": read}))
+
+
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.bin").write_bytes(np.array([5, END, 400, END], "<u2").tobytes())

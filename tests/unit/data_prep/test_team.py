@@ -246,7 +246,7 @@ def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.C
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://node7:8786"}')
     (tmp_path / "list.json").write_text("[]")
     for where, message in (
-        ("tcp://10.1.2.3:8786", "is open to whoever reaches it: start scheduler and workers with TLS"),
+        ("tcp://10.1.2.3:8786", "is open to anyone who reaches it: start scheduler and workers with TLS"),
         (str(tmp_path / "scheduler.json"), "tcp://node7:8786 is open"),
         (str(tmp_path / "nothing.json"), "neither an address"),
         (str(tmp_path / "list.json"), "neither an address"),

@@ -59,8 +59,8 @@ CLASSIFIER = {
 }
 
 
-def run_config(model: ModelConfig, objective: str = "masked_image") -> SimpleNamespace:
-    return SimpleNamespace(model=model, objective=SimpleNamespace(name=objective))
+def run_config(model: ModelConfig) -> SimpleNamespace:
+    return SimpleNamespace(model=model, objective=SimpleNamespace(name="masked_image"))
 
 
 @pytest.mark.parametrize("normalize", [True, False])

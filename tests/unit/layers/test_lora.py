@@ -20,8 +20,7 @@ from megatfm.models import build
 from megatfm.ops.cross_entropy import IGNORE
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.frozen_parity import LORA, build_adapted
-from tests.support.models import FAMILY_MODELS, UNTIED_MODEL, build_moe, moe_inputs, moe_sequence
-from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.models import FAMILY_MODELS, PATTERN_MODELS, UNTIED_MODEL, build_moe, moe_inputs, moe_sequence
 from tests.support.tensors import assert_same_gradients, draw
 
 EXPERTS = ["experts.w_*"]

@@ -22,7 +22,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import reference
 from megatfm.ops.cross_entropy import IGNORE
-from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
+from tests.support.models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 
 SMALL = [
     "model.d_model=32", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=32", "model.vocab_size=64",

@@ -15,7 +15,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.layouts import extend
-from tests.support.pattern_models import loss_gradients, packed_batch
+from tests.support.models import loss_gradients, packed_batch
 
 PATTERN: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "width": 5},

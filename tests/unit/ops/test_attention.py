@@ -25,8 +25,8 @@ def run_chosen_kernel(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMa
     return kernel.run(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
-def draw_heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = draw(B, N, queries, H), draw(B, kv_heads, keys, H, seed=1), draw(B, kv_heads, keys, H, seed=2)
+def draw_heads(kv_heads: int, queries: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = draw(B, N, queries, H), draw(B, kv_heads, T, H, seed=1), draw(B, kv_heads, T, H, seed=2)
     return 2 * q, 2 * k, v
 
 

@@ -18,7 +18,7 @@ from megatfm.ops.attention import bands, block_plan, block_sparse, flex, tile
 from megatfm.ops.attention.mask import AttentionMask, Band, DenseMask, expand_bias, slice_tile
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.support.layouts import EXTENDED, SLOW
-from tests.support.pattern_models import SameChunkPattern
+from tests.support.models import SameChunkPattern
 from tests.support.tensors import draw
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
@@ -149,9 +149,9 @@ def make_sinks() -> Tensor:
     return torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
 
 
-def draw_biases(heads: int = N) -> Tensor:
+def draw_biases() -> Tensor:
     """A number for each head and distance, as large as scores."""
-    return 3 * draw(heads, 2 * T - 1)
+    return 3 * draw(N, 2 * T - 1)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)

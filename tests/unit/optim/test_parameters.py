@@ -17,8 +17,7 @@ from megatfm.layers.norm import NORMS
 from megatfm.models import build
 from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, build_optimizer_groups, describe_parameters
-from tests.support.models import FAMILY_MODELS
-from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.models import FAMILY_MODELS, PATTERN_MODELS
 
 SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 3, "attention.n_heads": 4, "ffn.d_ff": 64}
 ADAMW = AdamWConfig(lr=1e-3)

@@ -45,8 +45,7 @@ from tests.support.expert_parity import EXPERT_MODELS
 from tests.support.image_models import IMAGE_MODELS, image_model_batch
 from tests.support.image_text_models import TOWER_MODELS
 from tests.support.layouts import traffic_config
-from tests.support.models import FAMILY_MODELS
-from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.models import FAMILY_MODELS, PATTERN_MODELS
 
 
 def shipped(value: object) -> bool:

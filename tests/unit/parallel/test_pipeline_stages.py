@@ -27,7 +27,7 @@ from megatfm.parallel.pipeline_schedule import (
 )
 from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
-from tests.support.layouts import bubble_fraction, simulate_schedule
+from tests.support.layouts import PASS_SECONDS, bubble_fraction, simulate_schedule
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
 
@@ -170,7 +170,6 @@ def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
 SCHEDULES = {
     "gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved-zero-bubble": 2, "zbv": 2, "dualpipev": 2,
 }  # fmt: skip
-TIMES: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 MICROBATCHES = (1, 2, 3, 5, 8, 11)
 
 
@@ -241,7 +240,7 @@ def run_on_streams(plan: Schedule, rank_of: list[int], transfer: float, *, queue
             last[way if is_transfer else "passes"] = event
     ends: dict[Event, float] = {}
     for event in TopologicalSorter(waits_for).static_order():
-        cost = transfer if len(event) == 3 else TIMES[event[2]]
+        cost = transfer if len(event) == 3 else PASS_SECONDS[event[2]]
         ends[event] = cost + max((ends[earlier] for earlier in waits_for[event]), default=0.0)
     return max(ends.values())
 
@@ -266,7 +265,7 @@ def test_the_bubble_of_whole_backward_passes(schedule: str, ranks: int) -> None:
     virtual = SCHEDULES[schedule]
     for microbatches in (ranks, 2 * ranks, 4 * ranks):
         times = simulate_schedule(
-            build_schedule(schedule, ranks, virtual, microbatches), stage_to_rank(schedule, ranks, virtual), TIMES
+            build_schedule(schedule, ranks, virtual, microbatches), stage_to_rank(schedule, ranks, virtual)
         )
         assert bubble_fraction(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 
@@ -277,7 +276,7 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
 
     def waits(schedule: str, virtual: int) -> list[float]:
         order_of = build_schedule(schedule, ranks, virtual, 4 * ranks)
-        times = simulate_schedule(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
+        times = simulate_schedule(order_of, stage_to_rank(schedule, ranks, virtual))
         return [rank.last - rank.first - rank.seconds for rank in times]
 
     assert max(waits("interleaved-zero-bubble", 1)) == (ranks - 1) * (1 + 1 - 1)
@@ -303,4 +302,4 @@ def test_a_schedule_that_deadlocks_is_an_error() -> None:
     with pytest.raises(ValueError, match="schedule deadlocks"):
         add_send_recv(wrong, [0, 1])
     with pytest.raises(ValueError, match="schedule deadlocks"):
-        simulate_schedule(wrong, [0, 1], TIMES)
+        simulate_schedule(wrong, [0, 1])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.reported_runs import write_reported_run
+from tests.support.small_runs import write_reported_run
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""Charts: lines and axes by hand, layers' norms, experts' loads and the loss's terms."""
+"""Charts of the report by hand, and the report of a run whose files are damaged or can't be written."""
 
 import base64
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatfm.report import layer_charts
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.report import layer_charts, write_report
 from megatfm.report.charts import Line, downsample, format_number, make_chart, smooth
+from megatfm.report.compare import RunComparison
 from megatfm.report.run import Curve, Run
-from tests.support.reported_runs import replace_metrics, report_page
+from tests.support.small_runs import replace_metrics, report_page
 
 NAN = float("nan")
 
@@ -114,7 +117,7 @@ def test_several_loss_terms_have_a_chart(run: Path) -> None:
     assert "Bits per byte" not in page.text
 
 
-def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
+def with_norms(layers: int) -> list[dict[str, object]]:
     """Records of a run with `log.layer_stats_every = 1`; a block's weight is its number."""
     names = ["decoder.embedding", *(f"decoder.layers.{i}" for i in range(layers)), "head"]
     return [
@@ -127,7 +130,7 @@ def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
                 for i, name in enumerate(names)
             },
         }
-        for step in range(1, steps + 1)
+        for step in range(1, 41)
     ]
 
 
@@ -198,3 +201,72 @@ def test_heat_maps_have_few_columns_and_layers(run: Path) -> None:
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
         assert image.size == (layer_charts.COLUMNS, 1)
         assert image.getpixel((80, 0)) == layer_charts.choose_colour(1.0), "the mean of a busy and an idle step"
+
+
+def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
+    (run / "environment.json").write_text("{")
+    (run / "baselines.json").write_text("[]")
+    (run / "events.jsonl").write_text("7\n")
+    page = report_page(run)
+    for name in ("environment.json", "baselines.json", "events.jsonl"):
+        assert name in page.text
+    assert len(page.charts()) == 7
+
+
+@pytest.mark.parametrize(("name", "content", "note"), [
+    ("metrics.jsonl", {"step": 10**30, "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+    ("metrics.jsonl", {"step": "7", "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+    ("metrics.jsonl", {"step": 1, "loss": 10**400}, "step 1 of 1,000"),
+    ("metrics.jsonl", {"step": 1, "loss": 1.0, "tasks": 5, "terms": [1], "loss_by_source": 2}, "step 1 of 1,000"),
+    ("metrics.jsonl", {"step": 1, "loss": 1.0, "norms": {"layer": {"load": {"x": 1}}}}, "step 1 of 1,000"),
+    ("events.jsonl", {"time": 1e300, "event": "stopped"}, "stopped"),
+    ("events.jsonl", {"time": math.inf, "event": "stopped"}, "stopped"),
+    ("baselines.json", {"stdlib": {"gzip": "a third", "xz": None, "zstd": 10**400, "bz2": 2.5}}, "bz2: 2.50"),
+    ("../../corpora/prep.json", {"steps": [{"step": "read"}]}, "prep.json of train is not shown"),
+    ("../../corpora/prep.json", {"steps": [], "notes": 7}, "prep.json of train is not shown"),
+    ("config.toml", "train = 3", "finished"),
+    ("config.toml", '[train]\nsteps = "many"', "finished"),
+    ("config.toml", "data = [3]", "Corpus"),
+    ("config.toml", 'objective = "causal"', "nats per token"),
+    ("config.toml", '[data]\ntrain = "pipe:cat corpus"', "a corpus has no commands to run"),
+    ("config.toml", '[data.mixture]\ncode = { path = "a", weight = 0 }', "the mixture's weights are not shown"),
+    ("config.toml", '[data.mixture]\ncode = { path = "a" }', "the mixture's weights are not shown"),
+])  # fmt: skip
+def test_impossible_values_do_not_stop_the_report(run: Path, name: str, content: object, note: str) -> None:
+    (run / name).write_text(f"{content if name == 'config.toml' else json.dumps(content)}\n")
+    assert note in report_page(run).text
+
+
+def test_settings_of_another_type_stop_neither_report_nor_comparison(run: Path) -> None:
+    record = {"step": 1, "mfu": 0.5, "evaluation": {"stdlib": {"loss": 1.0, "loss_by_position": [1.0, 2.0]}}}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "config.toml").write_text('[data]\nsequence_length = "long"\n')
+    (run / "environment.json").write_text('{"peak": ["H100"]}')
+    assert "Held-out loss" in report_page(run).text
+    assert RunComparison.read([run, run]).collect_results().rows[0][-3] == "50 %"
+
+
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
+        write_report(tmp_path)
+
+
+def test_a_broken_config_is_one_line(run: Path) -> None:
+    (run / "config.toml").write_text("name = \n")
+    with pytest.raises(MegatfmError, match=r"config.toml: can't read the run's config") as caught:
+        write_report(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(run)
+    old = (run / "report.html").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MegatfmError, match=r"report.html: No space left on device"):
+        write_report(run)
+    assert (run / "report.html").read_bytes() == old
+    assert not list(run.glob(".*"))

@@ -14,7 +14,7 @@ from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import make_unique_names
 from tests.support.files import read_lines, write_lines
 from tests.support.forked_commands import run_command
-from tests.support.reported_runs import CHROMIUM, Page, replace_metrics, write_reported_run
+from tests.support.small_runs import CHROMIUM, Page, replace_metrics, write_reported_run
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from megatfm.report.predictions import compute_class_results, read_galleries, su
 from megatfm.report.run import Run
 from tests.support.files import write_lines
 from tests.support.images import encode_image
-from tests.support.reported_runs import report_page
+from tests.support.small_runs import report_page
 
 EVIL = "<img src=x onerror=alert(1)>"
 

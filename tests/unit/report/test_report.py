@@ -9,14 +9,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import write_report
 from megatfm.report.page import format_subtitle, make_resume_command
 from megatfm.report.run import Run
 from megatfm.terminal import format_counted
 from tests.support.files import write_lines
 from tests.support.forked_commands import run_command
-from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
+from tests.support.small_runs import Page, replace_metrics, report_page, write_reported_run
 
 
 def test_a_finished_run_shows_everything(run: Path) -> None:
@@ -228,6 +228,16 @@ def test_compared_runs_are_drawn_behind_under_their_names(run: Path, tmp_path: P
     assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 2
     with pytest.raises(UsageError, match="not a run directory"):
         write_report(run, [tmp_path])
+
+
+def test_the_report_of_a_folder_that_is_not_ours_goes_elsewhere(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run_command("report", str(run), "--out", str(page)) == 0
+    assert "synthetic" in page.read_text(encoding="utf-8")
+    assert not (run / "report.html").exists()
+    (run / "report.html").mkdir()  # root may write where permissions forbid it
+    with pytest.raises(MegatfmError, match=r"html: Is a directory: free space, or choose another file with --out"):
+        write_report(run)
 
 
 def test_a_compared_run_that_is_given_twice_is_drawn_once(run: Path, tmp_path: Path) -> None:

@@ -271,9 +271,14 @@ def scores(sequences: Sequence[Any]) -> list[float]:
     return [-float(end - begin) - float(tokens[begin:end].sum()) / 1e4 for tokens, (begin, end) in sequences]
 
 
-def preference_encoder(tokenizer: Tokenizer, length: int = 64, **task: Any) -> PreferenceEncoder:
+def preference_encoder(tokenizer: Tokenizer, **task: Any) -> PreferenceEncoder:
     config = TaskConfig(form="preference", train="pairs.jsonl", **task)
-    return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(length), "", scores)
+    return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(64), "", scores)
+
+
+def test_a_tokenizer_without_offsets_is_refused_with_one_that_has_them(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"needs a tokenizer\.json.*in `megatfm prep`, tokenizer\.kind=byte-bpe"):
+        encoder(tokenizer, "").encode_chats([{"messages": []}])
 
 
 def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:

@@ -13,16 +13,11 @@ from megatfm.errors import UsageError
 from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.labelled_texts import ChoiceEncoder, LabelledTextEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
-from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, save_bert
+from tests.support.finetuning_tasks import bert
+
+__all__ = ["bert"]  # a fixture
 
 ROW = {"text": "the old lamp", "ask": "where was", "choices": ["Bern", "the red Rome"], "label": 1}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("bert")
-    save_bert(folder, WORDS_OF_QUESTIONS)
-    return folder
 
 
 def task(**values: Any) -> TaskConfig:

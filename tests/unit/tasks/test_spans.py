@@ -21,14 +21,9 @@ from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, sh
 from megatfm.tasks.spans import SpanEncoder, find_answer
 from megatfm.tokenizers import load
 from tests.support.files import write_lines
-from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, make_questions, save_bert
+from tests.support.finetuning_tasks import WORDS_OF_QUESTIONS, bert, make_questions, save_bert
 
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("bert")
-    save_bert(folder, WORDS_OF_QUESTIONS)
-    return folder
+__all__ = ["bert"]  # a fixture
 
 
 def task(**values: Any) -> TaskConfig:

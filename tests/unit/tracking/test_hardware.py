@@ -168,6 +168,19 @@ def test_a_process_that_is_paused_before_the_first_matmul_measures_it_anyway(mon
     assert measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops > 0
 
 
+@pytest.mark.parametrize(("kind", "dtype", "is_slow"), [
+    ("cpu", torch.bfloat16, True), ("cpu", torch.float16, True), ("cpu", torch.float64, False),
+    ("cuda", torch.bfloat16, False),
+])  # fmt: skip
+def test_a_cpu_without_instructions_for_16_bits_is_named(
+    kind: str, dtype: torch.dtype, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(utilization, "measure_peak_flops", lambda device, dtype, name: Peak(6e10, name))
+    warning = utilization.find_slow_dtype(Peak(1e9, "x"), torch.device(kind), dtype)
+    assert (warning or "").startswith("matmuls take 60 times as long in") == is_slow
+    assert utilization.find_slow_dtype(Peak(3e10, "x"), torch.device(kind), dtype) is None
+
+
 def test_flops_of_gpt3_equal_its_paper() -> None:
     """Brown et al. 2020, table D.1: 3.14e23 FLOPs on 300 billion tokens, without attention's products."""
     full, causal = flops_per_token(load_config("gpt3-175b", ["model.vocab_size=50257"]))

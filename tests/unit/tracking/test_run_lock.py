@@ -1,4 +1,4 @@
-"""The lock of a run directory: it ends with its holder, on one machine and on file systems without locks."""
+"""Locks of paths and of run directories: they end with their holder, also on file systems without locks."""
 
 import errno
 import fcntl
@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from megatfm.errors import LOCKED, LockedError, MegatfmError
+from megatfm.files import lock_path
 from megatfm.tracking import run_lock
 from megatfm.tracking.run_lock import RunLock
 from tests.support.forked_commands import ForkedCommand
+from tests.support.workers import start_fork_server
 
 HOLD_PROGRAM = """
 import sys, time
@@ -255,3 +257,45 @@ def test_a_live_process_holds_the_lock_without_kernel_locks(
 def test_a_damaged_lock_file_has_no_holder(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     take_and_release(tmp_path / "lock")
+
+
+def count_up(path: Path, times: int) -> None:
+    for _ in range(times):
+        with lock_path(path):
+            count = int(path.read_text())
+            time.sleep(0.001)  # another one's turn, if it could
+            path.write_text(str(count + 1))
+
+
+def test_one_process_at_a_time_has_the_lock_of_a_path(tmp_path: Path) -> None:
+    path, context = tmp_path / "count", start_fork_server()
+    path.write_text("0")
+    processes = [context.Process(target=count_up, args=(path, 25)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    count_up(path, 25)
+    for process in processes:
+        process.join()
+    assert path.read_text() == "75"
+    assert [file.name for file in tmp_path.iterdir()] == ["count"]
+
+
+def test_a_lock_that_can_not_be_had_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process holds it and was stopped, its file is a link, or the file system has no locks."""
+    entered = []
+    with lock_path(tmp_path / "a"), lock_path(tmp_path / "a", timeout=0.0):
+        entered.append("held")
+        assert (tmp_path / ".a.lock").exists()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / ".a.lock").symlink_to(tmp_path / "precious")
+    with lock_path(tmp_path / "a"), lock_path(tmp_path / "nowhere" / "a"):
+        entered.append("a link")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_path(tmp_path / "b"):
+        entered.append("no locks")
+    assert entered == ["held", "a link", "no locks"]

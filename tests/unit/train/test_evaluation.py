@@ -28,8 +28,9 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
 from megatfm.train.evaluation import compute_loss_by_position, evaluate, format_result
-from tests.support.finetuning_tasks import build_initial_model, small_config
+from tests.support.finetuning_tasks import small_config
 from tests.support.images import encode_noise
+from tests.support.parity import one_device
 from tests.support.webdatasets import pack_tar
 from tests.support.workers import Workers
 
@@ -82,7 +83,7 @@ def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows
 @cache
 def model_of(folder: Path) -> nn.Module:
     settings, _ = open_tokenizer(config(folder))
-    return build_initial_model(settings)
+    return one_device(settings.model, settings.train.seed).eval()
 
 
 def by_hand(folder: Path, by_place: dict[int, list[float]] | None = None) -> tuple[float, int]:

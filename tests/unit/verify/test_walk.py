@@ -91,11 +91,11 @@ def test_words_that_do_not_fit(words: list[str], reason: str) -> None:
         run_command(*words)
 
 
-def fewest_threads(pool: RankPool, enough: int, seconds: float = 20.0) -> int:
+def fewest_threads(pool: RankPool, enough: int) -> int:
     """Threads of the rank with most of them, once those of closed process groups have ended: they take a moment.
 
     enough: so few end the wait; 0: wait until the number has stayed the same for half a second."""
-    end, counts = time.monotonic() + seconds, []
+    end, counts = time.monotonic() + 20.0, []
     while time.monotonic() < end:
         counts.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pool.pids))
         if counts[-1] <= enough or (not enough and len(counts) > 10 and len(set(counts[-10:])) == 1):

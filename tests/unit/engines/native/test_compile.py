@@ -18,7 +18,7 @@ from megatfm.ops.attention import kernels, reference
 from tests.support.batches import PassThroughObjective, family_case
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.layouts import EXTENDED, extend
-from tests.support.models import ADAMW
+from tests.support.models import ADAMW, ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 from tests.support.parity import (
     build_engine,
     compile_blocks_by,
@@ -26,7 +26,6 @@ from tests.support.parity import (
     model_gradient_errors,
     one_device_reference,
 )
-from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 from tests.support.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

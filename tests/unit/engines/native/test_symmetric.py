@@ -1,5 +1,5 @@
 """A run that asks for symmetric memory is refused by name if ranks can't read one another's. What is sent, and the
-gradients through it: tests/parity/test_async_tp.py."""
+gradients through it: tests/parity/test_compiled_layouts.py."""
 
 import socket
 import warnings
