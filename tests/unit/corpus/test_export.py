@@ -257,7 +257,7 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
 
 
 def test_statistics_of_images_count_classes(tmp_path: Path) -> None:
-    """They have no tokens; the most frequent class comes first, and an image without one is not counted."""
+    """The most frequent class comes first, an image without one is not counted, and tables of tokens are left out."""
     with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
         for number, label in enumerate((b"0", b"1", b"1", b"2", None)):
             writer.add(str(number), np.empty(0, np.uint16), "train", 0, {"cls": label} if label else {"txt": b""})
