@@ -43,9 +43,8 @@ test-setup: $(VENV)/.installed-test $(VENV)/.installed-deepspeed
 
 # What a CPU of another kind would round otherwise, as far as this one can act as such: instruction sets of torch's kernels,
 # oneDNN and MKL, and two threads. Whether models learn, and whether another rate shows, depends on none of it.
-NUMBERS := tests/golden tests/unit/engines/test_alignment.py tests/unit/engines/test_optimizers.py \
-  tests/unit/convert/test_alignment.py tests/unit/convert/test_encoders.py tests/unit/inference/test_load.py \
-  tests/unit/checkpoint/test_alignment.py tests/unit/ops/test_transfer.py
+NUMBERS := tests/golden tests/unit/test_alignment.py tests/unit/engines/test_optimizers.py \
+  tests/unit/convert/test_encoders.py tests/unit/inference/test_load.py tests/unit/ops/test_transfer.py
 CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
   ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE,MEGATFM_TEST_THREADS=2,OMP_WAIT_POLICY=passive
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -49,6 +50,12 @@ def get_number(record: Mapping[str, Any], key: str) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def get_finite_number(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a number of a JSON record; None if missing, malformed, NaN or infinite."""
+    number = get_number(record, key)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def get_texts(record: Mapping[str, Any], key: str) -> list[str]:

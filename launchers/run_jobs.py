@@ -24,7 +24,7 @@ from megatfm.launchers.job import UNKNOWN, Job, JobState
 from megatfm.launchers.record import (
     EVENT_STATES,
     LAUNCH,
-    get_number,
+    get_finite_number,
     get_texts,
     read_json_if_valid,
     read_last_state_event,
@@ -78,7 +78,7 @@ def get_run_job_state(run: Path) -> JobState:
 
     While the scheduler doesn't answer, the run's own record counts only if it says that the run has ended for good.
     """
-    jobs, tasks = read_job_ids(run), int(get_number(read_launch_record(run), "array") or 1)
+    jobs, tasks = read_job_ids(run), int(get_finite_number(read_launch_record(run), "array") or 1)
     states = [(job, get_job_state(job, tasks)) for job in jobs]
     active = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
     if active:
@@ -210,12 +210,12 @@ def find_launcher_process(run: Path) -> psutil.Process | None:
     if launch_record.get("host") != socket.gethostname() or "pid" not in launch_record:
         return None
     try:
-        process = psutil.Process(int(get_number(launch_record, "pid") or 0))
+        process = psutil.Process(int(get_finite_number(launch_record, "pid") or 0))
         # If the start time differs, another process has the pid now, unless the clock was set since.
         description = describe_process(process)
         is_same_boot = bool(description["boot"]) and description["boot"] == launch_record.get("boot")
         keys = ("started", "uptime") if is_same_boot else ("started",)
-        is_same = any(abs(description[key] - (get_number(launch_record, key) or 0)) < 1 for key in keys)
+        is_same = any(abs(description[key] - (get_finite_number(launch_record, key) or 0)) < 1 for key in keys)
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
@@ -226,7 +226,9 @@ def get_foreground_state(run: Path) -> JobState:
     launch_record = read_launch_record(run)
     if find_launcher_process(run):
         return JobState(
-            "RUNNING", f"pid {launch_record['pid']} on {launch_record['host']}", get_number(launch_record, "time")
+            "RUNNING",
+            f"pid {launch_record['pid']} on {launch_record['host']}",
+            get_finite_number(launch_record, "time"),
         )
     ended = _read_recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:
@@ -241,12 +243,12 @@ def _read_recorded_end(run: Path) -> JobState | None:
         return JobState(last.state_name, last.reason, last.ended)
     event = read_last_state_event(run)
     if (name := EVENT_STATES.get(str(event.get("event")), "ENDED")) != "ENDED":
-        return JobState(name, str(event.get("detail", "")), get_number(event, "time"))
+        return JobState(name, str(event.get("detail", "")), get_finite_number(event, "time"))
     launch_record = read_launch_record(run)
-    if (code := get_number(launch_record, "exit_code")) is None:
+    if (code := get_finite_number(launch_record, "exit_code")) is None:
         return None
     name = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED"}.get(int(code), "FAILED")
-    return JobState(name, f"exit code {int(code)}", get_number(launch_record, "time"))
+    return JobState(name, f"exit code {int(code)}", get_finite_number(launch_record, "time"))
 
 
 def get_locked_state(run: Path) -> JobState | None:
@@ -259,7 +261,7 @@ def get_locked_state(run: Path) -> JobState | None:
         return None
     if not _is_lock_held(run, holder):
         return None
-    return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
+    return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_finite_number(holder, "time"))
 
 
 def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:
@@ -267,7 +269,7 @@ def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:
     if is_copied_record(holder, run):
         return False
     if holder.get("host") == socket.gethostname():
-        lock_time, pid = get_number(holder, "time"), get_number(holder, "pid")
+        lock_time, pid = get_finite_number(holder, "time"), get_finite_number(holder, "pid")
         try:
             # A process that began after the lock was taken has only inherited the pid of a dead one.
             return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1

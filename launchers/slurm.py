@@ -27,6 +27,8 @@ from megatfm.launchers.record import lock_launch_record, record_evaluation_jobs,
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.terminal import format_counted
 
+# The site
+
 # Allow the names that sites use, but no quote, blank, newline or `$`.
 SlurmToken = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
 Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]*\z", max_length=200)]
@@ -139,6 +141,8 @@ def _check_option(option: str) -> None:
             "flag of `megatfm launch`"
         )
 
+
+# The launcher
 
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 

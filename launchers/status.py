@@ -18,6 +18,7 @@ from megatfm.launchers.record import (
     EVENTS,
     METRICS,
     find_latest_checkpoint_step,
+    get_finite_number,
     get_number,
     read_last_state_event,
     read_launch_record,
@@ -94,10 +95,10 @@ def get_run_status(run: Path) -> RunStatus:
     for job, evaluation in find_active_jobs(read_evaluation_job_ids(run)).items():
         prefix = f"{state.reason}; " if state.reason else ""
         state = replace(state, reason=f"{prefix}evaluation in job {job}: {evaluation.name}")
-    last_step = get_number(last, "step")
-    step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
-    seconds = [value for record in records if (value := get_number(record, "step_seconds")) is not None]
-    speeds = [value for record in records if (value := get_number(record, "tokens_per_second")) is not None]
+    last_step = get_finite_number(last, "step")
+    step = int(last_step) if last_step is not None else None
+    seconds = [value for record in records if (value := get_finite_number(record, "step_seconds")) is not None]
+    speeds = [value for record in records if (value := get_finite_number(record, "tokens_per_second")) is not None]
     seconds_left = max(0, steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
     detail = f"{events[0].get('event')}: {events[0].get('detail')}" if events else ""
     return RunStatus(
@@ -128,7 +129,7 @@ def get_launched_state(run: Path) -> JobState | None:
     if launcher not in ("slurm", "local", "mpi"):
         return None
     state = get_run_job_state(run) if launcher == "slurm" else get_foreground_state(run)
-    last_event_time = get_number(read_last_state_event(run), "time") or 0.0
+    last_event_time = get_finite_number(read_last_state_event(run), "time") or 0.0
     ended_at = math.inf if state.since is None else state.since + CLOCK_SKEW_SECONDS * (launcher == "slurm")
     is_continued = get_locked_state(run) is not None or last_event_time > ended_at
     return _infer_state(run) if state.is_over and is_continued else state
@@ -139,7 +140,7 @@ def _read_steps(run: Path) -> int | None:
     for name in ("config.toml", "slurm/config.toml"):
         try:
             return int(tomllib.loads((run / name).read_text(encoding="utf-8-sig"))["train"]["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError):
             continue
     return None
 

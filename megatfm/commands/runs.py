@@ -67,7 +67,7 @@ def _make_table(statuses: Iterable[RunStatus]) -> "Table":
 
 
 def _format_details(status: RunStatus) -> str:
-    since = f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}" if status.state.since else ""
+    since = f", since {_format_time(status.state.since)}" if status.state.since else ""
     rows = {
         "run": str(status.run),
         "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
@@ -81,6 +81,14 @@ def _format_details(status: RunStatus) -> str:
         "last event": status.event,
     }
     return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and time; one that no calendar has stays a number."""
+    try:
+        return time.strftime("%d %b %H:%M", time.localtime(seconds))
+    except (OSError, OverflowError, ValueError):
+        return f"{seconds:g}"
 
 
 def _format_step(status: RunStatus) -> str:

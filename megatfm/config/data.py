@@ -17,6 +17,8 @@ from pydantic import (
 from megatfm.config.parts import ByName, PartName, expand_name
 from megatfm.config.section import MAX_LENGTH, Fraction, PathStr, Section, find_nearest_divisor
 
+# Images: `[data.images]`
+
 
 def _check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     low, high = bounds
@@ -170,6 +172,9 @@ class ImagesConfig(Section):
     def mixes(self) -> bool:
         """Whether images are mixed with others."""
         return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
+
+
+# Corpora
 
 
 class MixtureSource(Section):

@@ -349,15 +349,11 @@ def _locate_error(
             path = [*path[:-1], f"{path[-1]}[{part}]"] if isinstance(part, int) else [*path, part]
         else:
             break
-        value = _get_item(value, part)
+        if isinstance(value, Mapping):
+            value = value.get(str(part))
+        else:  # a section may be given by its name alone
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
     return path, section, value
-
-
-def _get_item(value: Any, part: int | str) -> Any:
-    """Return an item of a table or list, or None: a section may be given by its name alone."""
-    if isinstance(value, Mapping):
-        return value.get(str(part))
-    return value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
 
 
 def _explain_by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:

@@ -199,8 +199,8 @@ def _wrap(line: str, indent: int = 0) -> str:
 def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
     """Return printable tables of a corpus. Reads all of it.
 
-    They count documents by length, by source (its first folder, or its file), by domain and by each field's values,
-    and list the most frequent ids. decode_id: returns the text of an id.
+    They count documents by length, by source (its first folder, or its file), by class, by domain and by each field's
+    values, and list the most frequent ids. decode_id: returns the text of an id.
     """
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()
@@ -215,7 +215,8 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
             progress.advance()
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
-            for field, value in select_countable_fields(sample.metadata).items():
+            fields = _describe_class(corpus, sample) | select_countable_fields(sample.metadata)
+            for field, value in fields.items():
                 if field in by_field or len(by_field) < MAX_FIELDS:
                     by_field.setdefault(field, _Totals(field)).add(value, sample)
                 else:
@@ -223,8 +224,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     tables = [
         f"{format_counted(corpus.n_samples, 'document')}, {format_counted(corpus.n_tokens, 'token')}, "
         f"{format_counted(corpus.n_text_bytes, 'byte')} of text",
-        _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
-        _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
+        *(_tabulate_lengths(lengths) if corpus.n_tokens else []),
         by_source.table(),
         *(field_counts.table() for field_counts in by_field.values()),
         *([f"there are more than {MAX_FIELDS} fields: further ones are not counted"] if has_more_fields else []),
@@ -267,12 +267,19 @@ class _Totals:
     def table(self) -> str:
         if self._is_full:
             return f"{self._name}: more than {MAX_VALUES:,} values"
-        largest = sorted(self._totals.items(), key=lambda item: (-item[1][1], item[0]))[:MAX_LISTED]
+        largest = sorted(self._totals.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))[:MAX_LISTED]
         rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
         n_more = len(self._totals) - MAX_LISTED
         return _format_table((self._name, "documents", "tokens", "bytes of text"), rows) + (
             f"\nand {n_more:,} more" if n_more > 0 else ""
         )
+
+
+def _tabulate_lengths(lengths: NDArray[np.int64]) -> list[str]:
+    return [
+        _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
+        _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
+    ]
 
 
 def _tabulate_percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:

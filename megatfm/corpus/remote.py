@@ -274,7 +274,7 @@ def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
 
     fsspec's own `find` would follow links that lead upwards.
     """
-    if not _is_page(first := fs.info(root)):
+    if not str((first := fs.info(root)).get("mimetype") or "").startswith("text/html"):
         return {root: first}
     files, folders, visited = {}, [f"{root.rstrip('/')}/"], set()
     while folders:
@@ -290,10 +290,6 @@ def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _is_page(info: dict[str, Any]) -> bool:
-    return str(info.get("mimetype") or "").startswith("text/html")
-
-
 def _get_protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
@@ -301,11 +297,8 @@ def _get_protocols(fs: Any) -> set[str]:
 def _to_remote_file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
     if info.get("size") is None:
         raise MegatfmError(f"{path or name}: the server doesn't say how long it is, so nothing can be checked")
-    return RemoteFile(name, int(info["size"]), _get_version(info), path)
-
-
-def _get_version(info: dict[str, Any]) -> str:
-    return next((str(info[name]) for name in (*_VERSION_FIELDS, *_TIME_FIELDS) if info.get(name)), "")
+    versions = (str(info[key]) for key in (*_VERSION_FIELDS, *_TIME_FIELDS) if info.get(key))
+    return RemoteFile(name, int(info["size"]), next(versions, ""), path)
 
 
 def _has_same_checksum(info: dict[str, Any], path: Path) -> bool:

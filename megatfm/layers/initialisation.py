@@ -196,7 +196,8 @@ def check_inits(model: nn.Module) -> None:
 
     Also for initial values of anything else, or that are no distribution.
     """
-    for path, module in model.named_modules():
+    modules, initialised = list(model.named_modules()), set[int]()
+    for path, module in modules:
         for key, init in getattr(module, "initial", {}).items():
             if not hasattr(module, key):
                 raise UsageError(
@@ -207,8 +208,8 @@ def check_inits(model: nn.Module) -> None:
                     f"{path}.{key}: {init!r} in `initial` of {type(module).__name__} is no distribution: use one of "
                     "megatfm.layers.initialisation, such as Constant(1.0)"
                 )
-    initialised = {id(tensor) for _, tensor, _ in iter_inits(model)}
-    for path, module in model.named_modules():
+            initialised.add(id(getattr(module, key)))
+    for path, module in modules:
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, tensor in tensors:
             if id(tensor) not in initialised:

@@ -87,7 +87,7 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
         return prefixed
     prefixed = dist.PrefixStore(name, store)
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, notice = time.monotonic() + timeout.total_seconds(), time.monotonic() + NOTICE_SECONDS
     while missing and time.monotonic() < deadline:
         for peer in sorted(missing):
             if prefixed.check([f"megatfm/knows/{peer}"]):
@@ -98,6 +98,9 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
                 if answered.get(peer) != hello:
                     store.set(f"megatfm/welcome/{hello.decode()}", name)
                     answered[peer] = hello
+        if missing and notice <= time.monotonic():
+            _warn_of_missing_ranks(_format_ranks(sorted(missing)), world_size, timeout)
+            notice = deadline
         time.sleep(RESTART_POLL_SECONDS)
     return prefixed
 
@@ -120,11 +123,8 @@ def wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: time
             raise MegatfmError(store.get(STOPPED_KEY).decode())
         if time.monotonic() < deadline:
             if env.rank == 0 and notice <= time.monotonic() and (names := _list_missing_ranks(store, env.world_size)):
-                log.warning(
-                    "rank 0 of %d waits for rank %s, up to %g s: check its log or its node%s",
-                    env.world_size, names, timeout.total_seconds(),
-                    "; to train in one process, unset RANK and WORLD_SIZE" if env.launcher == "torchrun" else "",
-                )  # fmt: skip
+                way_out = "; to train in one process, unset RANK and WORLD_SIZE" if env.launcher == "torchrun" else ""
+                _warn_of_missing_ranks(names, env.world_size, timeout, way_out)
                 notice = deadline
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
@@ -156,8 +156,16 @@ def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
 
 
 def _list_missing_ranks(store: dist.Store, world_size: int) -> str:
-    missing = [n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])]
-    return ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+    return _format_ranks([n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])])
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (" …" if len(ranks) > 16 else "")
+
+
+def _warn_of_missing_ranks(names: str, world_size: int, timeout: timedelta, way_out: str = "") -> None:
+    text = "rank 0 of %d waits for rank %s, up to %g s: check its log or its node%s"
+    log.warning(text, world_size, names, timeout.total_seconds(), way_out)
 
 
 def _open_store_over_mpi(env: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:

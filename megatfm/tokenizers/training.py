@@ -203,7 +203,7 @@ def train_sentencepiece(
     model = io.BytesIO()
     failures: list[BaseException] = []
     model_options: dict[str, Any] = {
-        "sentence_iterator": _record_errors(_iter_sentences(texts), failures),
+        "sentence_iterator": _record_errors((text.translate(_TEXT_TO_MARKS) for text in texts), failures),
         "pretokenizer": _split_segments,
         "allow_inconsistent_pretokenization": True,  # encoding needs no segments
     }
@@ -271,11 +271,6 @@ def _restore_spaces(model: bytes) -> bytes:
 def _split_segments(sentence: str) -> list[str]:
     segments = _SEGMENT.findall(sentence.translate(_MARKS_TO_TEXT))
     return [segment.translate(_TEXT_TO_MARKS) for segment in segments]
-
-
-def _iter_sentences(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield text.translate(_TEXT_TO_MARKS)
 
 
 def _iter_counted_segments(texts: Iterable[str]) -> Iterator[str]:

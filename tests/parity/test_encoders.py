@@ -1,5 +1,6 @@
 """Encoders, long ones and gpt-oss's attention against transformers, from the same perturbed weights: every gradient."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,10 +29,8 @@ from tests.support.hf_encoders import (
     MODERNBERT,
     PAD,
     VOCABULARY,
-    convert_batch,
     draw_tokens,
     padded_batch,
-    sentence_labels,
 )
 from tests.support.reference_gradients import (
     LargestErrors,
@@ -69,6 +68,26 @@ MODELS = {
 dtype = dtype_fixture(
     modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_big_bird, modeling_longformer
 )  # fmt: skip
+
+
+def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
+    """Labels of sentence pairs under transformers' name, which differs."""
+    if "sentence" not in config.extra_heads:
+        return {}
+    name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
+    return {name: torch.tensor([0, 1, 1])}
+
+
+def convert_batch(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
+    documents = batch["attention_mask"] - 1
+    inputs: dict[str, Any] = {"documents": documents, "segments": batch.get("token_type_ids")}
+    if family == "discriminator":
+        return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
+    for labels in sentences.values():
+        inputs["sentence_targets"] = torch.full_like(documents, -100)
+        inputs["sentence_targets"][:, 0] = labels
+    return inputs | {"targets": batch["labels"]}
 
 
 def config_of(model: str) -> ModelConfig:

@@ -22,13 +22,12 @@ from tests.support.expert_parity import (
     EP2,
     EXPERT_CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
-    EXPERT_MATRICES,
     EXPERT_MODELS,
     EXPERT_TP_LAYOUTS,
-    PARTS_OF_FOUR,
+    EXTENDED_LAYOUTS,
+    QUICK_LAYOUTS,
     TP2,
     WHOLE_ROW_LAYOUTS,
-    make_four_rank_configs,
     moe_layers,
     objective_for,
     second_step,
@@ -46,6 +45,21 @@ from tests.support.parity import (
     one_device,
 )
 from tests.support.workers import Workers
+
+EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", "w_down")}
+
+
+def make_four_rank_configs(configs: dict[str, Any], ranks: int, tier: str) -> dict[str, Any]:
+    """Configs of a case: of four ranks, those of a tier."""
+    tiers = dict.fromkeys(QUICK_LAYOUTS, "quick") | dict.fromkeys(EXTENDED_LAYOUTS, "extended")
+    return {name: config for name, config in configs.items() if ranks != 4 or tiers.get(name, "slow") == tier}
+
+
+PARTS_OF_FOUR = [
+    pytest.param(4, "quick", id="4"),
+    pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
+    pytest.param(4, "slow", id="4, the others", marks=SLOW),
+]
 
 
 def check_tied_routing(name: str, layouts: dict[str, ParallelConfig]) -> None:

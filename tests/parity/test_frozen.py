@@ -6,17 +6,9 @@ import pytest
 
 from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.verify.verify import verify
-from tests.support.frozen_parity import (
-    DIVISIBLE,
-    EXPERT_TARGETS,
-    EXPERTS,
-    FREEZE,
-    LORA,
-    adapted_config,
-    frozen_errors,
-    lora_errors,
-)
+from tests.support.frozen_parity import DIVISIBLE, FREEZE, LORA, build_adapted, compare_two_steps, frozen_errors
 from tests.support.layouts import EXTENDED, SLOW, make_cases_by_ranks
+from tests.support.models import FAMILY_MODELS
 from tests.support.small_runs import VERIFIED_CONFIG
 from tests.support.workers import Workers
 
@@ -34,6 +26,18 @@ LAYOUTS = {
 }  # fmt: skip
 LONGER = {2: ["zero2", "pp2"], 4: ["zbv × zero1", "zero2 × tp2"]}
 """Layouts of extended cases: of their axes each has a case of its own in `make test`."""
+EXPERTS = DIVISIBLE.with_changes({"ffn": {"name": "moe", "n_experts": 12, "top_k": 3, "d_ff": 30, "dropout": 0.0}})
+EXPERT_TARGETS = ["experts.w_*", "wv"]
+
+
+def adapted_config(name: str, **options: object) -> ModelConfig:
+    """A small model of a family, with adapters."""
+    return FAMILY_MODELS[name].with_changes({"lora": {**LORA, **options}})
+
+
+def lora_errors(config: ModelConfig, *layouts: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
+    """Differences from one device, whose weights plain torch moves, in two steps, by layout."""
+    return compare_two_steps(config, build_adapted, layouts, recomputed=recomputed)
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:

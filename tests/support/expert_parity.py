@@ -11,7 +11,6 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.moe.moe import MoE
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.layouts import EXTENDED, SLOW
 from tests.support.models import SMALL_MODEL
 from tests.support.parity import (
     build_engine,
@@ -127,7 +126,6 @@ EXPERT_TP_LAYOUTS = {
     },
 }
 WHOLE_ROW_LAYOUTS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
-EXPERT_MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", "w_down")}
 QUICK_LAYOUTS = {
     "ep2 of 4, zero3", "ep4, zero1", "ep2 × replicas", "ep2 × tp2 without sequence parallel", "ep2 × pp2, zbv",
     # Where tensor-parallel ranks take experts otherwise, and where rows are cut:
@@ -144,17 +142,6 @@ EXTENDED_LAYOUTS = {
 """Extended ones; all others are slow."""
 
 
-def make_four_rank_configs(configs: dict[str, Any], ranks: int, tier: str) -> dict[str, Any]:
-    """Configs of a case: of four ranks, those of a tier."""
-    tiers = dict.fromkeys(QUICK_LAYOUTS, "quick") | dict.fromkeys(EXTENDED_LAYOUTS, "extended")
-    return {name: config for name, config in configs.items() if ranks != 4 or tiers.get(name, "slow") == tier}
-
-
-PARTS_OF_FOUR = [
-    pytest.param(4, "quick", id="4"),
-    pytest.param(4, "extended", id="4, extended", marks=EXTENDED),
-    pytest.param(4, "slow", id="4, the others", marks=SLOW),
-]
 STAGES: tuple[Any, ...] = (0, 1, 2, 3)
 PLAIN_EXPERT_LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},

@@ -154,13 +154,6 @@ DIVISIBLE = FAMILY_MODELS["llama"].with_changes(
     {"d_model": 60, "attention.n_heads": 30, "attention.n_kv_heads": 30, "ffn.d_ff": 60}
 )
 """A decoder whose sizes two, three and five ranks divide."""
-EXPERTS = DIVISIBLE.with_changes({"ffn": {"name": "moe", "n_experts": 12, "top_k": 3, "d_ff": 30, "dropout": 0.0}})
-EXPERT_TARGETS = ["experts.w_*", "wv"]
-
-
-def adapted_config(name: str, **options: object) -> ModelConfig:
-    """A small model of a family, with adapters."""
-    return FAMILY_MODELS[name].with_changes({"lora": {**LORA, **options}})
 
 
 def build_adapted(config: ModelConfig) -> nn.Module:
@@ -172,8 +165,3 @@ def build_adapted(config: ModelConfig) -> nn.Module:
         if isinstance(module, Experts):
             module.initial |= {name: Normal(0.2) for name in module.initial if name.endswith("_lora_b")}
     return model
-
-
-def lora_errors(config: ModelConfig, *layouts: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
-    """Differences from one device, whose weights plain torch moves, in two steps, by layout."""
-    return compare_two_steps(config, build_adapted, layouts, recomputed=recomputed)

@@ -1,10 +1,7 @@
 """Golden files: losses of a small model on keyed text and images, names and shapes of parameters."""
 
 import json
-import re
-from collections.abc import Mapping
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -207,38 +204,6 @@ def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
 def moe_curve_config(name: str) -> dict[str, Any]:
     """The preset of experts, made small, with one of MOE_ROUTERS."""
     return preset_config(MOE_PRESET, SMALL_MOE | MOE_ROUTERS[name])
-
-
-BLOCK = re.compile(r"(?P<before>.*\blayers\.)(?P<number>\d+)(?P<after>\..*)")
-
-
-def join_equal_blocks(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """`encoder.layers.0…11.attn.wq.weight [768, 768]`, in the model's order.
-
-    Neighbouring blocks are joined if they have the same names and shapes in the same order.
-    """
-    lines: list[str] = []
-    for before, entries in groupby(shapes.items(), _get_stack):
-        if before is None:
-            lines += [f"{name} {list(shape)}" for name, shape in entries]
-            continue
-        runs: list[tuple[list[str], list[str]]] = []
-        for number, block in groupby(entries, lambda entry: BLOCK.sub(r"\g<number>", entry[0])):
-            content = [BLOCK.sub(r"\g<after>", name) + f" {list(shape)}" for name, shape in block]
-            if runs and runs[-1][1] == content:
-                runs[-1][0].append(number)
-            else:
-                runs.append(([number], content))
-        for numbers, content in runs:
-            where = numbers[0] if len(numbers) == 1 else f"{numbers[0]}…{numbers[-1]}"
-            assert [int(n) for n in numbers] == list(range(int(numbers[0]), int(numbers[-1]) + 1))
-            lines += [f"{before}{where}{line}" for line in content]
-    return lines
-
-
-def _get_stack(entry: tuple[str, tuple[int, ...]]) -> str | None:
-    match = BLOCK.fullmatch(entry[0])
-    return match["before"] if match else None
 
 
 CLASSES, SIDE = 10, 8

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatfm.config import ModelConfig
-from megatfm.models import build
 from tests.support.hf_folders import perturb_parameters
 from tests.support.images import draw_pixels, make_batch
-from tests.support.models import SWIN_MODEL
 from tests.support.reference_gradients import perturb
 
 ENCODER_TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -142,26 +140,6 @@ def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
     return batch
 
 
-def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
-    """Labels of sentence pairs under transformers' name, which differs."""
-    if "sentence" not in config.extra_heads:
-        return {}
-    name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
-    return {name: torch.tensor([0, 1, 1])}
-
-
-def convert_batch(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
-    documents = batch["attention_mask"] - 1
-    inputs: dict[str, Any] = {"documents": documents, "segments": batch.get("token_type_ids")}
-    if family == "discriminator":
-        return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
-    for labels in sentences.values():
-        inputs["sentence_targets"] = torch.full_like(documents, -100)
-        inputs["sentence_targets"][:, 0] = labels
-    return inputs | {"targets": batch["labels"]}
-
-
 SMALL_VIT = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "image_size": 16,
     "patch_size": 4, "id2label": {0: "cat", 1: "dog", 2: "ant"}, "label2id": {"cat": 0, "dog": 1, "ant": 2},
@@ -245,11 +223,6 @@ PARTS_V2 = (
     ("ffn.w_up", "intermediate.dense"),
     ("ffn.w_down", "output.dense"),
 )
-
-
-def build_model(options: dict[str, Any] | None = None) -> nn.Module:
-    """Our model in float64, its parameters not yet set."""
-    return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
 
 
 def build_hf_model(

@@ -109,13 +109,6 @@ class TowerObjective(Contrastive):
             self.loss_weights = {**self.loss_weights, "top1": 0.0, "top5": 0.0}
 
 
-def caption_numbers(batch: Mapping[str, Tensor]) -> Tensor:
-    """Numbers of captions [rows, T, 2] at their first tokens, as two parts; every third pair of rows has the same."""
-    rows = torch.arange(len(batch["tokens"]), dtype=torch.int32)
-    numbers = torch.where(rows % 3 == 0, 7, rows - 11)[:, None] + batch["documents"].int() * 100
-    return torch.stack([numbers, -numbers], dim=-1)
-
-
 def compute_reference_loss(kind: str, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The mean loss of pairs, from all logits at once."""
     logits = scale * images @ texts.T

@@ -7,20 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from megatfm import cli
-from megatfm.config import load_config, load_section
-from megatfm.config.prep import PrepConfig
+from megatfm.config import load_config
 from megatfm.launchers import attempts, prolog_epilog, record
-from megatfm.launchers.attempts import Attempt, AttemptLog, dump_attempts
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job, Resources
-from megatfm.launchers.slurm import Site
 
 
 def run_launch(*words: str, config: str = "quickstart") -> int:
@@ -45,33 +42,6 @@ def make_job(**changes: object) -> Job:
 CLUSTER_FLAGS = [
     "--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--job-name", "big-run",
 ]  # fmt: skip
-FULL_SITE = Site(
-    partition="gpu", account="physics", qos="long", constraint="a100&infiniband", exclude="gpu[07,12]",
-    cpus_per_task=8, memory="480G", exclusive=True, sbatch=["--mail-type=FAIL"], srun=["--mpi=none"],
-    modules=["cuda/12.8", "openmpi"], setup=[["source", "/my venv/bin/activate"]],
-    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"], python="python3", interface="ib0",
-    environment={"NCCL_IB_HCA": "mlx5"},
-)  # fmt: skip
-SMALL_SITE = Site(partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60)
-
-
-def make_prep_job(**changes: object) -> Job:
-    """A job of eight tasks that prepares the quickstart's data."""
-    resolved = load_section(PrepConfig, "quickstart-data")
-    return make_job(kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes)
-
-
-COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")
-STAND_IN = """#!/bin/bash
-name=${0##*/}
-printf '%s' "$name" >>"$SLURM_FAKE/calls"
-printf ' %q' "$@" >>"$SLURM_FAKE/calls"
-echo >>"$SLURM_FAKE/calls"
-key=$name
-[ "$name" != scontrol ] || { [ "$1" = -o ] && key=$name-$2 || key=$name-$1; }
-[ ! -e "$SLURM_FAKE/$key.fails" ] || { cat "$SLURM_FAKE/$key.fails" >&2; exit 1; }
-[ ! -e "$SLURM_FAKE/$key" ] || cat "$SLURM_FAKE/$key"
-"""
 
 
 @dataclass
@@ -102,15 +72,6 @@ def run_megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         cli.main(words)
     output = capsys.readouterr()
     return int(left.value.code or 0), output.out + output.err
-
-
-def write_attempts(run: Path, *codes: int | None) -> None:
-    """Write `restarts.json`: an attempt of job 7 for each exit code, None for one that runs."""
-    result = [
-        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
-        for code in codes
-    ]
-    (run / "restarts.json").write_text(dump_attempts(result))
 
 
 RUNNING = "JobId=7 JobState=RUNNING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00 Partition=main NumNodes=2\n"
@@ -153,13 +114,6 @@ def write_event(run: Path, **facts: object) -> None:
 def finish_run(run: Path) -> None:
     """The run records that all of its steps are done."""
     write_event(run, event="finished", detail="step 100", step=100)
-
-
-def write_failures(run: Path, count: int, host: str | None) -> None:
-    """Record failed attempts, which a host is blamed for."""
-    for _ in range(count):
-        begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))
-        AttemptLog(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
 
 
 @contextmanager

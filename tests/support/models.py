@@ -272,23 +272,6 @@ PATTERN_MODELS = {
 
 
 @dataclass(frozen=True)
-class LastTokensPattern(AttentionPattern):
-    """The last `width` tokens."""
-
-    width: int
-
-    @property
-    def is_relative(self) -> bool:
-        return True
-
-    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        return (k <= q) & (k > q - self.width)
-
-    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        return (k.first <= q.last) & (k.last > q.first - self.width)
-
-
-@dataclass(frozen=True)
 class SameChunkPattern(AttentionPattern):
     """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
 

@@ -1,11 +1,8 @@
 """Files that data_prep reads and writes, its steps, and preparations by several tasks, stopped, held or killed."""
 
-import io
-import json
 import os
 import random
 import signal
-import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,10 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import sentencepiece
-import zstandard
 from blake3 import blake3
 from pydantic import TypeAdapter
 
@@ -72,28 +66,6 @@ def run_tasks_in_random_order(
     order = random.Random(step).sample(range(count), count)
     parts = {number: work(number, lambda _: None) for number in [*order, *order[::2]]}
     return join(parts[number] for number in range(count))
-
-
-def shard_texts(out: Path, split: str) -> dict[str, str]:
-    """Source → text of all samples of a split."""
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
-    texts: dict[str, str] = {}
-    for shard in sorted((out / split).glob("*.tar.zst")):
-        stream = zstandard.ZstdDecompressor().stream_reader(shard.read_bytes(), read_across_frames=True)
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            members = {member.name: file.read() for member in tar if (file := tar.extractfile(member))}
-        for name, data in members.items():
-            if name.endswith(".meta.json"):
-                meta = json.loads(data)
-                ids = np.load(io.BytesIO(members[name.replace("meta.json", "tokens.npy")]))
-                many = "keys" in meta
-                parts = np.split(ids, np.cumsum(meta["tokens"])[:-1]) if many else [ids]
-                sources = meta["sources"] if many else [meta["source"]]
-                sizes = meta["bytes"] if many else [meta["bytes"]]
-                for source, size, part in zip(sources, sizes, parts, strict=True):
-                    texts[source] = tokenizer.decode(part.tolist())
-                    assert len(texts[source].encode()) == size
-    return texts
 
 
 def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:

@@ -9,7 +9,6 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.data.sequences import NO_OTHER_DOCUMENTS, DocumentChunk
 from megatfm.objectives import Example, Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey, chunk_keys
-from tests.support.packed_corpora import MemoryCorpus
 
 VOCABULARY = 1000
 RESERVED = 200
@@ -87,13 +86,6 @@ class OtherDocuments:
 
     def tokens(self, number: int) -> np.ndarray:
         return self.documents[number]
-
-
-class TextCorpus(MemoryCorpus):
-    """A corpus for `PackedDataset`, of texts in this vocabulary."""
-
-    def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
-        return [make_text(n, seed) for seed, n in enumerate(lengths)]
 
 
 # What one or another tokenizer treats in a special way: marks of spaces and of unknown characters, names of reserved

@@ -14,13 +14,7 @@ from torch import Tensor
 from megatfm.engines.interface import ShardLocation
 from megatfm.ops import cross_entropy as module
 from megatfm.ops import cross_entropy_triton
-from megatfm.ops.cross_entropy import (
-    IGNORE,
-    LogitOptions,
-    VocabularyShard,
-    cross_entropy,
-    cross_entropy_reference,
-)
+from megatfm.ops.cross_entropy import IGNORE, LogitOptions, VocabularyShard, cross_entropy, cross_entropy_reference
 from megatfm.optim import adamw_triton, optimizers
 from megatfm.optim.optimizers import BF16StateAdamW
 

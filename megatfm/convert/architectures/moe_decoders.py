@@ -1,4 +1,4 @@
-"""Decoders with experts in every block: Mixtral, OLMoE, Qwen3-MoE and gpt-oss."""
+"""Decoders with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: the image towers alone, and both towers.
+"""CLIP and SigLIP: the image towers alone (CLIPVisionModel, SiglipVisionModel), and both towers.
 
 SigLIP's pooling head is not read alone; CLIP's last norm applies only to the class token.
 """
@@ -119,6 +119,8 @@ register_architecture(
         fingerprint={"embedding.name": "patches", "embedding.norm": True, "embedding.bias": False},
     ),
 )
+
+# Both towers
 
 TEXT_MAPPING = {
     "hidden_size": "d_model",

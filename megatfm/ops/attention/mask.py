@@ -1,4 +1,4 @@
-"""What attention adds to scores or leaves out: masks, bands of tiles, dense masks, and biases by distance.
+"""Masks of attention, their bands of tiles, dense masks, and biases by distance, which are added to scores.
 
 A relative bias (ALiBi, T5) has one value a distance, not a pair, [N, T + S − 1]: query i of T and key j of S get value
 j − i + T − 1. For queries and keys that are some of a row's L tokens it is that of the row, [N, 2L − 1], and i and j

@@ -91,7 +91,7 @@ def test_its_section_is_for_its_engine_alone() -> None:
     with pytest.raises(UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"):
         config("deepspeed.offload_optimizer=cpu", engine="native")
     with pytest.raises(
-        ValidationError, match=r"deepspeed\.zero_hpz_partition_size is set"
+        UsageError, match=r"deepspeed\.zero_hpz_partition_size is set"
     ):  # of a section that holds every key
         config("deepspeed.zero_hpz_partition_size=2").with_changes({"parallel.engine": "native"})
 

@@ -298,7 +298,7 @@ def test_keys_are_renamed_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_of_kinds_of_blocks_may_be_dotted() -> None:
-    """As `with_changes` takes them from Python, and configs store them."""
+    """`with_changes` takes them so from Python, and configs store them so."""
     kinds = {"wide": {"attention.n_heads": 8, "ffn": {"name": "moe"}, "ffn.capacity": 2.0}}
     layer_type = {"wide": {"attention": {"n_heads": 8}, "ffn": {"name": "moe", "capacity_factor": 2.0}}}
     for key in ("block", "layer_type"):

@@ -256,6 +256,19 @@ def test_statistics_are_those_counted_by_hand(tmp_path: Path) -> None:
     assert by_id == ["3 ids occur", "id piece times", "7 9", "9 9", "8 8"]
 
 
+def test_statistics_of_images_count_classes(tmp_path: Path) -> None:
+    """They have no tokens; the most frequent class comes first, and an image without one is not counted."""
+    with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
+        for number, label in enumerate((b"0", b"1", b"1", b"2", None)):
+            writer.add(str(number), np.empty(0, np.uint16), "train", 0, {"cls": label} if label else {"txt": b""})
+        writer.finish({"classes": ["cat", "dog"]})
+    tables = tabulate_stats(tmp_path).split("\n\n")
+    assert [" ".join(line.split()) for line in tables[-1].splitlines()] == [
+        "class documents tokens bytes of text", "1 (dog) 2 0 0", "0 (cat) 1 0 0", "2 1 0 0",
+    ]  # fmt: skip
+    assert len(tables) == 3, "the sum, sources, classes"
+
+
 def test_statistics_of_large_ids_take_little_memory(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="x", token_dtype="uint32") as writer:
         writer.add("a", np.array([30_000_000, 7, 30_000_000]), "x", 1)

@@ -2,15 +2,20 @@
 
 import errno
 import gzip
+import io
 import json
 import random
 import shutil
+import tarfile
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sentencepiece
+import zstandard
 
 from megatfm import data_prep
 from megatfm.config import load_section
@@ -18,9 +23,31 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, shard_texts, write_file
+from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
 
 Make = Callable[..., PrepConfig]
+
+
+def shard_texts(out: Path, split: str) -> dict[str, str]:
+    """Source → text of all samples of a split."""
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    texts: dict[str, str] = {}
+    for shard in sorted((out / split).glob("*.tar.zst")):
+        stream = zstandard.ZstdDecompressor().stream_reader(shard.read_bytes(), read_across_frames=True)
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            members = {member.name: file.read() for member in tar if (file := tar.extractfile(member))}
+        for name, data in members.items():
+            if name.endswith(".meta.json"):
+                meta = json.loads(data)
+                ids = np.load(io.BytesIO(members[name.replace("meta.json", "tokens.npy")]))
+                many = "keys" in meta
+                parts = np.split(ids, np.cumsum(meta["tokens"])[:-1]) if many else [ids]
+                sources = meta["sources"] if many else [meta["source"]]
+                sizes = meta["bytes"] if many else [meta["bytes"]]
+                for source, size, part in zip(sources, sizes, parts, strict=True):
+                    texts[source] = tokenizer.decode(part.tolist())
+                    assert len(texts[source].encode()) == size
+    return texts
 
 
 def test_every_document_comes_out_once(prepared: PrepSummary, corpus: Path) -> None:

@@ -184,7 +184,7 @@ def test_later_tracebacks_name_no_rank() -> None:
 def test_kernels_of_fake_tensors_are_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are on a CPU, whatever the run is to use."""
+    """Tensors without values are on a CPU, on any device of the run."""
     monkeypatch.setattr("megatfm.terminal._LOGGED", set[str]())
     sizes = ["model.n_layers=1", "model.d_model=64", "model.attention.n_heads=2", "model.ffn.n_experts=4"]
     with caplog.at_level("INFO", "megatfm"):

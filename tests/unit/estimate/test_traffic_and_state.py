@@ -56,7 +56,7 @@ def profile_part(config: Config, name: str) -> PartProfile:
 
 @pytest.mark.parametrize(("side", "length"), [("encoder", 512), ("decoder", 128)])
 def test_windows_send_keys_of_the_rows_of_their_side(side: str, length: int) -> None:
-    """Of 16 tokens, forward and as gradients: each rank of two has those of half a row."""
+    """Keys and values of 16 tokens are sent forward, and their gradients back; each of two ranks has half a row."""
     config = load_config("t5-base", ["data.sequence_length=512", "data.target_length=128", "parallel.cp=2"])
     token_bytes = 10
     keys = length // 2 * token_bytes

@@ -12,7 +12,19 @@ import pytest
 from megatfm.config import load_config, to_toml
 from megatfm.launchers import snapshot
 from tests.support.files import write_lines
-from tests.support.launch_jobs import COMMANDS, RUNNING, STAND_IN, FakeSlurm, MakeRun
+from tests.support.launch_jobs import RUNNING, FakeSlurm, MakeRun
+
+COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")
+STAND_IN = """#!/bin/bash
+name=${0##*/}
+printf '%s' "$name" >>"$SLURM_FAKE/calls"
+printf ' %q' "$@" >>"$SLURM_FAKE/calls"
+echo >>"$SLURM_FAKE/calls"
+key=$name
+[ "$name" != scontrol ] || { [ "$1" = -o ] && key=$name-$2 || key=$name-$1; }
+[ ! -e "$SLURM_FAKE/$key.fails" ] || { cat "$SLURM_FAKE/$key.fails" >&2; exit 1; }
+[ ! -e "$SLURM_FAKE/$key" ] || cat "$SLURM_FAKE/$key"
+"""
 
 
 @pytest.fixture

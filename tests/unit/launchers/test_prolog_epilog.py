@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatfm.launchers import prolog_epilog
-from megatfm.launchers.attempts import RESTARTS, UNFINISHED, AttemptLog
+from megatfm.launchers.attempts import RESTARTS, UNFINISHED, Attempt, AttemptLog
 from megatfm.launchers.prolog_epilog import main
 from tests.support.launch_jobs import (
     RUNNING,
@@ -19,11 +20,17 @@ from tests.support.launch_jobs import (
     run_prolog,
     write_chain,
     write_event,
-    write_failures,
     write_log,
 )
 
 Commit = Callable[[int], None]
+
+
+def write_failures(run: Path, count: int, host: str | None) -> None:
+    """Record failed attempts, which a host is blamed for."""
+    for _ in range(count):
+        begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))
+        AttemptLog(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
 
 
 def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from megatfm.config import load_section
+from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler, snapshot
+from megatfm.launchers.job import Job
 from megatfm.launchers.record import find_latest_checkpoint_step, tail_jsonl
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from tests.support.documentation import ROOT
-from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, FakeSlurm, make_job, make_prep_job
+from tests.support.launch_jobs import FakeSlurm, make_job
 
 pytestmark = pytest.mark.usefixtures("folder")
 GOLDEN = ROOT / "tests" / "golden" / "launchers"
@@ -25,6 +28,20 @@ RENDERED = {
     "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(make_prep_job()),
     "evaluate.sbatch": lambda: SlurmLauncher(FULL_SITE).render(make_job(**GPUS, kind="evaluate")),
 }
+FULL_SITE = Site(
+    partition="gpu", account="physics", qos="long", constraint="a100&infiniband", exclude="gpu[07,12]",
+    cpus_per_task=8, memory="480G", exclusive=True, sbatch=["--mail-type=FAIL"], srun=["--mpi=none"],
+    modules=["cuda/12.8", "openmpi"], setup=[["source", "/my venv/bin/activate"]],
+    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"], python="python3", interface="ib0",
+    environment={"NCCL_IB_HCA": "mlx5"},
+)  # fmt: skip
+SMALL_SITE = Site(partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60)
+
+
+def make_prep_job(**changes: object) -> Job:
+    """A job of eight tasks that prepares the quickstart's data."""
+    resolved = load_section(PrepConfig, "quickstart-data")
+    return make_job(kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes)
 
 
 @pytest.mark.parametrize("name", RENDERED)

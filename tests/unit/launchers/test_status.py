@@ -15,9 +15,18 @@ import pytest
 from megatfm.launchers.attempts import Attempt, dump_attempts
 from megatfm.launchers.run_jobs import BOOT_ID, describe_process
 from megatfm.launchers.status import get_run_status
-from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
+from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm
 
 ROOT = Path(__file__).parents[3]
+
+
+def write_attempts(run: Path, *codes: int | None) -> None:
+    """Write `restarts.json`: an attempt of job 7 for each exit code, None for one that runs."""
+    result = [
+        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
+        for code in codes
+    ]
+    (run / "restarts.json").write_text(dump_attempts(result))
 
 
 def test_a_run_in_full(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +298,26 @@ def test_status_survives_badly_written_files(make: MakeRun, pid: object, capsys:
     for launcher in ("slurm", "by hand"):
         (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))
         assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize("number", ["NaN", "inf", 1e400, 1e30], ids=str)
+def test_status_survives_numbers_without_a_bound(
+    make: MakeRun, number: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counts and times of damaged files; a loss alone may be NaN."""
+    run = make()
+    (run / "config.toml").write_text("[train]\nsteps = inf\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": number, "step_seconds": number}) + "\n")
+    (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": number}))
+    assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+    (run / "lock").unlink()
+    for launcher in ("slurm", "local"):
+        record = {"launcher": launcher, "host": socket.gethostname(), "kind": "prep", "jobs": ["7"]}
+        numbers = dict.fromkeys(("pid", "array", "time", "exit_code"), number)
+        (run / "launch.json").write_text(json.dumps(record | numbers))
+        for attempts in ([], [{"time": 1.0, "submission": "7", "job": "7", "code": 0, "ended": number}]):
+            (run / "restarts.json").write_text(json.dumps(attempts))
+            assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
 
 
 def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> None:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -17,14 +18,31 @@ from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern, local
 from megatfm.layers.attention.patterns.bigbird import BigBird, draw_random_blocks
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
+from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, BlockBounds, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from tests.support.models import LastTokensPattern, SameChunkPattern
+from tests.support.models import SameChunkPattern
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
 N = 2
+
+
+@dataclass(frozen=True)
+class LastTokensPattern(AttentionPattern):
+    """The last `width` tokens."""
+
+    width: int
+
+    @property
+    def is_relative(self) -> bool:
+        return True
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return (k <= q) & (k > q - self.width)
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return (k.first <= q.last) & (k.last > q.first - self.width)
 
 
 BOTH = (True, False)

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers import stage_blocks
 from megatfm.layers.attention.windowed import MapWindows
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.hf_encoders import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
+from tests.support.hf_encoders import build_hf_model, copy_hf_weights, draw_images, make_image_batch
 from tests.support.images import draw_pixels
-from tests.support.models import FAMILY_MODELS, MVIT_MODEL, SWIN_V2_OPTIONS
+from tests.support.models import FAMILY_MODELS, MVIT_MODEL, SWIN_MODEL, SWIN_V2_OPTIONS
 from tests.support.reference_gradients import perturb
 from tests.support.tensors import assert_same_gradients, move_parameters
 
@@ -24,6 +25,11 @@ TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
 """Pixels. Maps of 16 × 16 then 8 × 8 windows of 4; odd and padded ones (9 × 13, 5 × 7); one window in the second stage;
 a long map without shift in the second. transformers crashes on maps smaller than a window."""
+
+
+def build_model(options: dict[str, Any] | None = None) -> nn.Module:
+    """Our model in float64, its parameters not yet set."""
+    return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
 
 
 @pytest.mark.parametrize(("options", "size"), [

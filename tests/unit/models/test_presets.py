@@ -4,7 +4,9 @@ After a change that is meant: `python -m tests.unit.models.test_presets` writes 
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from megatfm.config.sources import ALIASES
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import build_objective
-from tests.support.golden_curves import SPECIAL, VOCABULARY, join_equal_blocks, make_batch
+from tests.support.golden_curves import SPECIAL, VOCABULARY, make_batch
 from tests.support.reference_gradients import get_table_row
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,6 +91,36 @@ ACTIVE = {
     "t-dmca-moe": 34_885_632,
 }  # fmt: skip
 """Parameters that a token meets."""
+BLOCK = re.compile(r"(?P<before>.*\blayers\.)(?P<number>\d+)(?P<after>\..*)")
+
+
+def join_equal_blocks(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """`encoder.layers.0…11.attn.wq.weight [768, 768]`, in the model's order.
+
+    Neighbouring blocks are joined if they have the same names and shapes in the same order.
+    """
+    lines: list[str] = []
+    for before, entries in groupby(shapes.items(), _get_stack):
+        if before is None:
+            lines += [f"{name} {list(shape)}" for name, shape in entries]
+            continue
+        runs: list[tuple[list[str], list[str]]] = []
+        for number, block in groupby(entries, lambda entry: BLOCK.sub(r"\g<number>", entry[0])):
+            content = [BLOCK.sub(r"\g<after>", name) + f" {list(shape)}" for name, shape in block]
+            if runs and runs[-1][1] == content:
+                runs[-1][0].append(number)
+            else:
+                runs.append(([number], content))
+        for numbers, content in runs:
+            where = numbers[0] if len(numbers) == 1 else f"{numbers[0]}…{numbers[-1]}"
+            assert [int(n) for n in numbers] == list(range(int(numbers[0]), int(numbers[-1]) + 1))
+            lines += [f"{before}{where}{line}" for line in content]
+    return lines
+
+
+def _get_stack(entry: tuple[str, tuple[int, ...]]) -> str | None:
+    match = BLOCK.fullmatch(entry[0])
+    return match["before"] if match else None
 
 
 @cache

@@ -14,8 +14,8 @@ from megatfm.objectives import OBJECTIVES, Objective
 from megatfm.rng import ChunkKey, chunk_keys
 from megatfm.train.build import build_model
 from megatfm.verify.shrink import draw_batch, objective_for, shrink
-from tests.support.packed_corpora import pack_dataset
-from tests.support.text_objectives import OtherDocuments, TextCorpus, make_objective, make_text
+from tests.support.packed_corpora import MemoryCorpus, pack_dataset
+from tests.support.text_objectives import OtherDocuments, make_objective, make_text
 
 IGNORE, ROWS = -100, (96, 64)
 # Objective and family → the first hex digits of what a pinned text becomes. A change here changes what a resumed run
@@ -30,6 +30,13 @@ PINNED = {
     ("ul2", "decoder"): "d39146e24923a1e1", ("replaced_token", "electra"): "ebd899cbb0d073bd",
 }  # fmt: skip
 EACH_OBJECTIVE = pytest.mark.parametrize(("name", "family"), PINNED, ids=[" ".join(case) for case in PINNED])
+
+
+class TextCorpus(MemoryCorpus):
+    """A corpus for `PackedDataset`, of texts in this vocabulary."""
+
+    def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
+        return [make_text(n, seed) for seed, n in enumerate(lengths)]
 
 
 def hash_fields(fields: dict[str, np.ndarray]) -> bytes:

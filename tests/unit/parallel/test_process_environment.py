@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers.local import find_free_port
-from megatfm.parallel import startup_watch
+from megatfm.parallel import rendezvous, startup_watch
 from megatfm.parallel.process_environment import ProcessEnvironment, count_local_ranks, read_process_environment
 from megatfm.parallel.rendezvous import restart_store
 from megatfm.parallel.startup_watch import StartupWatch
@@ -123,7 +123,7 @@ def test_the_head_node_is_the_first_of_the_list(monkeypatch: pytest.MonkeyPatch,
 PROGRAM = """
 import os, signal, sys, time
 from types import SimpleNamespace
-from megatfm.parallel import startup_watch
+from megatfm.parallel import rendezvous, startup_watch
 def serve(seconds):  # or until the file is there
     end = time.monotonic() + seconds
     while time.monotonic() < end and not os.path.exists(sys.argv[3]):
@@ -270,6 +270,16 @@ def start_ranks(store: dist.Store, world_size: int, ranks: range | None = None) 
     numbers = list(ranks or range(world_size))
     with ThreadPoolExecutor(len(numbers)) as pool:
         return list(pool.map(rank, reversed(numbers)))[::-1]
+
+
+def test_rank_0_says_for_whom_it_waits_in_a_restart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.0)
+    store = dist.HashStore()
+    store.set("megatfm/hello/2", "an earlier start's")
+    restart_store(store, 0, 3, timedelta(seconds=0.1))
+    assert caplog.messages == ["rank 0 of 3 waits for rank 1, 2, up to 0.1 s: check its log or its node"]
 
 
 @pytest.mark.parametrize("later", [2, 3, 4])
