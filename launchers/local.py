@@ -66,7 +66,9 @@ class ForegroundLauncher:
         try:
             code = self._run_recorded(job, attempt, new_paths)
         except OSError as error:
-            raise MegatfmError(f"{error.filename or run}: can't write the run directory: {error.strerror}") from error
+            place = error.filename or run
+            reason = f"{error.strerror}: make room there, or give another name or run_dir"
+            raise MegatfmError(f"{place}: can't write the run directory: {reason}") from error
         finally:
             # Ranks that were refused have removed their files. Any other file would belong to a run that began. The
             # state of a run that is there already stays.

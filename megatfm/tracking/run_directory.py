@@ -70,7 +70,8 @@ class RunDirectory:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._lock.remember_file()
         except OSError as error:
-            raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
+            reason = f"{error.strerror}: make room there, or give another name or run_dir"
+            raise MegatfmError(f"{self.folder}: can't write the run directory: {reason}") from error
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

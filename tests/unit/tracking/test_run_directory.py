@@ -64,7 +64,8 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MegatfmError, match=r"file/a: can't write the run directory: Not a directory"):
+    words = r"file/a: can't write the run directory: Not a directory: make room there, or give another name"
+    with pytest.raises(MegatfmError, match=words):
         enter(RunDirectory(tmp_path / "file" / "a", 0))
 
 
