@@ -82,7 +82,7 @@ def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "n
                     f"{name}: {n} starts otherwise"
                 )
         batches = uneven_microbatches(engine, reference.batch)
-        for _ in range(2 if name == names[0] else 1):  # a second step finds nothing left of the first
+        for _ in range(2):  # the second step finds nothing left of the first
             stats = engine.forward_backward(batches, objective)
             assert stats.loss == pytest.approx(reference.loss, rel=1e-12), name
             assert model_gradient_errors(engine, model) == {}, name
