@@ -136,8 +136,7 @@ def test_a_branch_of_an_interrupted_evaluation_repeats_it(
     """The branch knows the best loss, and leaves the other run's checkpoint as it is."""
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     assert workers.run(train_until_batch, 1, make_config("train.patience=9", run="trunk"), 1) == [EXIT_REQUEUE]
-    metadata = trunk / "checkpoints/step-00000004/metadata.json"
-    stored = metadata.read_bytes()
+    stored = (metadata := trunk / "checkpoints/step-00000004/metadata.json").read_bytes()
     config = make_config("train.patience=9", f"train.branch_from={trunk}@4", run="branch")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert metadata.read_bytes() == stored

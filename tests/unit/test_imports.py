@@ -214,6 +214,16 @@ def test_names_in_getattr_are_defined(trees: Mapping[str, ast.Module]) -> None:
     assert not {place: name for name, place in looked_up.items() if name not in defined}
 
 
+def test_no_file_has_more_than_400_lines() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for folder in ("benchmarks", "data_prep", "launchers", "megatfm", "slurm", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert len(lengths) > 500
+    assert not {path: lines for path, lines in lengths.items() if lines > 400}
+
+
 def test_the_map_of_shared_helpers_names_each_file() -> None:
     files = [path.stem for path in (ROOT / "tests/support").glob("[a-z]*.py")]
     assert len(files) > 30

@@ -1,7 +1,5 @@
 """Each kind of mistake gives one line: where, which key, which value, why, and a way out."""
 
-import copy
-import pickle
 import re
 import time
 import tomllib
@@ -12,14 +10,12 @@ from typing import Any
 import pytest
 import tomli_w
 
-from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config import Config, load_config
 from megatfm.config.foreign_keys import FOREIGN_KEYS, FOREIGN_NAMES
 from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
 from megatfm.errors import UsageError
-from megatfm.models import build
-from tests.plugins import plugin
 
 
 def mistake(load: Callable[..., Config], *overrides: str) -> str:
@@ -298,23 +294,6 @@ def test_invalid_toml_is_named_with_its_file(load: Callable[..., Config], file: 
 def test_tables_that_are_nested_too_deep(load: Callable[..., Config], file: Path, header: str) -> None:
     file.write_text(header.format(".".join("a" * 3000)) + "\n")
     assert mistake(load) == f"{file}: has tables within tables, more than 100: no config has so many"
-
-
-def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
-    """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
-    plugin("dilated")
-    config = ModelConfig.from_dotted(
-        {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
-        | {"attention.pattern": {"name": "dilated", "step": 3}}
-    )
-    with pytest.raises(UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"):
-        build(config)
-    with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
-        config.ffn.choices  # noqa: B018
-    assert getattr(config.attention.pattern, "step", 2) == 3
-    assert getattr(config.attention.pattern, "far", 2) == 2
-    assert not hasattr(config, "far")
-    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(("word", "meant"), [

@@ -1,5 +1,7 @@
 """Names that configs know against the registries, and keys of plugins' sections that nothing reads."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatfm.config.section import get_item_type, list_variants
 from megatfm.data_prep.filters.base import _MODULES
 from megatfm.data_prep.readers import FORMATS, READERS
 from megatfm.errors import UsageError
+from megatfm.models import build
 from tests.plugins import plugin
 from tests.support.documentation import ROOT, load_module
 from tests.support.prep_files import build_step
@@ -148,3 +151,20 @@ def test_a_step_is_refused_for_a_key_that_it_does_not_read(tmp_path: Path) -> No
         load_section(PrepConfig, "quickstart-data", values)
     with pytest.raises(UsageError, match=r"read\.format = 'jsnol': unknown \(did you mean 'jsonl'\?\); there are"):
         load_section(PrepConfig, "quickstart-data", [*values[:2], "read.format=jsnol"])
+
+
+def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
+    """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
+    plugin("dilated")
+    config = ModelConfig.from_dotted(
+        {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
+        | {"attention.pattern": {"name": "dilated", "step": 3}}
+    )
+    with pytest.raises(UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"):
+        build(config)
+    with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
+        config.ffn.choices  # noqa: B018
+    assert getattr(config.attention.pattern, "step", 2) == 3
+    assert getattr(config.attention.pattern, "far", 2) == 2
+    assert not hasattr(config, "far")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
