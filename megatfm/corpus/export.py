@@ -5,7 +5,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,13 +221,23 @@ def _write_tars(corpus: Corpus, out: Path) -> str:
     return f"{out}: {format_counted(n_shards, 'plain tar')}, with a sample for each of {documents}"
 
 
+def _iter_side_lengths(corpus: Corpus) -> Iterator[tuple[int, int] | None]:
+    """Yield the two numbers that the indexes hold of each sample: size of its image, or tokens of both sides."""
+    for shard in range(len(corpus.manifest.shards)):
+        index = corpus.indexes.complete(shard)
+        if index.has_image_sizes:
+            yield from zip(index.samples["height"].tolist(), index.samples["width"].tolist(), strict=True)
+        else:
+            yield from repeat(None, len(index.samples))
+
+
 def _write_tar_shards(corpus: Corpus, folder: Path) -> int:
     """Write a corpus as plain tars into a new folder; return the number of tars."""
     dtype, tokenizer_hash = corpus.manifest.token_dtype, corpus.tokenizer_hash
     with ShardWriter(folder, tokenizer_hash=tokenizer_hash, token_dtype=dtype, compress=False, pack=False) as writer:
-        for sample in _iter_samples(corpus):
+        for sample, sides in zip(_iter_samples(corpus), _iter_side_lengths(corpus), strict=True):
             # Unique in a shard of the corpus; several of its shards may fit into one tar.
             key = f"sample-{sample.index:012d}" if writer.has_key(sample.key) else sample.key
-            writer.add(key, sample.tokens, sample.source, sample.text_bytes, sample.members, sample.metadata)
+            writer.add(key, sample.tokens, sample.source, sample.text_bytes, sample.members, sample.metadata, sides)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return len(manifest.shards)

@@ -18,6 +18,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
+from megatfm.corpus.images import ImageColumns
 from megatfm.corpus.inspect import check_corpus, get_domain, tabulate_stats
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.import_token_ids import read_token_ids
@@ -193,6 +194,17 @@ def test_an_export_of_tars_leaves_hidden_folders_of_others_alone(exported_from: 
     assert all((folder / "shard-00099.tar").read_text() == "of another one" for folder in hidden)
     assert not (tmp_path / "tars" / "shard-00099.tar").exists()
     check_corpus(tmp_path / "tars")
+
+
+def test_plain_tars_keep_the_lengths_of_both_sides(tmp_path: Path) -> None:
+    lengths = [(3, 2), (1, 4), (5, 0)]
+    with ShardWriter(tmp_path / "corpus", tokenizer_hash="none", token_dtype="uint16", pack=False) as writer:
+        for number, sides in enumerate(lengths):
+            writer.add(str(number), np.arange(sum(sides), dtype=np.uint16), "answers", 0, side_lengths=sides)
+        writer.finish({})
+    export_corpus(tmp_path / "corpus", tmp_path / "tars", None)
+    for corpus in map(Corpus.open, (tmp_path / "corpus", tmp_path / "tars")):
+        assert ImageColumns(corpus, 0, corpus.n_blocks).image_sizes.tolist() == [list(sides) for sides in lengths]
 
 
 @pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
