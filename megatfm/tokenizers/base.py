@@ -164,7 +164,10 @@ class Tokenizer(Protocol):
 
     @abstractmethod
     def id_to_piece(self, token: int) -> str:
-        """Return an id's piece as its library shows it, with U+2581, Ġ or another mark for a space."""
+        """Return an id's piece as its library shows it, with U+2581, Ġ or another mark for a space.
+
+        Returns "" for an id beyond the vocabulary.
+        """
 
     @abstractmethod
     def token_bytes(self) -> list[bytes] | None:

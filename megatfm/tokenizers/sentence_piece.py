@@ -90,7 +90,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._sp.decode(self.validate_ids(ids)))
 
     def id_to_piece(self, token: int) -> str:
-        return str(self._sp.id_to_piece(token))
+        return str(self._sp.id_to_piece(token)) if token < self.vocab_size else ""
 
     def token_bytes(self) -> list[bytes] | None:
         if not self.lossless:

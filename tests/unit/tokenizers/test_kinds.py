@@ -106,6 +106,13 @@ def test_a_batch_gives_the_ids_of_each_text(trained: Own, kind: str, threads: in
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
+def test_an_id_beyond_the_vocabulary_has_no_piece(trained: Own, kind: str) -> None:
+    pieces = [trained[kind].id_to_piece(token) for token in (VOCAB_SIZE - 1, VOCAB_SIZE, 2**31)]
+    assert pieces[0]
+    assert pieces[1:] == ["", ""]
+
+
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 def test_an_id_beyond_the_vocabulary_is_refused(trained: Own, kind: str, token: int) -> None:
     with pytest.raises(MegatfmError, match=f"id {token} is not in this tokenizer's vocabulary of {VOCAB_SIZE}"):
