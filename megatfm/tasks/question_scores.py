@@ -50,7 +50,8 @@ def score_choices(
     }
     if unconditional:
         without = np.array([answer.log_probability for answer in unconditional])
-        by_metric["accuracy_pmi"] = log_probabilities - without
+        impossible = np.isneginf(log_probabilities)  # −∞ − (−∞) would be NaN, which argmax prefers
+        by_metric["accuracy_pmi"] = log_probabilities - np.where(impossible, 0.0, without)
     chosen = {metric: int(numbers.argmax()) for metric, numbers in by_metric.items()}
     values = {metric: float(number == question.right) for metric, number in chosen.items()}
     record = {

@@ -201,6 +201,15 @@ def test_each_normalisation_chooses_by_its_own_length() -> None:
     assert (result.values["bits"], result.values["bytes"]) == (pytest.approx(4 / math.log(2)), 5)
 
 
+def test_an_answer_without_probability_is_not_chosen() -> None:
+    """Neither prompt allows it, so its two log-probabilities have no difference."""
+    answers = [Likelihood(number, 1) for number in (-math.inf, -3.0, -9.0)]
+    result = score_choices(QUESTION, answers, " ", [Likelihood(-math.inf, 1)] + [Likelihood(-1.0, 1)] * 2)
+    assert result.record["chosen"] == {
+        "accuracy": 1, "accuracy_per_token": 1, "accuracy_per_byte": 1, "accuracy_pmi": 1
+    }  # fmt: skip
+
+
 def test_equal_answers_choose_the_first() -> None:
     question = Question(0, "", (" a", " a"), right=1)
     result = score_choices(question, [Likelihood(-1.0, 1)] * 2, " ")
