@@ -141,8 +141,8 @@ def draw_timeline(estimate: Estimate) -> Drawing | None:
     ]
     rows = [f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle" for rank, busy in enumerate(timeline.busy)]
     is_cut = len(passes) < len(timeline.passes)
-    shown = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else "all passes"
-    note = f"{shown} take {end:.3g} s"
+    drawn_passes = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else "all passes"
+    note = f"{drawn_passes} take {end:.3g} s"
     kinds = {p.kind for p in passes}
     legend = {f"pass-{kind}": name for kind, name in PASS_KINDS.items() if kind in kinds}
     return Drawing(rows, boxes, legend, note=note, min_width=PASS_PIXELS * len(passes) // len(rows))

@@ -127,11 +127,11 @@ class HostWaits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default")
         masks = args[1] if str(func).startswith(("aten.index.", "aten.index_put")) else ()
         if name in BLOCKING_OPERATORS or any(mask is not None and mask.dtype == torch.bool for mask in masks):
-            self.found.append(name)
+            self.operators.append(name)
         return func(*args, **(kwargs or {}))

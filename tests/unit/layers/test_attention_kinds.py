@@ -99,7 +99,7 @@ def test_linformer_equals_the_formula(
     check_each_document(layer, lambda x: written_out(layer, x, shared), DOCUMENTS, packed, (shared,))
 
 
-def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linformer_in_pieces_drops_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Block(config_of("headwise", **{"attention.dropout": 0.5}), "encoder").attn.double()
     heads = [draw(2, HEADS, n, 4, seed=seed) for seed, n in enumerate((LENGTH, RANK, RANK))]
     keys = torch.randint(2**60, (2, HEADS, LENGTH))
@@ -121,7 +121,7 @@ def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(("share", "more"), [
     ("headwise", 1_572_864), ("key_value", 786_432), ("layerwise", 65_536), ("none", 18_874_368),
 ])  # fmt: skip
-def test_counts_on_roberta(share: str, more: int) -> None:
+def test_linformer_adds_these_parameters_to_roberta(share: str, more: int) -> None:
     options = ["model.attention.name=linformer", "model.attention.max_length=512", f"model.attention.share={share}"]
     with torch.device("meta"):
         model = build(load_config("roberta-base", options).model)
@@ -139,14 +139,14 @@ def test_models_that_linformer_can_not_serve_are_refused(changes: dict[str, obje
         build(config_of("none", **changes))
 
 
-def test_rows_beyond_its_length() -> None:
+def test_linformer_refuses_rows_beyond_its_length() -> None:
     layer = Block(config_of("none"), "encoder").attn
     long = LENGTH + 3
     with pytest.raises(UsageError, match=r"rows have 16 tokens, but model\.attention\.max_length = 15: shorten"):
         layer(torch.zeros(1, long, WIDTH), SequenceMetadata(torch.arange(long)[None]))
 
 
-def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
+def test_the_encoder_of_an_encoder_decoder_has_linformer() -> None:
     model = build(config_of("layerwise", family="encoder_decoder", n_layers=2))
     encoder, decoder = (next(iter(stack.layers.values())) for stack in (model.encoder, model.decoder))
     kinds = [type(layer).__name__ for layer in (encoder.attn, decoder.attn, decoder.cross)]
@@ -154,7 +154,7 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
     assert [name for name, _ in model.named_parameters() if "sketch" in name] == ["encoder.sketch.weight"]
 
 
-def test_layers_that_share_have_the_same_sizes() -> None:
+def test_linformer_layers_that_share_have_the_same_sizes() -> None:
     kinds = {"layer_types": ["a", "b"], "n_layers": 2, "layer_type.a": {}}
     kinds["layer_type.b.attention.projected_length"] = RANK + 1
     message = r"model\.layer_type changes max_length or projected_length: give all layers the same, or choose"
@@ -249,7 +249,7 @@ def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     assert cost.matmul_macs == COMPRESSED_LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
 
 
-def test_prefixes_are_refused() -> None:
+def test_compressed_attention_refuses_prefixes() -> None:
     layer = Block(compressed_config(3), "decoder").attn
     sequence = SequenceMetadata(torch.arange(5)[None], prefix=torch.arange(5)[None] < 2)
     with pytest.raises(UsageError, match=r"all tokens of a document see its prefix: use objective\.name = 'causal'"):
@@ -265,7 +265,7 @@ SHARED = CONFIG.with_changes({"attention.name": "deberta_v2", "position": BUCKET
 
 
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
-def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
+def test_deberta_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     distances = torch.arange(1 - 2 * farthest, 2 * farthest)
     actual, reference = assign_log_buckets(distances, n, farthest), make_log_bucket_position(distances, n, farthest)
     assert torch.equal(actual, reference.long())
@@ -284,7 +284,7 @@ def test_deberta_needs_its_own_positions_and_sees_all(config: ModelConfig, chang
         build(config.with_changes(change))
 
 
-def test_buckets_that_leave_no_room_are_refused() -> None:
+def test_deberta_buckets_that_leave_no_room_are_refused() -> None:
     """The refusal comes before anything is built; the smallest number that passes orders distances by buckets."""
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
         SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
@@ -337,7 +337,7 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
 
 @pytest.mark.parametrize("shifted", [False, True], ids=["", "shifted"])
 @pytest.mark.parametrize("name", MAPS)
-def test_windows_are_cells(name: str, shifted: bool) -> None:
+def test_map_windows_are_cells(name: str, shifted: bool) -> None:
     (height, width), window = MAPS[name]
     module = make(window, shifted)
     x = draw(2, 3 * height * width, WIDTH).requires_grad_()
@@ -348,13 +348,13 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     assert_same_gradients(actual, expected, [x, *module.parameters()], rtol=1e-11, atol=1e-11)
 
 
-def test_pairs_are_those_of_windows() -> None:
+def test_pairs_are_those_of_map_windows() -> None:
     """Costs count the pairs within a window."""
     assert Windows2d(7).count_pairs(56 * 56) == 64 * 49**2
     assert Windows2d(7).count_pairs(16) == 16 * 16
 
 
-def test_attention_drops_each_image_s_probabilities_otherwise() -> None:
+def test_windowed_attention_drops_each_image_s_probabilities_otherwise() -> None:
     """Two equal images of a row, which without dropout have equal outputs."""
     module = make(3, True, **{"attention.dropout": 0.5}).train()
     row = draw(1, 20, WIDTH).repeat(1, 2, 1)

@@ -51,12 +51,12 @@ class UnorderedAdds(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name == "index_add" and args[0].is_floating_point():
-            self.found += [name] * (len(args[2].unique()) < args[2].numel())
+            self.operators += [name] * (len(args[2].unique()) < args[2].numel())
         return func(*args, **(kwargs or {}))
 
 
@@ -67,8 +67,8 @@ def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
     with UnorderedAdds() as on_a_gpu:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
-    assert on_the_host.found
-    assert not on_a_gpu.found
+    assert on_the_host.operators
+    assert not on_a_gpu.operators
 
 
 class Passes(TorchDispatchMode):
@@ -76,13 +76,13 @@ class Passes(TorchDispatchMode):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.found = size, 0
+        self.size, self.n_passes = size, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in func._schema.name and func._schema.name != "aten::detach":
             tensors = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
-            self.found += sum(x.dim() > 1 and x.numel() == self.size for x in tensors)
+            self.n_passes += sum(x.dim() > 1 and x.numel() == self.size for x in tensors)
         return output
 
 
@@ -102,7 +102,7 @@ def test_on_a_gpu_each_row_of_an_expert_is_read_and_written_once(padded: bool, m
     with Passes(len(choices) * D) as passes:
         y = rows.combine(rows.dispatch(x), weights)
         actual = y, *torch.autograd.grad(y, [x, weights], direction)
-    assert passes.found == 2 + 3
+    assert passes.n_passes == 2 + 3
     sums = (weights * (choices < n_experts)).view(tokens, top_k, 1).expand(-1, -1, D).sum(1) * x
     for result, expected in zip(actual, (sums, *torch.autograd.grad(sums, [x, weights], direction)), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
@@ -113,10 +113,10 @@ class Names(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.operators: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.add(func._schema.name.partition("::")[2])
+        self.operators.add(func._schema.name.partition("::")[2])
         return func(*args, **(kwargs or {}))
 
 
@@ -130,7 +130,7 @@ def test_rows_are_put_in_order_by_reads_alone_in_both_passes() -> None:
         (gradient,) = torch.autograd.grad(ordered, rows, ordered.detach().sin())
     assert torch.equal(ordered, rows[order])
     assert torch.equal(gradient, rows.detach().sin())
-    assert names.found - {"detach", "argsort", "sort", "sin"} == {"index_select"}
+    assert names.operators - {"detach", "argsort", "sort", "sin"} == {"index_select"}
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:

@@ -38,14 +38,14 @@ class Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.operators: list[str] = []
         self.hashed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
         if inputs and any(isinstance(x, Tensor) and x.device.type == "meta" for x in tree_leaves(result)):
-            self.found.append(str(func))
+            self.operators.append(str(func))
         self.hashed += "bitwise_xor" in str(func)
         return result
 
@@ -72,7 +72,7 @@ YARN = '{name="rope", scaling={name="yarn", factor=4.0, original_length=8}}'
     [*PLAIN, 'model.position={name="sinusoidal"}'],
 ], ids=["dropout", "rope", "sinusoidal"])  # fmt: skip
 def test_no_copy_from_the_host(overrides: list[str]) -> None:
-    assert passes(overrides).found == []
+    assert passes(overrides).operators == []
 
 
 def test_keys_are_hashed_only_where_something_is_dropped() -> None:

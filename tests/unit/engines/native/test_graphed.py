@@ -57,7 +57,7 @@ class Taped:
     def warm_up(self, run: Run) -> None:
         with HostWaits() as waits:
             run()
-        assert waits.found == []
+        assert waits.operators == []
 
     def record(self, run: Run) -> Run:
         self.recorded += 1

@@ -64,7 +64,7 @@ def waits_of_a_step(model: ModelConfig, parallel: ParallelConfig, precision: str
             stats = engine.forward_backward(batch, CAUSAL)
             engine.step(1e-2, clip=1e-3)
             assert stats.loss > 0
-    return [*waits.found, *requested], len(reads)
+    return [*waits.operators, *requested], len(reads)
 
 
 WAITING_LAYOUTS = {
@@ -118,7 +118,7 @@ def work_of_recomputed_experts(recomputed: str) -> tuple[int, list[int]]:
         patch.setattr(transfer, "is_on_host", lambda _: False)
         patch.setattr(Tensor, "cpu", lambda tensor: (reads.append(1), real(tensor).clone())[1])
         engine.forward_backward(batch, CAUSAL)
-    launched = {name.replace("alltoall", "all_to_all"): count for name, count in passes.found.items()}
+    launched = {name.replace("alltoall", "all_to_all"): count for name, count in passes.counts.items()}
     return len(reads), [sum(n for name, n in launched.items() if name.startswith(way)) for way in REPEATED]
 
 
@@ -219,7 +219,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)
     assert sums.loss == pytest.approx(loss, rel=1e-12)
     assert model_gradient_errors(engine, model) == {}
-    return [*device.found, *requested]
+    return [*device.operators, *requested]
 
 
 @pytest.mark.parametrize(("name", "parallel"), [
@@ -250,7 +250,7 @@ def test_task_heads_do_not_wait_for_known_values(head: dict[str, Any]) -> None:
     device = Device([*model.parameters(), *model.buffers()])
     with watch_host(device) as requested:
         model(**{name: device.moved(values, values.device) for name, values in batch.items()})
-    assert [*device.found, *requested] == []
+    assert [*device.operators, *requested] == []
 
 
 def test_the_host_reads_the_device_without_host_copies(workers: Workers) -> None:
@@ -296,12 +296,12 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._schema.name.partition("::")[2]
         if not func.is_view and packet not in FREE:
-            self.found[packet] += 1
+            self.counts[packet] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -319,7 +319,7 @@ def launches(
         with Launches() as step:
             engine.step(1e-2, clip=1e-3)
         assert stats.loss > 0
-    return passes.found, step.found
+    return passes.counts, step.counts
 
 
 BUDGETS = {
