@@ -64,7 +64,11 @@ def write_report(
     run = Run(Path(folder))
     distinct_folders = {path.resolve(): path for path in map(Path, compared)}
     page = render(run, [Run(path) for path in distinct_folders.values()], estimated)
-    return write_page(out or run.folder / "report.html", page, "free space, or choose another file with --out")
+    return write_page(
+        out or run.folder / "report.html",
+        page,
+        "choose another file with --out, in a folder that exists, or free space",
+    )
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:

@@ -256,12 +256,12 @@ def test_compressed_attention_refuses_prefixes() -> None:
         layer(torch.zeros(1, 5, WIDTH), sequence)
 
 
-CONFIG = ModelConfig(
+DEBERTA = ModelConfig(
     family="encoder", vocab_size=23, d_model=12, n_layers=2, attention={"name": "deberta", "n_heads": 2},
     ffn={"d_ff": 20}, position={"name": "deberta", "max_distance": 3},
 )  # fmt: skip
 BUCKETS = {"name": "deberta_v2", "buckets": 4, "max_distance": 7}
-SHARED = CONFIG.with_changes({"attention.name": "deberta_v2", "position": BUCKETS})
+DEBERTA_V2 = DEBERTA.with_changes({"attention.name": "deberta_v2", "position": BUCKETS})
 
 
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
@@ -274,9 +274,9 @@ def test_deberta_buckets_are_those_of_the_released_code(n: int, farthest: int) -
 
 
 @pytest.mark.parametrize(("config", "change"), [
-    (CONFIG, {"position.name": "none"}), (CONFIG, {"family": "decoder"}),
-    (CONFIG, {"position.name": "rope", "family": "decoder"}),
-    (SHARED, {"position.name": "deberta"}), (SHARED, {"family": "decoder"}),
+    (DEBERTA, {"position.name": "none"}), (DEBERTA, {"family": "decoder"}),
+    (DEBERTA, {"position.name": "rope", "family": "decoder"}),
+    (DEBERTA_V2, {"position.name": "deberta"}), (DEBERTA_V2, {"family": "decoder"}),
 ])  # fmt: skip
 def test_deberta_needs_its_own_positions_and_sees_all(config: ModelConfig, change: dict[str, str]) -> None:
     message = rf"needs model\.position\.name = '{config.attention.name}' and family = 'encoder'"
@@ -287,8 +287,8 @@ def test_deberta_needs_its_own_positions_and_sees_all(config: ModelConfig, chang
 def test_deberta_buckets_that_leave_no_room_are_refused() -> None:
     """The refusal comes before anything is built; the smallest number that passes orders distances by buckets."""
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
-        SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
-    SHARED.with_changes({"position.buckets": 8, "position.max_distance": 6})
+        DEBERTA_V2.with_changes({"position.buckets": 8, "position.max_distance": 3})
+    DEBERTA_V2.with_changes({"position.buckets": 8, "position.max_distance": 6})
     assert (assign_log_buckets(torch.arange(-40, 40), 8, 6).diff() >= 0).all()
 
 
