@@ -26,6 +26,9 @@ HEARTBEAT_SECONDS = 4.0
 STALE_SECONDS = 90.0
 """Time without a heartbeat after which a holder on another machine counts as dead: longer than hiccups of file servers,
 and than NFS clients cache an mtime (60 s by default)."""
+HANDOVER_SECONDS = 90.0
+"""Time that a SLURM job waits for another job's lock. SLURM counts a job that lost a node as ended while its processes
+still save, for which they have KillWait, 30 s by default."""
 MAX_HOLDER_BYTES = 2**16
 """Bytes of a lock file that are read: more than the longest path, which JSON may escape, and the rest of a holder."""
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -53,19 +56,39 @@ class RunLock:
         self.path = path
         self._file: int | None = None
         self._file_id: tuple[int, int] | None = None  # device and inode, unique while the file is open
+        self._holder: dict[str, Any] = {}  # as the file described it before this process took the lock
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock. Raises LockedError that names the holder, OSError if the file can't be written."""
-        file = self._open_and_lock()
+        """Take the lock. Raises LockedError that names the holder, OSError if the file can't be written.
+
+        One SLURM job waits for another, which may be ending.
+        """
+        file = self._wait_and_lock()
         while not self._is_at_path(file):  # the last holder removed the file before it was locked here
             os.close(file)
-            file = self._open_and_lock()
+            file = self._wait_and_lock()
         _descriptors.add(file)
         self._file = file
         self.remember_file()
         self._thread = threading.Thread(target=self._keep_alive, name="megatfm-lock", daemon=True)
         self._thread.start()
+
+    def _wait_and_lock(self) -> int:
+        deadline = time.monotonic() + HANDOVER_SECONDS
+        is_announced = False
+        while True:
+            try:
+                return self._open_and_lock()
+            except LockedError as error:
+                may_end = "SLURM_JOB_ID" in os.environ and self._holder.get("job") is not None
+                if not may_end or time.monotonic() >= deadline:
+                    raise
+                if not is_announced:
+                    _log.warning("%s. Waiting up to %.0f s, since that job may be ending", error, HANDOVER_SECONDS)
+                is_announced = True
+            time.sleep(HEARTBEAT_SECONDS / 8)
+            note_progress()
 
     def _open_and_lock(self) -> int:
         try:
@@ -79,7 +102,7 @@ class RunLock:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise MegatfmError(f"{self.path} is not a regular file, so it can't be locked: remove it")
-            holder = _read_holder(file, self.path.parent)
+            self._holder = holder = _read_holder(file, self.path.parent)
             if not _try_lock(file, holder) or (
                 holder and holder["host"] != socket.gethostname() and self._does_mtime_advance(holder)
             ):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -299,3 +300,41 @@ def test_a_lock_that_can_not_be_had_is_done_without(tmp_path: Path, monkeypatch:
     with lock_path(tmp_path / "b"):
         entered.append("no locks")
     assert entered == ["held", "a link", "no locks"]
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_job_waits_for_the_processes_of_a_job_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next job of a chain starts when a node is lost, while the other ranks of the last job save."""
+    path = tmp_path / "lock"
+    monkeypatch.setenv("SLURM_JOB_ID", "14")
+    last_job = RunLock(path)
+    last_job.acquire()
+    monkeypatch.setenv("SLURM_JOB_ID", "15")
+    timer = threading.Timer(1.0, last_job.release)
+    timer.start()
+    take_and_release(path)
+    timer.join()
+    assert re.search(r"another process is training .*, job 14\): .* Waiting up to \d+ s", caplog.text)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize(("holder_job", "job", "waits"), [("14", "15", True), ("14", None, False), (None, "15", False)])
+def test_a_lock_that_is_kept_is_refused_after_the_wait_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder_job: str | None, job: str | None, waits: bool
+) -> None:
+    monkeypatch.setattr(run_lock, "HANDOVER_SECONDS", 1.0)
+
+    def set_job(number: str | None) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", number) if number else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    set_job(holder_job)
+    held = RunLock(tmp_path / "lock")
+    held.acquire()
+    set_job(job)
+    start = time.monotonic()
+    with pytest.raises(LockedError, match="wait for it"):
+        RunLock(tmp_path / "lock").acquire()
+    assert (time.monotonic() - start >= 1.0) == waits
+    held.release()
