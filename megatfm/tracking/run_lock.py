@@ -75,18 +75,17 @@ class RunLock:
         self._thread.start()
 
     def _wait_and_lock(self) -> int:
-        deadline = time.monotonic() + HANDOVER_SECONDS
-        is_announced = False
+        deadline = None
         while True:
             try:
                 return self._open_and_lock()
             except LockedError as error:
-                may_end = "SLURM_JOB_ID" in os.environ and self._holder.get("job") is not None
-                if not may_end or time.monotonic() >= deadline:
+                may_be_ending = "SLURM_JOB_ID" in os.environ and self._holder.get("job") is not None
+                if not may_be_ending or (deadline is not None and time.monotonic() >= deadline):
                     raise
-                if not is_announced:
+                if deadline is None:
+                    deadline = time.monotonic() + HANDOVER_SECONDS
                     _log.warning("%s. Waiting up to %.0f s, since that job may be ending", error, HANDOVER_SECONDS)
-                is_announced = True
             time.sleep(HEARTBEAT_SECONDS / 8)
             note_progress()
 
