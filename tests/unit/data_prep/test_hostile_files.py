@@ -267,7 +267,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 def test_a_damaged_beginning_of_a_stream_is_refused(suffix: str, tmp_path: Path) -> None:
-    """So are zeros, which a crash of the machine leaves in place of a file. An empty file holds nothing."""
+    """Zeros are refused, too: a crash can leave them in place of a file. An empty file is read as nothing."""
     path = tmp_path / f"a{suffix}"
     stream = COMPRESSORS[suffix](b"text")
     for data in (stream + b"x" + stream[1:], bytes(1000)):
