@@ -43,12 +43,6 @@ def test_a_failing_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_missing_folder_is_named_by_the_file_that_it_lacks(tmp_path: Path) -> None:
-    """Not by a temporary name, which no user knows."""
-    with pytest.raises(FileNotFoundError, match=f"'{tmp_path / 'gone' / 'a'}'$"):
-        atomic_write(tmp_path / "gone" / "a", "new")
-
-
 def test_file_and_name_are_forced_to_the_disk_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync = list[bool](), os.fsync
 
