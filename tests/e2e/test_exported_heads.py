@@ -167,5 +167,7 @@ def test_a_head_that_no_class_has_is_refused_before_training(folder: Path, capfd
     write_lines(folder / "train.jsonl", [row | {"other": row["text"]} for row in labelled_rows()])
     words = ["--export", "exported", "task.text_pair=other", "task.both_orders=true"]
     assert run_command("finetune", "task.toml", "--from", "start", *words) == 2
-    assert "BertForSequenceClassification, lacks model.extra_heads.sentence.both_orders = True" in capfd.readouterr().err
+    assert (
+        "BertForSequenceClassification, lacks model.extra_heads.sentence.both_orders = True" in capfd.readouterr().err
+    )
     assert not (folder / "runs/task/metrics.jsonl").exists()
