@@ -215,6 +215,23 @@ def test_a_lock_of_another_machine_is_held_while_its_time_advances(tmp_path: Pat
     lock.release()
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_a_lock_that_its_holder_releases_during_the_wait_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release changes the file's time, as a heartbeat does."""
+    path, read_mtime = tmp_path / "lock", run_lock._read_mtime
+    write_foreign_lock(path)
+
+    def release_and_read(lock: Path) -> int | None:
+        mtime = read_mtime(lock)
+        os.truncate(path, 0)
+        return mtime
+
+    monkeypatch.setattr(run_lock, "_read_mtime", release_and_read)
+    take_and_release(path)
+
+
 def test_the_lock_of_a_copied_run_is_not_waited_for(tmp_path: Path) -> None:
     """Its holder trains in another folder; one that was moved may be in use from another machine."""
     run, copy = tmp_path / "run", tmp_path / "copy"
@@ -308,6 +325,22 @@ def test_a_job_waits_for_the_processes_of_a_job_that_is_ending(
     take_and_release(path)
     timer.join()
     assert re.search(r"another process is training .*, job 14\): .* Waiting up to \d+ s", caplog.text)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize(("refusals", "job"), [(1, None), (1, "15"), (1000, None), (1000, "15")])
+def test_a_lock_whose_holder_is_about_to_let_it_go_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, job: str | None
+) -> None:
+    """The holder empties the file, then closes it, and another writes its name after it has the lock."""
+    monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    genuine, answers = run_lock._try_lock, iter([False] * refusals)
+    monkeypatch.setattr(run_lock, "_try_lock", lambda *words: next(answers, True) and genuine(*words))
+    if refusals == 1:
+        take_and_release(tmp_path / "lock")
+    else:
+        with pytest.raises(LockedError):
+            RunLock(tmp_path / "lock").acquire()
 
 
 @pytest.mark.usefixtures("short_waits")
