@@ -107,15 +107,15 @@ def _explain_pending(job: str, reason: str) -> str:
 
 
 def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
-    """Describe how many tasks of an array run, wait and are over."""
+    """Describe how many tasks of an array are running, waiting and ended."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
     pending = [row for row in rows if row[0] == "PENDING"]
     clauses = [
-        f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
-        f"{len(pending)} wait ({_explain_pending(job, pending[0][1])})" if pending else "",
-        f"{n_over} are over" if (n_over := count - len(rows)) > 0 else "",
+        f"{len(running)} of {count} tasks running on {', '.join(sorted(set(running)))}" if running else "",
+        f"{len(pending)} waiting ({_explain_pending(job, pending[0][1])})" if pending else "",
+        f"{n_over} ended" if (n_over := count - len(rows)) > 0 else "",
     ]
-    return "; ".join(filter(None, clauses)) or f"{len(rows)} tasks are ending"
+    return "; ".join(filter(None, clauses)) or f"{len(rows)} ending"
 
 
 def get_job_state(job: str, tasks: int = 1) -> JobState:
