@@ -73,6 +73,11 @@ def find_active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
     return {job: state for job, state in states.items() if not state.is_over}
 
 
+def find_active_evaluations(run: Path) -> dict[str, JobState]:
+    """Return the evaluation jobs of a run that wait, run or have an unknown state: job id → state."""
+    return find_active_jobs(read_evaluation_job_ids(run))
+
+
 def get_run_job_state(run: Path) -> JobState:
     """Return the state of a run's jobs: of the running one, else the next pending one, else the last.
 
@@ -167,7 +172,7 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
     run = job.run_dir
     if job.kind != "evaluate":
         check_no_process(run)
-    evaluations = find_active_jobs(read_evaluation_job_ids(run))
+    evaluations = find_active_evaluations(run)
     conflicting = evaluations if job.kind == "evaluate" else find_active_jobs(read_job_ids(run))
     for job_id, state in conflicting.items():
         if state.is_unknown:
