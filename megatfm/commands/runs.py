@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.config.section import check_path
+from megatfm.config.sources import check_is_run
 from megatfm.errors import UsageError
 from megatfm.files import to_strict_json
 from megatfm.launchers.logs import follow_logs, print_tails
@@ -201,7 +202,6 @@ def report_command(args: argparse.Namespace) -> int:
     """Write a run's report and print where it is."""
     from megatfm.estimate.recorded import compare_with_estimate
     from megatfm.report import write_report
-    from megatfm.report.run import check_is_run
 
     folder = check_path(Path(args.run_dir))
     check_is_run(folder)
