@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megatfm.convert.load import (
 from megatfm.convert.tokenizer_files import find_tokenizer_path
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
+from megatfm.inference.batched_generation import generate_each
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import Baselines, Results, evaluate_run
@@ -32,7 +33,6 @@ from megatfm.inference.text import (
     PromptSampler,
     TextModel,
     attach_tokenizer,
-    generate_text,
     generate_text_beam,
     load_model,
 )
@@ -131,9 +131,15 @@ class Model:
         """The tokenizer that the model was trained with. Raises UsageError if there is none."""
         return self._with_tokenizer().tokenizer
 
+    @overload
+    def generate(self, prompt: str = "", **options: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], **options: Any) -> list[str]: ...
+
     def generate(
         self,
-        prompt: str = "",
+        prompt: str | Sequence[str] = "",
         *,
         max_tokens: int = 200,
         temperature: float = 0.8,
@@ -145,25 +151,32 @@ class Model:
         begin: Literal["auto", "bos", "none", "chat"] = "auto",
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | Sequence[str | Path] = (),
-    ) -> str:
+        batch: int = 16,
+    ) -> str | list[str]:
         """Generate the continuation of a prompt; return it without the prompt.
 
-        image: a file, or several, that a vision-language model describes. The other options are those of `megatfm
-        generate`. Raises UsageError for a model that does not generate text.
+        prompt: or a list of prompts of any lengths, which returns a list: each gets the text that it gets alone. image:
+        a file, or several, that a vision-language model describes, for every prompt. batch: number of prompts per
+        batch; beam search takes them one by one. The other options are those of `megatfm generate`. Raises UsageError
+        for a model that does not generate text.
         """
-        if not isinstance(prompt, str):
-            raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
+        texts = prompt if isinstance(prompt, list | tuple) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise UsageError(
+                f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def '), or a list of them"
+            )
         if max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}: choose 1 or more")
         if beams < 0:
             raise UsageError(f"beams = {beams}: choose 0 (none) or more")
         options = PromptOptions(begin, sentinel, [image] if isinstance(image, str | Path) else image)
         loaded = self._with_tokenizer()
-        if beams:
-            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, options)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, options)
-        return text
+        if beams:
+            results = [generate_text_beam(loaded, text, max_tokens, beams, length_penalty, options) for text in texts]
+        else:
+            results = generate_each(loaded, texts, sampling, max_tokens, options, batch_size=batch)
+        return results[0] if isinstance(prompt, str) else results
 
     def encode(
         self,

@@ -30,6 +30,13 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 """Alias → preset."""
+RUN_FILES = ("environment.json", "checkpoints", "launch.json")
+STORED_BESIDE = {
+    "config.toml": (*RUN_FILES, "../launch.json"),
+    "from.toml": RUN_FILES,
+    "finetune.toml": (*RUN_FILES, "task"),
+}
+"""Name of a config that a command stores → files and folders of which it stores one beside it."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
 
 def is_stored_by_us(path: Path) -> bool:
     """Return whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
-    neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
+    return any((path.parent / name).exists() for name in STORED_BESIDE.get(path.name, ()))
 
 
 def is_config_of_run(path: Path) -> bool:

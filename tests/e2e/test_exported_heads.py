@@ -160,3 +160,14 @@ def test_a_head_in_the_config_s_file_counts_beside_a_model_to_start_from(folder:
     assert run_command("finetune", "task.toml", "--from", "start", "--prepare") == 0
     section = load_config(folder / "runs/task/finetune.toml").model.extra_heads["score"]
     assert (section.dropout, section.pooler, section.bias) == (0.25, "none", False)
+
+
+def test_a_head_that_no_class_has_is_refused_before_training(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_bert(folder / "start", WORDS_OF_QUESTIONS)
+    write_lines(folder / "train.jsonl", [row | {"other": row["text"]} for row in labelled_rows()])
+    words = ["--export", "exported", "task.text_pair=other", "task.both_orders=true"]
+    assert run_command("finetune", "task.toml", "--from", "start", *words) == 2
+    assert (
+        "BertForSequenceClassification, lacks model.extra_heads.sentence.both_orders = True" in capfd.readouterr().err
+    )
+    assert not (folder / "runs/task/metrics.jsonl").exists()

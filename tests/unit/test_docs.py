@@ -16,10 +16,10 @@ import tomli_w
 
 from megatfm.config import Config, EvaluationTaskConfig, ParallelConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
-from megatfm.config.load import find_keys
 from megatfm.config.prep import READ_FORMATS, PrepConfig
 from megatfm.config.section import list_sections
 from megatfm.config.sources import list_model_presets
+from megatfm.config.validation_errors import find_keys
 from megatfm.layers.moe import ROUTERS
 from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 

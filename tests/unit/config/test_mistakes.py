@@ -32,12 +32,12 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("optimizer.matrix_lr=1", "optimizer.matrix_lr: unknown key; known here: name, lr, "),
     ("a.b.c=1", "a: unknown key; known here: name, "),
     # keys without their section, or below another one
-        ("steps=3", "steps: unknown key (did you mean train.steps?); known here: name, "),
-        ("n_heads=3", "n_heads: unknown key (did you mean model.attention.n_heads?); known here: name, "),
-        ("dropout=0.1", "dropout: unknown key (did you mean model.dropout?); known here: name, "),
-        ("optimizer.steps=3", "optimizer.steps: unknown key (did you mean train.steps?); known here: name, lr, "),
+    ("steps=3", "steps: unknown key (did you mean train.steps?); known here: name, "),
+    ("n_heads=3", "n_heads: unknown key (did you mean model.attention.n_heads?); known here: name, "),
+    ("dropout=0.1", "dropout: unknown key (did you mean model.dropout?); known here: name, "),
+    ("optimizer.steps=3", "optimizer.steps: unknown key (did you mean train.steps?); known here: name, lr, "),
     ("train.every=3", "train.every: unknown key (did you mean checkpoint.every or evaluate.every or log.every?);"),
-        # types
+    # types
     ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
     ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
     ("train.steps=true", "train: steps = true: this is a number: write one"),
@@ -55,6 +55,9 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("train.recompute=50%", "train: recompute = '50%': the compiler chooses what a share of a block's activations is"),
     ("log.profile=7:7", "log: profile = '7:7' records no step, as its end is not included: write '7:8' for step 7"),
     ("data.mixture_schedule=[{tokens=1, weights={a=1}}]", "data: mixture_schedule: there is no data.mixture whose"),
+    # a line break in a name of the user's own
+    ('data.mixture={"a\\nb"=7}', r"data.mixture.a\nb = 7: this is a section"),
+    ('model.layer_type={"a\\nb"={}}', r"model: layer_type.a\nb: none of the"),
     # sections by name and in lists
     ("data.mixture.a.wieght=1", "data.mixture.a.wieght: unknown key (did you mean 'weight'?); known here: path, "),
     ("data.mixture.a.path=x", "data.mixture.a.weight: is required"),
