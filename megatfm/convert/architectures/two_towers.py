@@ -36,6 +36,7 @@ from megatfm.convert.weight_mapping import (
     map_name,
     map_tensor,
     rename_linear,
+    rename_modules,
 )
 from megatfm.errors import UsageError
 
@@ -43,9 +44,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 TOWER_BLOCK = [
     *rename_linear("attn_residual.norm", "layer_norm1", bias=True),
-    *rename_linear("attn.wq", "self_attn.q_proj", bias=True),
-    *rename_linear("attn.wk", "self_attn.k_proj", bias=True),
-    *rename_linear("attn.wv", "self_attn.v_proj", bias=True),
+    *rename_modules({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkv"}, bias=True),
     *rename_linear("attn.wo", "self_attn.out_proj", bias=True),
     *rename_linear("ffn_residual.norm", "layer_norm2", bias=True),
     *MLP,
