@@ -139,10 +139,11 @@ class Model:
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 0.95,
-        beams: int = 0,
+        num_beams: int = 0,
         length_penalty: float = 0.6,
         seed: int = 0,
-        begin: Literal["auto", "bos", "none", "chat"] = "auto",
+        bos: Literal["auto", "bos", "none"] = "auto",
+        chat: bool = False,
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | Sequence[str | Path] = (),
     ) -> str:
@@ -155,12 +156,12 @@ class Model:
             raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
         if max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}: choose 1 or more")
-        if beams < 0:
-            raise UsageError(f"beams = {beams}: choose 0 (none) or more")
-        options = PromptOptions(begin, sentinel, [image] if isinstance(image, str | Path) else image)
+        if num_beams < 0:
+            raise UsageError(f"num_beams = {num_beams}: choose 0 (none) or more")
+        options = PromptOptions(bos, sentinel, [image] if isinstance(image, str | Path) else image, chat)
         loaded = self._with_tokenizer()
-        if beams:
-            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, options)
+        if num_beams:
+            return generate_text_beam(loaded, prompt, max_tokens, num_beams, length_penalty, options)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
         (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, options)
         return text
