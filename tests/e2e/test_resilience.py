@@ -89,7 +89,7 @@ def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) ->
     layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
     run = start(*layout, "train.micro_batch=2", ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)
-    assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(rank)[-300:] for rank in range(ranks)]
+    assert run.wait(60) == [EXIT_FAILED] * ranks, [run.said(rank)[-300:] for rank in range(ranks)]
     (failed,) = [event for event in run.events() if event["event"] == "failed"]
     assert failed["ranks"] == [rank]
     assert "ZeroDivisionError: a planted fault" in run.said(rank)

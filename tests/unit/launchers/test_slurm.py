@@ -177,7 +177,7 @@ def test_evaluations_join_the_record(mine: Path, fake_slurm: FakeSlurm) -> None:
     run_launch(*evaluate, config="runs/mine")
     note = json.loads((mine / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
-    assert get_run_status(mine).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
+    assert get_run_status(mine).work == "evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         run_launch(*evaluate, config="runs/mine")
     assert cancel_run(mine) == "cancelled jobs 12, 13"
