@@ -126,29 +126,28 @@ FOREIGN_NAMES = {
     ),
     "data.target_length": "decoder_seq_length",
     "data.tokenizer": (
-        "tokenizer_type tokenizer_model tokenizer_path hf_assets_path tokenizer_name tokenizer_name_or_path "
-        "tokenizer_config"
+        "tokenizer_type tokenizer_model tokenizer_path hf_assets_path tokenizer_name_or_path tokenizer_name"
     ),
-    "data.train": "data_path dataset_path dataset dataset_name train_file data_prefix dataset_folder",
+    "data.train": "data_path dataset_path dataset dataset_name train_file data_prefix",
     "data.validation": "validation_file",
     "data.workers": "num_workers dataloader_num_workers num_loading_workers",
-    "parallel.async_tp": "tp_comm_overlap enable_async_tensor_parallel",
+    "parallel.async_tp": "tp_comm_overlap enable_async_tensor_parallel tp_linear_async_communication",
     "parallel.comm_buffers": "use_nccl_ub enable_fsdp_symm_mem",
     "parallel.cp": "context_parallel_degree context_parallel_size sequence_parallel_size cp_config",
     "parallel.cp_method": "cp_comm_type context_parallel_rotate_method",
-    "parallel.dp_replicate": "data_parallel_replicate_degree ddp num_distributed_optimizer_instances",
-    "parallel.dp_shard": "data_parallel_shard_degree fsdp dp_config",
-    "parallel.ep": "expert_parallel_degree expert_model_parallel_size ep_size",
+    "parallel.dp_replicate": "data_parallel_replicate_degree ddp num_distributed_optimizer_instances num_replicas",
+    "parallel.dp_shard": "data_parallel_shard_degree fsdp dp_config shard_degree parallelism.dp",
+    "parallel.ep": "expert_parallel_degree expert_model_parallel_size ep_size ep_config expert_parallel_size",
     "parallel.expert_tp": "expert_tensor_parallel_size expert_tensor_parallel_degree",
     "parallel.fsdp_prefetch": "overlap_param_gather stage3_prefetch_bucket_size",
     "parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size pp_config",
-    "parallel.pp_schedule": "pipeline_parallel_schedule",
+    "parallel.pp_schedule": "pipeline_parallel_schedule pp_engine",
     "parallel.pp_split_points": (
         "pipeline_model_parallel_layout decoder_first_pipeline_num_layers module_fqns_per_model_part "
         "partition_method pipeline_parallel_split_points"
     ),
     "parallel.reduce_dtype": "grad_reduce_in_bf16 mixed_precision_reduce communication_data_type",
-    "parallel.sequence_parallel": "enable_sequence_parallel",
+    "parallel.sequence_parallel": "enable_sequence_parallel tp_mode",
     "parallel.tp": "tensor_parallel_degree tensor_model_parallel_size tp_plan tp_config",
     "parallel.virtual_stages": (
         "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
@@ -164,52 +163,48 @@ FOREIGN_NAMES = {
     "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clipping gradient_clip_val",
     "optimizer.moments_dtype": "exp_avg_dtype exp_avg_sq_dtype",
     "optimizer.name": "optim",
-    "lr_schedule.decay_ratio": "lr_wsd_decay_iters",
-    "lr_schedule.min_lr_factor": "min_lr min_lr_factor min_decay_lr alpha_f",
+    "lr_schedule.decay_ratio": "lr_wsd_decay_iters lr_decay_steps",
+    "lr_schedule.min_lr_factor": "min_lr min_lr_factor alpha_f min_decay_lr",
     "lr_schedule.name": "lr_decay_style lr_scheduler_type decay_type",
     "lr_schedule.warmup_steps": (
-        "warmup_iters lr_warmup_iters warmup_ratio num_warmup_steps lr_warmup_fraction lr_warmup_samples "
-        "lr_warmup_steps"
+        "warmup_iters lr_warmup_iters warmup_ratio num_warmup_steps lr_warmup_fraction lr_warmup_steps "
+        "lr_warmup_samples"
     ),
-    "train.branch_from": "ckpt_step load_step resume_checkpoint_path",
+    "train.branch_from": "ckpt_step load_step load_path resume_checkpoint_path",
     "train.compile": "torch_compile compile_model",
     "train.cuda_graphs": "cuda_graph_impl",
     "train.global_batch": (
-        "batch_size global_batch_size gradient_accumulation_steps train_batch_size accumulate_grad_batches "
-        "batch_accumulation_per_replica"
+        "batch_size global_batch_size gradient_accumulation_steps train_batch_size batch_accumulation_per_replica "
+        "accumulate_grad_batches"
     ),
     "train.gc_every": "gc_freq manual_gc manual_gc_interval",
     "train.hang_seconds": "distributed_timeout_minutes train_timeout_seconds ddp_timeout",
     "train.init_from": (
-        "initial_load_path model_name_or_path pretrained_checkpoint restore_from_path load_path initial_load_in_hf"
+        "initial_load_path model_name_or_path pretrained_checkpoint restore_from_path initial_load_in_hf"
     ),
     "train.micro_batch": (
         "per_device_train_batch_size micro_batch_size local_batch_size train_micro_batch_size_per_gpu "
         "pipeline_parallel_microbatch_size rank_microbatch_size"
     ),
-    "train.precision": (
-        "bf16 fp16 mixed_precision dtype fp8_format mixed_precision_param float8 torch_dtype float8_config"
-    ),
+    "train.precision": "bf16 fp16 mixed_precision dtype fp8_format mixed_precision_param float8 torch_dtype",
     "train.recompute": (
         "gradient_checkpointing activation_checkpoint activation_checkpointing memory_budget recompute_granularity "
-        "recompute_method recompute_num_layers recompute_activations recompute_modules selective_ac_option "
-        "ac_config activations_checkpoint_granularity activations_checkpoint_method "
+        "recompute_method recompute_num_layers ac_config recompute_layer recompute_activations recompute_modules "
+        "selective_ac_option activations_checkpoint_granularity activations_checkpoint_method "
         "activations_checkpoint_num_layers"
     ),
-    "train.seed": "init_seed",
     "train.steps": "max_steps max_iters train_iters lr_decay_iters train_samples max_duration train_steps",
     "task.epochs": "num_train_epochs max_epochs",
-    "checkpoint.every": "save_steps save_interval checkpoint.interval save_strategy checkpoint_interval",
-    "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints save_top_k",
+    "checkpoint.every": "save_steps save_interval checkpoint.interval checkpoint_interval save_strategy",
+    "checkpoint.keep": "save_total_limit keep_latest_k save_top_k",
     "checkpoint.local_dir": "non_persistent_ckpt_type",
-    "checkpoint.local_every": "ephemeral_save_interval",
     "checkpoint.mode": "async_save async_mode save_async",
     "resume.allow": "override_opt_param_scheduler",
     "resilience.replay_every": "rerun_mode",
-    "evaluate.every": "eval_steps eval_interval validation.freq eval_strategy evaluation_strategy val_check_interval",
+    "evaluate.every": "eval_steps eval_interval validation.freq val_check_interval eval_strategy evaluation_strategy",
     "evaluate.max_rows": "eval_iters limit_val_batches",
     "log.every": (
-        "logging_steps log_interval log_freq metrics_collect_interval log_every_n_steps iteration_step_info_interval"
+        "logging_steps log_interval log_freq iteration_step_info_interval metrics_collect_interval log_every_n_steps"
     ),
     "log.layer_stats_every": "log_params_norm",
     "log.memory_snapshot": "record_memory_history enable_memory_snapshot",

@@ -204,6 +204,15 @@ def set_run_dir(values: dict[str, Any], file: ConfigFile) -> None:
         values.setdefault("run_dir", str(file.path.absolute().parent))
 
 
+def check_is_run(folder: Path) -> None:
+    """Raise UsageError for a folder without a run's config: no run directory, or a run that has not begun."""
+    if (folder / "config.toml").is_file():
+        return
+    if (folder / "launch.json").is_file():
+        raise UsageError(f"{folder}: the run has not begun to train: `megatfm status {folder}` says why")
+    raise UsageError(f"{folder}: not a run directory (it has no config.toml): give one such as runs/NAME")
+
+
 def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
     """Return the path of a config, and whether it is a preset of megatfm. Raises UsageError."""
     presets = Path(str(resources.files("megatfm") / "presets"))
@@ -221,6 +230,8 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
     if path.is_dir():
+        if (path / "launch.json").is_file():
+            check_is_run(path)
         raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
     if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
         raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")

@@ -67,6 +67,8 @@ def _explain(error: ValidationError, config_class: type[BaseModel], values: Mapp
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
+    elif first["type"] == "dict_type":
+        return f"{key} = {text}: this is a table; for example {key} = {{ NAME = {text} }}{n_more}"
     elif first["type"] == "missing":
         message = "has too few elements"
     return f"{key} = {text}: {message[0].lower()}{message[1:]}{_give_example(section, path)}{n_more}"

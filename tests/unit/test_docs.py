@@ -319,7 +319,7 @@ NAMES_OF_SEVERAL_THINGS = {
 def test_an_error_answers_every_key_of_the_glossary_with_ours() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     terms = text.partition("## Terms of the config")[2].partition("### Words of the log")[0]
-    keys = text.partition("### Keys")[2].partition("### What is otherwise")[0]
+    keys = text.partition("### Keys")[2].partition("### Differences")[0]
     our_keys_by_name: dict[str, set[str]] = {}
     for table, column in ((terms, 0), (keys, -1)):
         for line in table.splitlines():

@@ -84,6 +84,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("model.family=gpt", "model.family = 'gpt': unknown (did you mean 'decoder'?); there are: decoder, encoder, "),
     ("model.family=BertModel", "model.family = 'BertModel': unknown (did you mean 'encoder'?); there are: "),
     ("plugins=7", "plugins = 7: this is a list; the default is []"),
+    ("data.validation=ab", "data.validation = 'ab': this is a table; for example data.validation = { NAME = 'ab' }"),
     ("optimizer.betas=0.9", "optimizer.betas = 0.9: this is a list; the default is [0.9, 0.95]"),
     ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: has too few elements; the default is [0.9, 0.95]"),
     ("data.train=[3]", "data.train = [3]: input should be a valid string; for example 'corpora/quickstart/train'"),
