@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megatfm.convert.load import (
 from megatfm.convert.tokenizer_files import find_tokenizer_path
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
+from megatfm.inference.batched_generation import generate_each
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import Baselines, Results, evaluate_run
@@ -32,7 +33,6 @@ from megatfm.inference.text import (
     PromptSampler,
     TextModel,
     attach_tokenizer,
-    generate_text,
     generate_text_beam,
     load_model,
 )
@@ -41,6 +41,9 @@ from megatfm.tokenizers import Tokenizer
 from megatfm.train.run import train
 
 log = logging.getLogger("megatfm")
+
+Texts = TypeVar("Texts", str, list[str])
+"""One text, or several."""
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:
@@ -133,7 +136,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: Texts = "",  # type: ignore[assignment]
         *,
         max_tokens: int = 200,
         temperature: float = 0.8,
@@ -146,25 +149,34 @@ class Model:
         chat: bool = False,
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | Sequence[str | Path] = (),
-    ) -> str:
+        batch: int = 16,
+    ) -> Texts:
         """Generate the continuation of a prompt; return it without the prompt.
 
-        image: a file, or several, that a vision-language model describes. The other options are those of `megatfm
-        generate`. Raises UsageError for a model that does not generate text.
+        prompt: or a list of prompts of any lengths, which returns a list: each gets the text that it gets alone. image:
+        a file, or several, that a vision-language model describes, for every prompt. batch: number of prompts per
+        batch; beam search takes them one by one. The other options are those of `megatfm generate`. Raises UsageError
+        for a model that does not generate text.
         """
-        if not isinstance(prompt, str):
-            raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
+        texts = [*prompt] if isinstance(prompt, list | tuple) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise UsageError(
+                f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def '), or a list of them"
+            )
         if max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}: choose 1 or more")
         if num_beams < 0:
             raise UsageError(f"num_beams = {num_beams}: choose 0 (none) or more")
         options = PromptOptions(bos, sentinel, [image] if isinstance(image, str | Path) else image, chat)
         loaded = self._with_tokenizer()
-        if num_beams:
-            return generate_text_beam(loaded, prompt, max_tokens, num_beams, length_penalty, options)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, options)
-        return text
+        if num_beams:
+            results = [
+                generate_text_beam(loaded, text, max_tokens, num_beams, length_penalty, options) for text in texts
+            ]
+        else:
+            results = generate_each(loaded, texts, sampling, max_tokens, options, batch_size=batch)
+        return results[0] if isinstance(prompt, str) else results
 
     def encode(
         self,

@@ -220,7 +220,7 @@ class _Planner:
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             advice = f"choose shorter rows ({keys}), or prepare more text"
             reads_images = getattr(self.objective, "reads_images", False)
-            if reads_images and not self.objective.reads_text:
+            if reads_images and not getattr(self.objective, "reads_text", True):
                 reason, advice = "its images don't fill such rows", f"choose other lengths ({keys})"
             elif len(self.row_lengths) > 1:
                 sides = "images and texts" if reads_images else "inputs and targets"

@@ -16,7 +16,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, check_room, has_encoder, stream
 from megatfm.inference.likelihood import BATCH_SIZE, group_by_shape, map_blocks, round_up_length
-from megatfm.inference.prompts import PromptOptions, build_prompts
+from megatfm.inference.prompts import PromptOptions, build_prompts, prepare_prompts
 from megatfm.inference.text import GrowingText, TextModel
 from megatfm.tasks.files import Row, locate_rows, read_row_text
 from megatfm.tasks.metrics import compute_text_metric, get_metric_signature
@@ -44,7 +44,7 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class NumberedRequest:
-    """A request with its number among all, by which its draws are told apart, and its prompt as tokens."""
+    """A request and its prompt as tokens. number: tells its draws from those of other requests."""
 
     number: int
     request: TextRequest
@@ -68,8 +68,7 @@ def generate_texts(
     there is a process group: all ranks pass the same requests, and each computes a share. cut_prompts: cut prompts at
     their start to fit the model's positions, with a warning; else raise UsageError for one that does not fit.
     """
-    if batch_size < 1:
-        raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
+    _check_batch_size(batch_size)
     device = next(loaded.model.parameters()).device
     limit, n_cut = loaded.config.model.position.limit, 0
     items = []
@@ -85,6 +84,33 @@ def generate_texts(
     if n_cut:
         log.warning("%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit)
     return map_blocks(items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size)
+
+
+def generate_each(
+    loaded: TextModel,
+    texts: Sequence[str],
+    sampling: Sampling,
+    max_tokens: int,
+    options: PromptOptions,
+    *,
+    batch_size: int = BATCH_SIZE,
+) -> list[str]:
+    """Return what `generate_text` makes of each prompt alone; prompts of about one length are a batch. Raises
+    UsageError.
+
+    Collective if there is a process group, as `generate_texts` is.
+    """
+    _check_batch_size(batch_size)
+    items = []
+    for text in texts:
+        prompts, n_tokens = prepare_prompts(loaded, text, max_tokens, options)
+        items.append(NumberedRequest(0, TextRequest(text, n_tokens, sampling=sampling), prompts))
+    return map_blocks(items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
 
 
 def _make_prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
@@ -110,15 +136,14 @@ def _cut_start(prompts: Prompts, room: int) -> Prompts:
 
 def _generate_block(loaded: TextModel, block: Sequence[NumberedRequest]) -> list[str]:
     """Continue prompts together until all are done."""
-    request, first = block[0].request, block[0].prompts
+    request = block[0].request
     rows = [
         GrowingText(loaded.tokenizer, item.prompts.tokens[0].tolist(), loaded.eos_token_id, request.stop)
         for item in block
     ]
-    encoder = None if first.encoder is None else [(item.prompts.encoder or ())[0] for item in block]
     steps = stream(
         loaded.model,
-        Prompts([item.prompts.tokens[0] for item in block], encoder, first.prefix),
+        Prompts.join([item.prompts for item in block]),
         replace(
             request.sampling,
             vocab_size=loaded.tokenizer.vocab_size,  # the model may have more rows

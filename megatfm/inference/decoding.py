@@ -46,6 +46,16 @@ class Prompts:
         images = self.images and {name: field.to(device) for name, field in self.images.items()}
         return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix, images)
 
+    @classmethod
+    def join(cls, parts: Sequence["Prompts"]) -> "Prompts":
+        """Return the rows of all parts, which have the same kinds of fields."""
+        first = parts[0]
+        encoder = None if first.encoder is None else [row for part in parts for row in part.encoder or ()]
+        images = first.images and {
+            name: torch.cat([(part.images or {})[name] for part in parts]) for name in first.images
+        }
+        return cls([row for part in parts for row in part.tokens], encoder, first.prefix, images)
+
 
 @dataclass(frozen=True)
 class Sampling:

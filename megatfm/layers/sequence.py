@@ -269,11 +269,12 @@ class SequenceMetadata:
         return self.cached("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
     def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the documents of queries [B, T] and of keys [B, S]; None if each row is one document."""
+        """Return the documents of queries [B, T] and of keys [B, S]; None if rows are one document each, or absent."""
         if of_memory:
             keys = None if self.memory is None else self.memory.documents
             return None if keys is None else (self.documents_or_zeros, keys)
-        if self.documents is None and (not self.cached_length or self.cached_documents is None):
+        is_packed = self.documents is not None or (self.cached_length and self.cached_documents is not None)
+        if not is_packed or not len(self.positions):
             return None
         return self.documents_or_zeros, self._select_cached(self._documents_with_cached())
 

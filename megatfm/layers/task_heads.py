@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.dropout import require_rng_keys
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Embedding, Linear
@@ -89,11 +90,15 @@ class TaskHead(nn.Module):
     def pool_at(
         self, hidden_BTD: Tensor, rows_M: Tensor, columns_M: Tensor, keys: Tensor | None, indices: Tensor | None
     ) -> Tensor:
-        """Return the pooled vectors [M, D] of some tokens; dropout in training depends on their positions in rows."""
+        """Return the pooled vectors [M, D] of some tokens; dropout in training depends on their positions in rows.
+
+        Raises UsageError for dropout without random keys.
+        """
         pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
-        if self.training and self.dropout > 0 and keys is not None:
+        if self.training and self.dropout > 0:
             token_M = columns_M if indices is None else indices[columns_M]
-            keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], token_M)
+            keys_B = keyed.fold_in(require_rng_keys(keys, "dropout before the classifier"), DROPOUT_SITE)
+            keys_M = keyed.fold_in(keys_B[rows_M], token_M)
             pooled_MD = keyed.dropout(pooled_MD, self.dropout, keys_M)
         return pooled_MD
 

@@ -41,22 +41,31 @@ CONVERT_HINT = "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrai
 def load(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file, a `tokenizer.json` or a SentencePiece model, or from a folder with one.
 
-    Raises UsageError if there is none, or the file is something else.
+    A `tokenizer.json` that describes the SentencePiece model beside it stands for that model. Raises UsageError if
+    there is none, or the file is something else.
     """
-    file = Path(path)
-    if file.is_dir():
-        folder, in_folder = file, find_tokenizer_file(file)
-        if in_folder is None:
-            raise UsageError(f"{path}: {_explain_not_found(folder)}")
-        file = in_folder
+    file = _resolve(path)
     data = _skip_blanks(file, _read(file))
     if converted := _convert_legacy(file, data):
         return HuggingFaceTokenizer(converted, None, str(file))
     if data[:1] != b"{":
         return SentencePieceTokenizer(data, str(file))
-    if not _is_hugging_face(data):
-        raise UsageError(f"{file}: this is a description of a tokenizer, not the tokenizer: give {SP_MODEL} beside it")
     return HuggingFaceTokenizer(data, read_tokenizer_config(file), str(file))
+
+
+def _resolve(path: str | Path) -> Path:
+    """Return the file of a tokenizer: itself, or the one that `find_tokenizer_file` finds in a folder or beside a
+    description."""
+    file = Path(path)
+    if file.is_dir():
+        if found := find_tokenizer_file(file):
+            return found
+        raise UsageError(f"{path}: {_explain_not_found(file)}")
+    if file.name != TOKENIZER_JSON or _is_hugging_face(_read(file)):
+        return file
+    if found := find_tokenizer_file(file.parent):
+        return found
+    raise UsageError(f"{file}: this describes a SentencePiece model: put {SP_MODEL} beside it, or give that file")
 
 
 def find_tokenizer_file(folder: str | Path) -> Path | None:
@@ -83,8 +92,7 @@ def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
 
     A name may have a folder. Write them in this order: `find_tokenizer_file` finds nothing until the last one is there.
     """
-    file = Path(path)
-    file = (find_tokenizer_file(file) or file) if file.is_dir() else file
+    file = _resolve(path)
     data = _skip_blanks(file, _read(file))
     if converted := _convert_legacy(file, data):
         return {TOKENIZER_JSON: converted}

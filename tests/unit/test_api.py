@@ -85,6 +85,16 @@ def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture
         assert capsys.readouterr().out == f"def {model.generate('def ', max_tokens=6, **options)}\n"
 
 
+@pytest.mark.parametrize("options", [{"seed": 3}, {"temperature": 0, "batch": 2}, {"beams": 2}])
+def test_several_prompts_get_the_texts_that_they_get_alone(run: Path, options: dict[str, Any]) -> None:
+    """Prompts of several lengths; two are equal, for in a batch the second could draw other numbers."""
+    model, prompts = megatfm.load(run), ["def ", "import os, sys; import numpy as np", "x", "def ", ""]
+    alone = [model.generate(prompt, max_tokens=7, **options) for prompt in prompts]
+    assert len({*alone}) > 2
+    assert model.generate(prompts, max_tokens=7, **options) == alone
+    assert model.generate([], **options) == []
+
+
 def test_the_model_is_a_module_that_can_be_called(run: Path) -> None:
     model, tokens = megatfm.load(run), torch.tensor([[1, 5, 6]])
     assert torch.equal(model(tokens).logits, model.module(tokens).logits)
@@ -199,6 +209,8 @@ def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
         (lambda: model(torch.tensor([1, 2])), r"tokens = tensor\(\[1, 2\]\): give ids \[batch, sequence\]"),
         (lambda: model(tokens=torch.ones(1, 2)), "give ids"),
         (lambda: model.generate("a", max_tokens=0), "^max_tokens = 0: choose 1 or more$"),
+        (lambda: model.generate(["a"], batch=0), "^batch = 0: choose 1 or more prompts at a time"),
+        (lambda: model.generate(["a", 3]), r"^prompt = \['a', 3\] is not a string: give one, e\.g\. .* or a list"),
         (lambda: model.generate("a", num_beams=-1), r"^num_beams = -1: choose 0 \(none\) or more$"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -20,6 +20,7 @@ from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainCo
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference.batched_generation import generate_each
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.image_evaluation import ClassCollector, collect_classes, make_image_evaluation
 from megatfm.inference.pictures import (
@@ -367,7 +368,11 @@ def test_every_image_is_seen(tmp_path: Path, tokenizer_model: bytes) -> None:
         for order in [(0, 1, 2), (0, 1), (0, 2)]
     }
     assert len({text for (text,) in texts.values()}) == len(texts)
-    assert generate_text_beam(loaded, "import", 8, 1, 0.6, PromptOptions(images=images)) == texts[0, 1, 2][0]
+    options = PromptOptions(images=images)
+    assert generate_text_beam(loaded, "import", 8, 1, 0.6, options) == texts[0, 1, 2][0]
+    questions = ["import", "def f(x):", "import"]
+    alone = [generate_text(loaded, question, greedy, 8, 1, options)[0] for question in questions]
+    assert generate_each(loaded, questions, greedy, 8, options) == alone
 
 
 def test_a_prompt_names_all_of_its_images_or_none(tmp_path: Path, tokenizer_model: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Attention never makes a tensor of all pairs of a long row, forward and backward."""
+"""Attention never makes a tensor of all pairs of a long row, forward and backward; batches may have no rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +160,14 @@ def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, r
     short, long = (largest(family, name, rows, length) for length in (SHORT, LONG))
     assert long.numel < LONG**2 / 4, long.made_by
     assert long.numel <= 4 * short.numel, long.made_by  # 2.4 times, and blocks at borders; a square has 5.8
+
+
+@pytest.mark.parametrize(("family", "name"), [("decoder", "bigbird"), *(("encoder", name) for name in ENCODERS)])
+def test_packed_batches_may_have_no_rows(family: str, name: str) -> None:
+    model = build(ModelConfig.from_dotted(**{**SMALL, "family": family, **FAMILIES[family][name]}))
+    fields = {field: values[:0] for field, values in packed(SHORT).items()}
+    tokens = torch.zeros(0, SHORT, dtype=torch.int64)
+    assert model(tokens=tokens, **fields).logits.shape == (0, SHORT, SMALL["vocab_size"])
 
 
 def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,15 @@ def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
 
 def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tokenizer) -> None:
     assert find_tokenizer_file(corpus) == corpus / "tokenizer.model"
-    for path in (corpus, str(corpus), corpus / "tokenizer.model"):
+    for path in (corpus, str(corpus), corpus / "tokenizer.model", corpus / "tokenizer.json"):
         loaded = load(path)
         assert isinstance(loaded, SentencePieceTokenizer)
         assert loaded.hash == tokenizer.hash
-    with pytest.raises(UsageError, match=r"tokenizer.json: this is a description .*: give tokenizer.model"):
-        load(corpus / "tokenizer.json")
+        assert list(read_tokenizer_files(path)) == ["tokenizer.model"]
+    (corpus / "tokenizer.model").unlink()
+    for read in (load, read_tokenizer_files):
+        with pytest.raises(UsageError, match=r"tokenizer.json: this describes a Sent.*: put tokenizer.model beside it"):
+            read(corpus / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tokenizer.model"])
