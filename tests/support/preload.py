@@ -55,6 +55,7 @@ utilization = sys.modules["megatfm.tracking.utilization"]
 for name, function in (("build", "measure_bf16_speedup"), ("startup_checks", "time_matmul")):
     setattr(sys.modules[f"megatfm.train.{name}"], function, functools.cache(getattr(utilization, function)))
 sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
+sys.modules["megatfm.train.startup_checks"].time_matmul(torch.float32, torch.device("cpu"))
 utilization.MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
 # torchrun's rendezvous names its callers at each event by inspect.stack, which looks among all modules for the source
 # of each frame: half a second of CPU here. On a busy machine, agents that did so lost one another.
