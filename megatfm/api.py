@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ from megatfm.tokenizers import Tokenizer
 from megatfm.train.run import train
 
 log = logging.getLogger("megatfm")
+Texts = TypeVar("Texts", str, list[str])
+"""One text or a list of texts."""
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:
@@ -131,15 +133,9 @@ class Model:
         """The tokenizer that the model was trained with. Raises UsageError if there is none."""
         return self._with_tokenizer().tokenizer
 
-    @overload
-    def generate(self, prompt: str = "", **options: Any) -> str: ...
-
-    @overload
-    def generate(self, prompt: list[str] | tuple[str, ...], **options: Any) -> list[str]: ...
-
     def generate(
         self,
-        prompt: str | Sequence[str] = "",
+        prompt: Texts = "",  # type: ignore[assignment]  # mypy 3737: the default fits one of both types
         *,
         max_tokens: int = 200,
         temperature: float = 0.8,
@@ -152,7 +148,7 @@ class Model:
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | Sequence[str | Path] = (),
         batch: int = 16,
-    ) -> str | list[str]:
+    ) -> Texts:
         """Generate the continuation of a prompt; return it without the prompt.
 
         prompt: or a list of prompts of any lengths, which returns a list: each gets the text that it gets alone. image:
@@ -160,8 +156,8 @@ class Model:
         batch; beam search takes them one by one. The other options are those of `megatfm generate`. Raises UsageError
         for a model that does not generate text.
         """
-        texts = prompt if isinstance(prompt, list | tuple) else [prompt]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise UsageError(
                 f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def '), or a list of them"
             )
